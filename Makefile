@@ -1,0 +1,48 @@
+# make demo | test | check | bench — each sets up what it needs on a fresh machine (Python 3.11–3.13 and make).
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check bench proto clean
+
+demo: $(VENV)/.installed
+	$(BIN)/slipstream demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(TESTS)
+
+check: $(VENV)/.installed-check
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/loop.py
+
+$(VENV)/.installed: pyproject.toml
+	@echo "setting up $(VENV) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[plot]'
+	@touch $@
+
+# torch and transformers are the reference that the decoder is tested against. The version is pinned because an
+# unpinned torch may bring gigabytes of CUDA libraries along.
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) 'torch==2.13.0'
+	$(PIP) -e '.[plot,test]'
+	@touch $@
+
+$(VENV)/.installed-check: $(VENV)/.installed
+	$(PIP) -e '.[plot,check]'
+	@touch $@
+
+# The generated gRPC code runs with this generator's release and later ones, so it is made with an old one.
+proto:
+	test -x .venv-proto/bin/python || $(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/python -m pip install --quiet 'grpcio-tools==1.72.2'
+	.venv-proto/bin/python -m grpc_tools.protoc -I src --python_out=src --grpc_python_out=src --pyi_out=src \
+	    src/slipstream/gateway/slipstream.proto
+
+clean:
+	rm -rf $(VENV) .venv-proto build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

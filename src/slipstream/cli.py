@@ -1,0 +1,229 @@
+"""The `slipstream` command. Each subcommand imports what it needs when it runs: the gateway never loads JAX."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.errors import ConfigError, SlipstreamError
+
+app = typer.Typer(
+    name="slipstream",
+    help="JAX training in the slipstream of inference engines: rollouts offloaded, weights synced in milliseconds.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+RunDir = Annotated[Path, typer.Option("--run-dir", help="Directory of the run: logs, the gateway's address and token.")]
+Owner = Annotated[int, typer.Option("--owner", help="Pid of the parent process; end when it is gone.", hidden=True)]
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Most RL steps; it stops early once the task is solved.")] = 400,
+    seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
+    engines: Annotated[int, typer.Option(help="Engine processes; 0 generates inside the trainer.")] = 1,
+    out: Annotated[str, typer.Option(help="Run directory; empty makes runs/<time>.")] = "",
+) -> None:
+    """Train a small model with GRPO on this machine, rollouts in another process. Needs no download and no config.
+
+    A decoder and a tokenizer are made on the spot, warmed up for a few seconds, then learn to reverse digits; the new
+    weights reach the engine after every step."""
+    from slipstream.demo import run
+
+    raise typer.Exit(run(steps=steps, seed=seed, engines=engines, out=out))
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; see examples/train.toml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings that win over the file: grpo.group=16 seed=3")] = None,
+) -> None:
+    """Run GRPO as a TOML file says. Any setting can be changed on the command line: [b]slipstream train run.toml steps=50[/b]"""
+    from slipstream.config import TrainConfig, load
+    from slipstream.demo import run_train
+
+    raise typer.Exit(run_train(load(TrainConfig, config, overrides or [])))
+
+
+@app.command()
+def gateway(
+    run_dir: RunDir,
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free port.")] = 0,
+    lease_seconds: Annotated[float, typer.Option(help="An engine silent for this long is lost.")] = 10.0,
+    max_message_bytes: Annotated[int, typer.Option(help="Larger control messages are refused.")] = 64 << 20,
+    owner: Owner = 0,
+) -> None:
+    """Run the control plane: engines register here, trainers connect here. Weights do not pass through it.
+
+    Writes its address to RUN_DIR/gateway.json and a fresh token to RUN_DIR/token (readable by you alone)."""
+    from slipstream.config import GatewayConfig
+    from slipstream.gateway.server import serve
+    from slipstream.topology.lifeline import follow
+    from slipstream.weights.transports import shm
+
+    _log_to_stderr()
+    config = GatewayConfig(host, port, lease_seconds, max_message_bytes)
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        follow(owner, stop)
+        await serve(config, run_dir, stop)
+
+    try:
+        asyncio.run(main())
+    finally:
+        shm.sweep()
+
+
+@app.command()
+def engine(
+    model: Annotated[Path, typer.Option(help="HF model directory: config.json, tokenizer.json, and weights unless a sync brings them.")],
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the gateway to join.")] = None,
+    gateway: Annotated[str, typer.Option(help="Address of the gateway, instead of --run-dir; the token is read from SLIPSTREAM_TOKEN.")] = "",
+    name: Annotated[str, typer.Option(help="Name in the fleet; empty makes one from the pid.")] = "",
+    tp: Annotated[int, typer.Option(help="Devices to split the model over.")] = 1,
+    max_concurrency: Annotated[int, typer.Option(help="Sequences generated at once.")] = 64,
+    max_model_len: Annotated[int, typer.Option(help="Longest prompt plus completion; 0 takes the model's limit.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    patience: Annotated[float, typer.Option(help="Seconds to look for a gateway that is gone before giving up.")] = 60.0,
+    owner: Owner = 0,
+) -> None:
+    """Run an embedded JAX engine and join it to a gateway. Run as many as the machine can feed."""
+    from slipstream.config import EngineConfig, build
+
+    _log_to_stderr()
+    options = build(EngineConfig, {"tp": tp, "max_concurrency": max_concurrency, "max_model_len": max_model_len, "dtype": dtype})
+    if tp > 1:  # devices of the host platform, when there is no accelerator; must be said before JAX starts
+        flag = f"--xla_force_host_platform_device_count={tp}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    from slipstream.engines.host import host
+    from slipstream.topology.lifeline import follow
+    from slipstream.weights.transports import shm
+
+    address, token, ready = _gateway_of(run_dir, gateway)
+    name = name or f"engine-{os.getpid()}"
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        follow(owner, stop)
+        await host(model, name, options, address, token, patience, ready and ready / f"{name}.ready", stop)
+
+    try:
+        asyncio.run(main())
+    finally:
+        shm.sweep()
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the gateway.")] = None,
+    gateway: Annotated[str, typer.Option(help="Address of the gateway, with its token in SLIPSTREAM_TOKEN.")] = "",
+) -> None:
+    """Show the fleet: engines, their state, the committed policy version."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from slipstream.topology import connect
+
+    if run_dir is None and not gateway:
+        raise ConfigError("say which gateway: --run-dir DIR, or --gateway ADDRESS")
+    with connect(run_dir or gateway) as bridge:
+        fleet = bridge.status()
+    version = fleet.version if fleet.version >= 0 else "none yet"
+    title = f"policy version {version} · {fleet.num_completions} completions · up {fleet.uptime_seconds:.0f} s"
+    table = Table("engine", "state", "version", "model", "ranks", "requests", "heartbeat", "note", title=title)
+    for e in fleet.engines:
+        own = str(e.info.version) if e.info.version >= 0 else "–"
+        heartbeat = f"{e.seconds_since_heartbeat:.1f} s ago"
+        table.add_row(e.info.name, e.state, own, e.info.model, str(e.info.num_ranks), str(e.num_requests), heartbeat, e.note)
+    Console().print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, what is wrong, and how to mend it. Exit code 1 when something is wrong."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from slipstream.observe.doctor import examine
+
+    table = Table("", "subject", "found", "what to do")
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
+    findings = list(examine())
+    for finding in findings:
+        table.add_row(marks[finding.verdict], finding.subject, finding.found, finding.fix)
+    Console().print(table)
+    raise typer.Exit(any(f.verdict == "wrong" for f in findings))
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(help="HF model directory, or a config.json.")],
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the engine.")] = 1,
+    engines: Annotated[int, typer.Option(help="Replicas.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Dtype of the engine's weights.")] = "bfloat16",
+    gigabytes_per_second: Annotated[float, typer.Option("--gbps", help="Speed of the link, in GB/s.")] = 5.0,
+) -> None:
+    """Predict a weight sync: which bytes go to which rank, and how long they take at a given link speed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from slipstream.model.config import ModelConfig
+    from slipstream.weights import families
+    from slipstream.weights.layout import whole
+    from slipstream.weights.plan import DTYPE_BYTES, Source, make_plan
+
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    config = ModelConfig.read(model.parent if model.name == "config.json" else model)
+    tensors = families.tensors(config)
+    sources = {t.name: Source(t.shape, "float32", ((0, whole(t.shape)),)) for t in tensors}
+    made = make_plan(sources, tensors, families.parameters(config, tp), dtype)
+    table = Table("rank", "pieces", "bytes", f"seconds at {gigabytes_per_second:g} GB/s", title=f"{config.fingerprint()}, {len(tensors)} tensors")
+    for (_, rank), moves in sorted(made.streams.items()):
+        size = sum(m.num_bytes for m in moves)
+        table.add_row(str(rank), str(len(moves)), f"{size:,}", f"{size / gigabytes_per_second / 1e9:.4f}")
+    console = Console()
+    console.print(table)
+    total = made.num_bytes * engines
+    shared = "one copy leaves the trainer, read by all" if engines > 1 else "all leave the trainer once"
+    console.print(f"{engines} engine(s) × tp {tp}: {total:,} bytes received; on one host {shared}: {made.num_bytes:,} bytes.")
+
+
+def _gateway_of(run_dir: Path | None, address: str) -> tuple[str, str, Path | None]:
+    """`(address, token, run directory)` of the gateway that an engine is to join."""
+    from slipstream.topology import read_run_dir
+
+    if run_dir is not None:
+        return (*read_run_dir(run_dir), run_dir)
+    token = os.environ.get("SLIPSTREAM_TOKEN", "")
+    if not address or not token:
+        raise ConfigError("say which gateway to join: --run-dir DIR, or --gateway ADDRESS with the token in SLIPSTREAM_TOKEN")
+    return address, token, None
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+def main() -> None:
+    """Errors that Slipstream raises on purpose are messages, not tracebacks."""
+    try:
+        app()
+    except SlipstreamError as error:
+        print(f"slipstream: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Settings: one frozen class per role, read from TOML, changed by dotted overrides (`train.steps=50`).
+
+Each class checks itself when it is built, so a mistake is found before a process starts. A key that does not exist is
+refused, with the nearest one that does."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from slipstream.errors import ConfigError
+
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The embedded JAX engine."""
+
+    max_concurrency: int = 64
+    """Sequences generated at once (slots of the KV cache)."""
+    max_model_len: int = 0
+    """Longest prompt plus completion; 0 takes the model's own limit."""
+    tp: int = 1
+    """Devices over which the weights and the KV cache are split."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and the KV cache."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, max_concurrency=1, max_model_len=0, tp=1)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free port; the address is written to `gateway.json` in the run directory."""
+    lease_seconds: float = 10.0
+    """An engine silent for this long is lost. Engines send a heartbeat four times as often."""
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Larger control messages are refused. Weights never travel through the gateway."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, port=0, lease_seconds=0.1, max_message_bytes=1 << 10)
+        if self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ConfigError(
+                f"gateway.host is {self.host!r}: the gateway listens on loopback only (127.0.0.1, localhost, ::1); "
+                "to reach it from another machine, forward the port over SSH"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskConfig:
+    """What the policy learns: a digit task, or `reasoning_gym:<name>` where that package is installed."""
+
+    name: str = "reverse"
+    digits: int = 3
+    holdout: float = 0.1
+    """Share of the prompts kept out of training, for evaluation."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, digits=1, holdout=0.0)
+        if self.holdout >= 1:
+            raise ConfigError(f"task.holdout must be below 1, got {self.holdout}")
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoConfig:
+    """Group-relative policy optimisation."""
+
+    prompts: int = 32
+    """Prompts per step."""
+    group: int = 8
+    """Samples per prompt; their rewards are each other's baseline."""
+    max_tokens: int = 8
+    temperature: float = 1.0
+    clip: float = 0.2
+    """The ratio to the policy that sampled is clipped to [1 − clip, 1 + clip]."""
+    learning_rate: float = 1e-3
+    gradient_clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, prompts=1, group=2, max_tokens=1)
+        if self.temperature <= 0:
+            raise ConfigError(f"grpo.temperature must be positive, got {self.temperature}: greedy samples are all alike")
+        if not 0 < self.clip < 1:
+            raise ConfigError(f"grpo.clip must be in (0, 1), got {self.clip}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """`slipstream train CONFIG`: everything about a run."""
+
+    model: str = ""
+    """HF model directory; empty makes the demo's small decoder and tokenizer on the spot."""
+    run_dir: str = ""
+    """Where logs, plot and checkpoint go; empty makes `runs/<time>`."""
+    steps: int = 300
+    target_accuracy: float = 0.0
+    """Stop once the sampled accuracy (mean of the last 10 steps) reaches this; 0 runs all steps."""
+    warmup_steps: int = 25
+    """Supervised steps before RL, so that there is a reward to climb."""
+    eval_every: int = 25
+    seed: int = 0
+    engines: int = 1
+    """Engine processes; 0 generates in the trainer's own process."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_concurrency=256))
+
+    def __post_init__(self) -> None:
+        _at_least(self, steps=1, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
+
+
+def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T:
+    """Builds `cls` from a TOML file (or its defaults) and `dotted.key=value` overrides, which win."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"config file {path} does not exist") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _set(tree, override)
+    return build(cls, tree)
+
+
+def build(cls: type[T], tree: Mapping[str, Any], where: str = "") -> T:
+    """A config object from nested mappings, every key and type checked."""
+    hints, values = get_type_hints(cls), {}
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key, value in tree.items():
+        path = f"{where}.{key}" if where else key
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {path!r}; {hint}")
+        values[key] = _fit(hints[key], value, path)
+    return cls(**values)
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(f"override {override!r} is not of the form key.subkey=value")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *parents, last = dotted.strip().split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+    tree[last] = value
+
+
+def _fit(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} is a section with settings of its own, got {value!r}")
+        return build(hint, value, path)  # type: ignore[arg-type]
+    origin = get_origin(hint)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{path} must be one of {', '.join(map(repr, get_args(hint)))}; got {value!r}")
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in get_args(hint):
+            return None
+        hint = next(a for a in get_args(hint) if a is not type(None))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{path} must be of type {hint.__name__}, got {value!r}")
+    return value
+
+
+def _at_least(config: Any, **bounds: float) -> None:
+    for name, low in bounds.items():
+        if getattr(config, name) < low:
+            raise ConfigError(f"{name} must be at least {low}, got {getattr(config, name)}")

@@ -1,0 +1,57 @@
+"""Where arrays live: weights and KV cache split over the devices of a mesh axis `tp`. One device is the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from slipstream.errors import ConfigError
+from slipstream.model.config import ModelConfig
+from slipstream.model.decoder import Params
+from slipstream.model.tree import flatten, unflatten
+from slipstream.weights.families import shard_dims, tensors
+
+
+class Placement:
+    def __init__(self, config: ModelConfig, tp: int, dtype: str) -> None:
+        devices = jax.devices()
+        if len(devices) < tp:
+            raise ConfigError(
+                f"tp={tp} needs {tp} devices, but JAX sees {len(devices)} ({devices[0].platform}). On CPU, start the process "
+                f"with XLA_FLAGS=--xla_force_host_platform_device_count={tp}; elsewhere lower tp or make more devices visible"
+            )
+        self.dtype = jnp.dtype(dtype)
+        self._mesh = Mesh(np.array(devices[:tp]), ("tp",))
+        self._shapes = {spec.name: spec.shape for spec in tensors(config)}
+        self._dims = shard_dims(config, tp)
+        self.replicated = NamedSharding(self._mesh, PartitionSpec())
+        heads = "tp" if config.num_kv_heads % tp == 0 else None
+        self.cache = NamedSharding(self._mesh, PartitionSpec(None, heads))
+        """Of `[slots, kv_heads, length, head_dim]`."""
+
+    def sharding(self, name: str) -> NamedSharding:
+        dim = self._dims[name]
+        return self.replicated if dim is None else NamedSharding(self._mesh, PartitionSpec(*[None] * dim, "tp"))
+
+    def place(self, params: Mapping[str, Any]) -> Params:
+        """A copy of a whole tree, cast and split. Always a copy: a trainer may donate its own arrays to its next step."""
+        return unflatten(
+            {
+                name: jax.device_put(leaf.astype(self.dtype), self.sharding(name), may_alias=False)
+                for name, leaf in flatten(params).items()
+            }
+        )
+
+    def assemble(self, ranks: Mapping[str, Sequence[np.ndarray]]) -> Params:
+        """A tree from each rank's local arrays, which it takes over. Blocks until they are on the devices."""
+        devices = list(self._mesh.devices.flat)
+        leaves = {}
+        for name, arrays in ranks.items():
+            shards = [jax.device_put(array, device) for array, device in zip(arrays, devices, strict=True)]
+            leaves[name] = jax.make_array_from_single_device_arrays(self._shapes[name], self.sharding(name), shards)
+        return unflatten(jax.block_until_ready(leaves))

@@ -1,0 +1,38 @@
+"""An engine as a process: make the engine, attach it to its gateway, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.gateway.attach import serve_engine
+
+log = logging.getLogger(__name__)
+
+
+async def host(
+    model: Path, name: str, options: EngineConfig, address: str, token: str, patience: float, ready: Path | None, stop: asyncio.Event
+) -> None:
+    """Raises `GatewayLost` when the gateway is gone for longer than `patience` seconds. `ready` is a file to touch once
+    the engine is registered."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    engine = EmbeddedEngine.from_directory(model, name=name, options=options)
+    log.info("engine %s: %s, tp=%d, pid %d", name, engine.describe().model, options.tp, os.getpid())
+    on_registered = ready.touch if ready is not None else None
+    serving = asyncio.create_task(
+        serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered)
+    )
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+    finally:
+        serving.cancel()
+        await engine.close()

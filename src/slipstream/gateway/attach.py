@@ -1,0 +1,251 @@
+"""The stream between an engine and the gateway, both halves.
+
+The engine dials in and registers; from then on the gateway calls it over that one stream, so that an engine listens on
+nothing and its death is seen the moment its connection breaks. Every call has an id that its answers carry:
+
+    gateway: EngineLink.ask / .results ── ToEngine(call=7, …) ──►  engine: EngineSession
+                                       ◄─ FromEngine(call=7, …) ─
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from slipstream.errors import DeadlineExceeded, EngineLost, GatewayLost, ProtocolMismatch, SlipstreamError
+from slipstream.gateway import convert, wire
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
+
+if TYPE_CHECKING:
+    from slipstream.engines.base import Engine
+
+log = logging.getLogger(__name__)
+
+REGISTER_SECONDS = 10.0
+
+
+# --- the gateway's half -----------------------------------------------------------------------------------------------
+
+
+class EngineLink:
+    """Calls to one engine. When it is lost, every open call ends with `EngineLost`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.outgoing: asyncio.Queue[pb.ToEngine] = asyncio.Queue()
+        self.load = 0
+        """Tokens that the engine has been asked to generate and has not answered."""
+        self._ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Queue[pb.FromEngine]] = {}
+        self._lost: EngineLost | None = None
+
+    async def ask(self, message: pb.ToEngine, timeout: float, doing: str) -> pb.FromEngine:
+        """One question, one answer; an error that the engine answers is raised."""
+        with self._call(message) as answers:
+            try:
+                return _checked(await asyncio.wait_for(answers.get(), timeout))
+            except TimeoutError:
+                raise DeadlineExceeded(f"engine {self.name!r} did not {doing} within {timeout:g} s") from None
+
+    async def results(self, request: pb.GenerateRequest) -> AsyncIterator[pb.Results]:
+        """Results as they come. Leaving the iterator early cancels the rest on the engine."""
+        message = pb.ToEngine(generate=request)
+        done = False
+        with self._call(message) as answers:
+            try:
+                while True:
+                    answer = await answers.get()
+                    done = answer.WhichOneof("message") in ("done", "error")
+                    if _checked(answer).HasField("done"):
+                        return
+                    yield answer.results
+            finally:
+                if not done and self._lost is None:
+                    self.outgoing.put_nowait(pb.ToEngine(call=message.call, cancel=pb.Cancel()))
+
+    def deliver(self, answer: pb.FromEngine) -> None:
+        """An answer came; one to a call that nobody waits for any more is dropped."""
+        if answer.call in self._calls:
+            self._calls[answer.call].put_nowait(answer)
+
+    def lose(self, why: str) -> None:
+        if self._lost is None:
+            self._lost = EngineLost(f"engine {self.name!r} is lost: {why}")
+            for answers in self._calls.values():
+                answers.put_nowait(self._lost_answer())
+
+    def _lost_answer(self) -> pb.FromEngine:
+        assert self._lost is not None
+        return pb.FromEngine(error=convert.error_to_pb(self._lost))
+
+    @contextlib.contextmanager
+    def _call(self, message: pb.ToEngine):  # type: ignore[no-untyped-def]
+        message.call = next(self._ids)
+        answers = self._calls[message.call] = asyncio.Queue()
+        if self._lost is not None:
+            answers.put_nowait(self._lost_answer())
+        self.outgoing.put_nowait(message)
+        try:
+            yield answers
+        finally:
+            del self._calls[message.call]
+
+
+def _checked(answer: pb.FromEngine) -> pb.FromEngine:
+    if answer.HasField("error"):
+        raise convert.error_from_pb(answer.error)
+    return answer
+
+
+# --- the engine's half ------------------------------------------------------------------------------------------------
+
+
+async def serve_engine(
+    engine: Engine,
+    address: str,
+    token: str,
+    patience: float,
+    max_message_bytes: int,
+    on_registered: Callable[[], None] | None = None,
+) -> None:
+    """Keeps an engine attached to its gateway until cancelled. A gateway that restarts within `patience` seconds finds
+    the engine again; after that, `GatewayLost`."""
+    last_contact = time.monotonic()
+    async with grpc.aio.insecure_channel(address, options=wire.options(max_message_bytes)) as channel:
+        while True:
+            session = EngineSession(engine, GatewayStub(channel), token, address, on_registered)
+            try:
+                await session.run()
+            except GatewayLost as lost:
+                last_contact = max(last_contact, session.last_contact)
+                if time.monotonic() - last_contact > patience:
+                    raise GatewayLost(f"engine {engine.describe().name!r} gives up after {patience:g} s: {lost}") from None
+                log.warning("%s; trying again", lost)
+                await asyncio.sleep(0.2)
+
+
+class EngineSession:
+    """One connection: register, then answer calls, each in a task of its own, until the stream ends."""
+
+    def __init__(
+        self, engine: Engine, stub: GatewayStub, token: str, address: str, on_registered: Callable[[], None] | None
+    ) -> None:
+        self._engine, self._stub, self._token, self._address = engine, stub, token, address
+        self._on_registered = on_registered
+        self._outgoing: asyncio.Queue[pb.FromEngine] = asyncio.Queue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._begun: int | None = None
+        self.last_contact = 0.0
+
+    async def run(self) -> None:
+        stream = self._stub.Attach(metadata=wire.metadata(self._token))
+        helpers: list[asyncio.Task[None]] = []
+        try:
+            await stream.write(pb.FromEngine(register=convert.engine_to_pb(self._engine.describe())))
+            welcome = await asyncio.wait_for(stream.read(), REGISTER_SECONDS)
+            if welcome is grpc.aio.EOF or not welcome.HasField("registered"):
+                raise ProtocolMismatch(f"the gateway at {self._address} did not answer a registration as expected")
+            log.info("registered with the gateway at %s", self._address)
+            self.last_contact = time.monotonic()
+            if self._on_registered is not None:
+                self._on_registered()
+            helpers = [
+                asyncio.create_task(self._write(stream)),
+                asyncio.create_task(self._heartbeat(welcome.registered.heartbeat_seconds)),
+            ]
+            while (message := await stream.read()) is not grpc.aio.EOF:
+                self.last_contact = time.monotonic()
+                self._take(message)
+            raise GatewayLost(f"the gateway at {self._address} closed the connection")
+        except grpc.aio.AioRpcError as failed:
+            raise wire.error_of(failed, self._address, "attaching an engine") from None
+        except TimeoutError:
+            raise GatewayLost(f"the gateway at {self._address} did not answer within {REGISTER_SECONDS:g} s") from None
+        except asyncio.InvalidStateError:  # gRPC: written to a stream that has ended
+            raise GatewayLost(f"the gateway at {self._address} closed the connection") from None
+        finally:
+            stream.cancel()
+            for task in (*helpers, *self._tasks.values()):
+                task.cancel()
+            await self._roll_back_orphan()
+
+    async def _roll_back_orphan(self) -> None:
+        """An update under way cannot be finished through a connection that is gone."""
+        if self._begun is not None:
+            await self._engine.rollback(self._begun)
+            self._begun = None
+
+    async def _write(self, stream: grpc.aio.StreamStreamCall) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader sees the same, and says so
+            while True:
+                await stream.write(await self._outgoing.get())
+
+    async def _heartbeat(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            self._outgoing.put_nowait(pb.FromEngine(heartbeat=pb.Heartbeat(version=self._engine.describe().version)))
+
+    def _take(self, message: pb.ToEngine) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "cancel":
+            if message.call in self._tasks:
+                self._tasks[message.call].cancel()
+            return
+        verb: Callable[[pb.ToEngine], Awaitable[pb.FromEngine]] | None = getattr(self, f"_on_{kind}", None)
+        if verb is None:
+            error = ProtocolMismatch(f"this engine does not understand the gateway's call {kind!r}")
+            self._outgoing.put_nowait(pb.FromEngine(call=message.call, error=convert.error_to_pb(error)))
+            return
+        self._tasks[message.call] = asyncio.create_task(self._answer(verb, message))
+
+    async def _answer(self, verb: Callable[[pb.ToEngine], Awaitable[pb.FromEngine]], message: pb.ToEngine) -> None:
+        try:
+            answer = await verb(message)
+        except SlipstreamError as error:
+            answer = pb.FromEngine(error=convert.error_to_pb(error))
+        except Exception as error:
+            log.exception("call failed")
+            answer = pb.FromEngine(error=convert.error_to_pb(error))
+        finally:
+            self._tasks.pop(message.call, None)
+        answer.call = message.call
+        self._outgoing.put_nowait(answer)
+
+    async def _on_generate(self, message: pb.ToEngine) -> pb.FromEngine:
+        requests = convert.requests_from_pb(message.generate)
+        async with contextlib.aclosing(self._engine.generate(requests)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                self._outgoing.put_nowait(pb.FromEngine(call=message.call, results=convert.results_to_pb(batch)))
+        return pb.FromEngine(done=pb.Done())
+
+    async def _on_score(self, message: pb.ToEngine) -> pb.FromEngine:
+        scores = await self._engine.score(convert.sequences_from_pb(message.score))
+        return pb.FromEngine(scores=convert.scores_to_pb(scores))
+
+    async def _on_begin(self, message: pb.ToEngine) -> pb.FromEngine:
+        await self._engine.begin(message.begin.version, convert.offer_from_pb(message.begin.offer))
+        self._begun = message.begin.version
+        return pb.FromEngine(done=pb.Done())
+
+    async def _on_stage(self, message: pb.ToEngine) -> pb.FromEngine:
+        report = await self._engine.stage(message.stage.version, tuple(message.stage.manifests.ranks))
+        return pb.FromEngine(staged=convert.stage_report_to_pb(report))
+
+    async def _on_commit(self, message: pb.ToEngine) -> pb.FromEngine:
+        policy = convert.in_flight_from_pb(message.commit.in_flight)
+        report = await self._engine.commit(message.commit.version, policy)
+        self._begun = None
+        return pb.FromEngine(committed=convert.commit_report_to_pb(report))
+
+    async def _on_rollback(self, message: pb.ToEngine) -> pb.FromEngine:
+        await self._engine.rollback(message.rollback.version)
+        self._begun = None
+        return pb.FromEngine(done=pb.Done())

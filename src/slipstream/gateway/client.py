@@ -1,0 +1,151 @@
+"""A trainer's connection to a gateway: the fleet behind it, as the bridge and the publisher see it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import grpc
+
+from slipstream.errors import DeadlineExceeded, GatewayLost, ProtocolMismatch
+from slipstream.gateway import convert, wire
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
+from slipstream.types import (
+    CommitReport,
+    Completion,
+    EngineInfo,
+    Failure,
+    FleetStatus,
+    InFlight,
+    Offer,
+    Request,
+    Score,
+    StageReport,
+)
+
+CONTROL_SECONDS = 10.0
+GRACE_SECONDS = 5.0
+"""The gateway keeps a step's deadline itself and answers with the engine's name; we wait a little longer than that."""
+
+
+class GatewayFleet:
+    """All methods run on the event loop that made it."""
+
+    def __init__(self, address: str, token: str, timeout: float, max_message_bytes: int) -> None:
+        self.address, self._timeout = address, timeout
+        self._metadata = wire.metadata(token)
+        self._channel = grpc.aio.insecure_channel(address, options=wire.options(max_message_bytes))
+        self._stub = GatewayStub(self._channel)
+        self._engines: tuple[EngineInfo, ...] | None = None
+        self._epoch = 0
+        self._updates: grpc.aio.StreamStreamCall | None = None
+
+    async def status(self) -> FleetStatus:
+        with self._errors("asking for the status"):
+            reply = await self._stub.Status(pb.StatusRequest(), timeout=CONTROL_SECONDS, metadata=self._metadata)
+        return convert.status_from_pb(reply)
+
+    async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
+        """The engines that can take part in an update, and the committed version, as of now."""
+        with self._errors("asking for the fleet"):
+            reply = await self._stub.Fleet(pb.FleetRequest(), timeout=CONTROL_SECONDS, metadata=self._metadata)
+        self._engines, self._epoch = tuple(convert.engine_from_pb(e) for e in reply.engines), reply.epoch
+        return self._engines, reply.version
+
+    async def generate(self, requests: Sequence[Request], engine: str = "") -> AsyncIterator[list[Completion | Failure]]:
+        with self._errors("generating"):
+            call = self._stub.Generate(convert.requests_to_pb(requests, engine), metadata=self._metadata)
+            try:
+                async for results in call:
+                    yield convert.results_from_pb(results)
+            finally:
+                call.cancel()
+
+    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "") -> list[Score]:
+        with self._errors("scoring"):
+            message = convert.sequences_to_pb(sequences, engine)
+            return convert.scores_from_pb(await self._stub.Score(message, timeout=self._timeout, metadata=self._metadata))
+
+    # --- weight updates: one stream, held open from update to update ---
+
+    async def begin(self, version: int, offers: Mapping[str, Offer]) -> None:
+        if self._updates is None:
+            self._updates = self._stub.Update(metadata=self._metadata)
+        begin = pb.Begin(version=version, epoch=self._epoch)
+        for name, offer in offers.items():
+            begin.offers[name].CopyFrom(convert.offer_to_pb(offer))
+        await self._step(pb.UpdateStep(begin=begin), answered=False)
+
+    async def stage(self, version: int, manifests: Mapping[str, Sequence[bytes]]) -> dict[str, StageReport]:
+        stage = pb.Stage(version=version)
+        for name, ranks in manifests.items():
+            stage.manifests[name].ranks.extend(ranks)
+        reply = await self._step(pb.UpdateStep(stage=stage))
+        return {name: convert.stage_report_from_pb(r) for name, r in reply.staged.engines.items()}
+
+    async def commit(self, version: int, in_flight: InFlight) -> dict[str, CommitReport]:
+        reply = await self._step(pb.UpdateStep(commit=pb.Commit(version=version, in_flight=in_flight)))
+        return {name: convert.commit_report_from_pb(r) for name, r in reply.committed.engines.items()}
+
+    async def rollback(self, version: int) -> None:
+        """Never raises: when the gateway cannot be told, closing the stream tells it."""
+        try:
+            if self._updates is not None:
+                await self._step(pb.UpdateStep(rollback=pb.Rollback(version=version)))
+        except Exception:
+            self._drop_updates()
+
+    async def _step(self, step: pb.UpdateStep, answered: bool = True) -> pb.UpdateReply:
+        """Sends a step and waits for its answer. A stream that failed or fell silent is not used again."""
+        step.timeout_seconds = self._timeout
+        if self._updates is None:
+            raise GatewayLost(f"the update's connection to the gateway at {self.address} is gone")
+        try:
+            with self._errors("updating weights"):
+                try:
+                    await self._updates.write(step)
+                except asyncio.InvalidStateError:  # the stream has ended; its status says why
+                    await self._raise_end_of_stream()
+                if not answered:
+                    return pb.UpdateReply()
+                reply = await asyncio.wait_for(self._updates.read(), self._timeout + GRACE_SECONDS)
+                if reply is grpc.aio.EOF:
+                    await self._raise_end_of_stream()
+        except TimeoutError:
+            self._drop_updates()
+            what = step.WhichOneof("step")
+            raise DeadlineExceeded(f"the gateway at {self.address} did not answer {what} within {self._timeout:g} s") from None
+        except BaseException:
+            self._drop_updates()
+            raise
+        if reply.HasField("error"):
+            raise convert.error_from_pb(reply.error)
+        return reply
+
+    async def _raise_end_of_stream(self) -> None:
+        assert self._updates is not None
+        code, details = await self._updates.code(), await self._updates.details()
+        trailing = await self._updates.trailing_metadata()
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)
+
+    def _drop_updates(self) -> None:
+        if self._updates is not None:
+            self._updates.cancel()
+            self._updates = None
+
+    async def close(self) -> None:
+        self._drop_updates()
+        await self._channel.close()
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str):  # type: ignore[no-untyped-def]
+        try:
+            yield
+        except grpc.aio.AioRpcError as failed:
+            raise wire.error_of(failed, self.address, doing) from None
+        except asyncio.InvalidStateError:  # gRPC: written to a stream that has ended
+            raise GatewayLost(f"{doing}: the gateway at {self.address} closed the connection") from None
+        except grpc.aio.UsageError as error:
+            raise ProtocolMismatch(f"{doing}: {error}") from None

@@ -1,0 +1,301 @@
+"""Between protobuf messages and `slipstream.types`. Protobuf objects stop here.
+
+`x_to_pb` never fails on valid types; `x_from_pb` checks what came and raises the typed error that a direct call would."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+from slipstream import errors
+from slipstream.errors import InvalidPrompt, ProtocolMismatch
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.types import (
+    Box,
+    CommitReport,
+    Completion,
+    EngineInfo,
+    EngineState,
+    EngineStatus,
+    Failure,
+    FinishReason,
+    FleetStatus,
+    InFlight,
+    Offer,
+    Parameter,
+    Part,
+    Request,
+    SamplingParams,
+    Score,
+    StageReport,
+    TensorSpec,
+    VersionSpan,
+)
+
+
+
+def error_to_pb(error: BaseException) -> pb.Error:
+    kind, message = errors.to_wire(error)
+    return pb.Error(kind=kind, message=message)
+
+
+def error_from_pb(error: pb.Error) -> errors.SlipstreamError:
+    return errors.from_wire(error.kind, error.message)
+
+
+def word(value: str, allowed: object, what: str) -> str:
+    """A string that must be one of a `Literal`'s."""
+    if value not in get_args(allowed):
+        raise ProtocolMismatch(f"{what} is {value!r}; expected one of {', '.join(get_args(allowed))}")
+    return value
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def requests_to_pb(requests: Sequence[Request], engine: str = "") -> pb.GenerateRequest:
+    message = pb.GenerateRequest(engine=engine)
+    index: dict[SamplingParams, int] = {}
+    for request in requests:
+        shared = dataclasses.replace(request.sampling, seed=None)
+        if shared not in index:
+            index[shared] = len(index)
+            message.sampling.append(_sampling_to_pb(shared))
+        row = message.requests.add(id=request.id, sampling=index[shared], seed=request.sampling.seed or 0)
+        if isinstance(request.prompt, str):
+            row.text = request.prompt
+        else:
+            row.tokens.ids.extend(request.prompt)
+    return message
+
+
+def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
+    shared = [_sampling_from_pb(s) for s in message.sampling]
+    found = []
+    for row in message.requests:
+        if row.sampling >= len(shared):
+            raise ProtocolMismatch(f"request {row.id!r} refers to sampling {row.sampling} of {len(shared)}")
+        if row.WhichOneof("prompt") is None:
+            raise InvalidPrompt(f"request {row.id!r} has no prompt; give text or token ids")
+        prompt = row.text if row.HasField("text") else tuple(row.tokens.ids)
+        found.append(Request(row.id, prompt, dataclasses.replace(shared[row.sampling], seed=row.seed)))
+    if len({r.id for r in found}) != len(found):
+        raise ProtocolMismatch("two requests of one message have the same id")
+    return found
+
+
+def _sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
+    return pb.Sampling(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        n=sampling.n,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _sampling_from_pb(message: pb.Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        n=message.n,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def results_to_pb(results: Iterable[Completion | Failure]) -> pb.Results:
+    message = pb.Results()
+    for result in results:
+        if isinstance(result, Failure):
+            message.failures.add(request_id=result.request_id, error=error_to_pb(result.error))
+            continue
+        row = message.completions.add(
+            request_id=result.request_id,
+            sample_index=result.sample_index,
+            prompt_token_ids=result.prompt_token_ids,
+            token_ids=result.token_ids,
+            text=result.text,
+            logprobs=result.logprobs,
+            raw_logprobs=result.raw_logprobs,
+            finish_reason=result.finish_reason,
+            engine=result.engine,
+        )
+        for span in result.spans:
+            row.spans.add(version=span.version, start=span.start, stop=span.stop)
+    return message
+
+
+def results_from_pb(message: pb.Results) -> list[Completion | Failure]:
+    found: list[Completion | Failure] = [
+        Completion(
+            request_id=row.request_id,
+            sample_index=row.sample_index,
+            prompt_token_ids=tuple(row.prompt_token_ids),
+            token_ids=tuple(row.token_ids),
+            text=row.text,
+            logprobs=tuple(row.logprobs),
+            raw_logprobs=tuple(row.raw_logprobs),
+            finish_reason=word(row.finish_reason, FinishReason, "finish_reason"),  # type: ignore[arg-type]
+            spans=tuple(VersionSpan(s.version, s.start, s.stop) for s in row.spans),
+            engine=row.engine,
+        )
+        for row in message.completions
+    ]
+    found += [Failure(row.request_id, error_from_pb(row.error)) for row in message.failures]
+    return found
+
+
+def sequences_to_pb(sequences: Sequence[Sequence[int]], engine: str = "") -> pb.ScoreRequest:
+    return pb.ScoreRequest(sequences=[pb.TokenIds(ids=s) for s in sequences], engine=engine)
+
+
+def sequences_from_pb(message: pb.ScoreRequest) -> list[tuple[int, ...]]:
+    return [tuple(s.ids) for s in message.sequences]
+
+
+def scores_to_pb(scores: Sequence[Score]) -> pb.ScoreReply:
+    rows = [pb.Score(token_ids=s.token_ids, logprobs=s.logprobs, version=s.version, engine=s.engine) for s in scores]
+    return pb.ScoreReply(scores=rows)
+
+
+def scores_from_pb(message: pb.ScoreReply) -> list[Score]:
+    return [Score(tuple(s.token_ids), tuple(s.logprobs), s.version, s.engine) for s in message.scores]
+
+
+# --- weight updates ---------------------------------------------------------------------------------------------------
+
+
+def offer_to_pb(offer: Offer) -> pb.Offer:
+    return pb.Offer(plan=offer.plan, fingerprint=offer.fingerprint, links=offer.links)
+
+
+def offer_from_pb(message: pb.Offer) -> Offer:
+    return Offer(message.plan, message.fingerprint, tuple(message.links))
+
+
+def in_flight_from_pb(value: str) -> InFlight:
+    return word(value, InFlight, "in_flight")  # type: ignore[return-value]
+
+
+def stage_report_to_pb(report: StageReport) -> pb.StageReport:
+    return pb.StageReport(**dataclasses.asdict(report))
+
+
+def stage_report_from_pb(message: pb.StageReport) -> StageReport:
+    return StageReport(message.num_bytes, message.receive_seconds, message.verify_seconds)
+
+
+def commit_report_to_pb(report: CommitReport) -> pb.CommitReport:
+    return pb.CommitReport(**dataclasses.asdict(report))
+
+
+def commit_report_from_pb(message: pb.CommitReport) -> CommitReport:
+    return CommitReport(message.pause_seconds, message.wait_seconds)
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def engine_to_pb(info: EngineInfo, layout: bool = True) -> pb.EngineInfo:
+    """`layout=False` leaves out tensors and parameters, which only an update needs."""
+    message = pb.EngineInfo(
+        name=info.name,
+        kind=info.kind,
+        model=info.model,
+        dtype=info.dtype,
+        num_ranks=info.num_ranks,
+        transports=info.transports,
+        host=info.host,
+        max_model_len=info.max_model_len,
+        max_concurrency=info.max_concurrency,
+        version=info.version,
+        pid=info.pid,
+        protocol=info.protocol,
+    )
+    if layout:
+        message.tensors.extend(pb.TensorSpec(name=t.name, shape=t.shape) for t in info.tensors)
+        message.parameters.extend(_parameter_to_pb(p) for p in info.parameters)
+    return message
+
+
+def engine_from_pb(message: pb.EngineInfo) -> EngineInfo:
+    return EngineInfo(
+        name=message.name,
+        kind=message.kind,
+        model=message.model,
+        dtype=message.dtype,
+        num_ranks=message.num_ranks,
+        tensors=tuple(TensorSpec(t.name, tuple(t.shape)) for t in message.tensors),
+        parameters=tuple(_parameter_from_pb(p) for p in message.parameters),
+        transports=tuple(message.transports),
+        host=message.host,
+        max_model_len=message.max_model_len,
+        max_concurrency=message.max_concurrency,
+        version=message.version,
+        pid=message.pid,
+        protocol=message.protocol,
+    )
+
+
+def _parameter_to_pb(parameter: Parameter) -> pb.Parameter:
+    parts = [
+        pb.Part(tensor=p.tensor, tensor_box=_box_to_pb(p.tensor_box), local_box=_box_to_pb(p.local_box))
+        for p in parameter.parts
+    ]
+    return pb.Parameter(name=parameter.name, rank=parameter.rank, shape=parameter.shape, parts=parts)
+
+
+def _parameter_from_pb(message: pb.Parameter) -> Parameter:
+    parts = tuple(Part(p.tensor, _box_from_pb(p.tensor_box), _box_from_pb(p.local_box)) for p in message.parts)
+    return Parameter(message.name, message.rank, tuple(message.shape), parts)
+
+
+def _box_to_pb(box: Box) -> list[pb.Span]:
+    return [pb.Span(start=start, stop=stop) for start, stop in box]
+
+
+def _box_from_pb(spans: Iterable[pb.Span]) -> Box:
+    return tuple((s.start, s.stop) for s in spans)
+
+
+def status_to_pb(status: FleetStatus) -> pb.FleetStatus:
+    rows = [
+        pb.EngineStatus(
+            info=engine_to_pb(e.info, layout=False),
+            state=e.state,
+            num_requests=e.num_requests,
+            seconds_since_heartbeat=e.seconds_since_heartbeat,
+            note=e.note,
+        )
+        for e in status.engines
+    ]
+    return pb.FleetStatus(
+        version=status.version,
+        uptime_seconds=status.uptime_seconds,
+        num_completions=status.num_completions,
+        engines=rows,
+    )
+
+
+def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
+    return FleetStatus(
+        version=message.version,
+        uptime_seconds=message.uptime_seconds,
+        num_completions=message.num_completions,
+        engines=tuple(
+            EngineStatus(
+                info=engine_from_pb(row.info),
+                state=word(row.state, EngineState, "engine state"),  # type: ignore[arg-type]
+                num_requests=row.num_requests,
+                seconds_since_heartbeat=row.seconds_since_heartbeat,
+                note=row.note,
+            )
+            for row in message.engines
+        ),
+    )

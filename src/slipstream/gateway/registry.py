@@ -1,0 +1,124 @@
+"""Who is in the fleet, and in what state. Pure bookkeeping: no sockets, and the clock is an argument.
+
+                 register, no weights          register, version = fleet's
+                        │                                │
+                        ▼            commit(v)           ▼
+                      empty ──────────────────────────► ready ◄────┐
+                                                         │         │ commit(v)
+                       missed a commit, or rolled back   ▼         │
+                       at commit time                   stale ─────┘
+                  lease ran out, or connection broke, from any state ─► lost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from slipstream.errors import NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
+from slipstream.types import PROTOCOL_VERSION, EngineInfo, EngineState, EngineStatus
+
+
+@dataclass
+class Member:
+    info: EngineInfo
+    last_heard: float
+    lost: str = ""
+    """Why it was lost; empty while it lives."""
+    num_requests: int = 0
+
+
+class Registry:
+    """The engines by name, the committed version, and an epoch that grows whenever an engine comes or goes."""
+
+    def __init__(self, lease_seconds: float) -> None:
+        self.lease_seconds = lease_seconds
+        self.version = -1
+        self.epoch = 0
+        self._members: dict[str, Member] = {}
+
+    def register(self, info: EngineInfo, now: float) -> None:
+        """Takes an engine in, or says why not: a wrong protocol, a name in use, or another model than the fleet's."""
+        if info.protocol != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"engine {info.name!r} speaks protocol {info.protocol}, this gateway {PROTOCOL_VERSION}; "
+                "install the same release of Slipstream on both sides"
+            )
+        if not info.name or not info.parameters or info.num_ranks < 1:
+            raise ProtocolMismatch(f"engine {info.name!r} did not say its name, ranks and parameters")
+        present = self._members.get(info.name)
+        if present is not None and not present.lost:
+            raise RequestError(f"an engine named {info.name!r} is registered already (pid {present.info.pid})")
+        for other in self.alive():
+            if (other.info.model, other.info.tensors) != (info.model, info.tensors):
+                raise RequestError(
+                    f"engine {info.name!r} holds model {info.model}, the fleet (engine {other.info.name!r}) holds "
+                    f"{other.info.model}; one gateway serves one model"
+                )
+        self._members[info.name] = Member(info, now)
+        self.epoch += 1
+        if self.version < 0 <= info.version:
+            self.version = info.version  # the first engine with weights from its checkpoint sets the fleet's version
+
+    def heard(self, name: str, now: float) -> None:
+        self._members[name].last_heard = now
+
+    def lose(self, name: str, why: str) -> None:
+        member = self._members[name]
+        if not member.lost:
+            member.lost = why
+            self.epoch += 1
+
+    def expire(self, now: float) -> list[str]:
+        """Loses the engines whose lease ran out; returns their names."""
+        late = [m.info.name for m in self.alive() if now - m.last_heard > self.lease_seconds]
+        for name in late:
+            self.lose(name, f"no heartbeat for {self.lease_seconds:g} s")
+        return late
+
+    def state(self, member: Member) -> EngineState:
+        if member.lost:
+            return "lost"
+        if member.info.version < 0:
+            return "empty"
+        return "ready" if member.info.version == self.version else "stale"
+
+    def alive(self) -> list[Member]:
+        return [m for m in self._members.values() if not m.lost]
+
+    def ready(self) -> list[Member]:
+        return [m for m in self.alive() if self.state(m) == "ready"]
+
+    def get(self, name: str) -> Member:
+        if name not in self._members:
+            raise UnknownEngine(f"no engine is named {name!r}; the fleet has {sorted(self._members) or 'none'}")
+        return self._members[name]
+
+    def check_version(self, version: int) -> None:
+        if version <= self.version:
+            raise VersionError(f"version {version} is not newer than the fleet's, {self.version}; versions only grow")
+
+    def commit(self, version: int, names: Iterable[str]) -> None:
+        """`names` now serve `version`; every other engine is behind, that is stale."""
+        self.version = version
+        for name in names:
+            member = self._members[name]
+            member.info = replace(member.info, version=version)
+
+    def why_not_ready(self) -> NotReady:
+        """For a request that no engine can take."""
+        if not self._members:
+            return NotReady("no engine has registered yet; start one with `slipstream engine`")
+        states = "; ".join(f"{s.info.name}: {s.state}{f' ({s.note})' if s.note else ''}" for s in self.statuses(0.0))
+        hint = "sync weights first (bridge.sync)" if self.version < 0 else "sync again, or start another engine"
+        return NotReady(f"no engine can take requests ({states}); {hint}")
+
+    def statuses(self, now: float) -> tuple[EngineStatus, ...]:
+        notes = {"empty": "has no weights yet", "stale": "missed an update; the next sync brings it back"}
+        rows = []
+        for member in self._members.values():
+            state = self.state(member)
+            note = member.lost or notes.get(state, "")
+            age = max(0.0, now - member.last_heard)
+            rows.append(EngineStatus(member.info, state, member.num_requests, age, note))
+        return tuple(rows)

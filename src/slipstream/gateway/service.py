@@ -1,0 +1,160 @@
+"""The gateway's gRPC methods: thin shells around the registry, dispatch and updates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from slipstream.errors import NotReady, ProtocolMismatch, SlipstreamError, UpdateInProgress
+from slipstream.gateway import convert, wire
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.attach import EngineLink
+from slipstream.gateway.dispatch import Dispatch
+from slipstream.gateway.registry import Registry
+from slipstream.gateway.slipstream_pb2_grpc import GatewayServicer
+from slipstream.gateway.updates import FleetUpdate
+from slipstream.types import FleetStatus
+
+log = logging.getLogger(__name__)
+
+HEARTBEATS_PER_LEASE = 4
+SCORE_SECONDS = 600.0
+MAX_STEP_SECONDS = 3600.0
+
+
+class Service(GatewayServicer):
+    """All methods run on one event loop, so the registry and the links need no locks."""
+
+    def __init__(self, lease_seconds: float) -> None:
+        self._registry = Registry(lease_seconds)
+        self._links: dict[str, EngineLink] = {}
+        self._publisher: str | None = None
+        self._num_completions = 0
+        self._started = time.monotonic()
+
+    async def watch_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._registry.lease_seconds / HEARTBEATS_PER_LEASE)
+            for name in self._registry.expire(time.monotonic()):
+                self._lose(name, f"no heartbeat for {self._registry.lease_seconds:g} s")
+
+    # --- clients ---
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.FleetStatus:
+        now = time.monotonic()
+        engines = self._registry.statuses(now)
+        status = FleetStatus(self._registry.version, now - self._started, self._num_completions, engines)
+        return convert.status_to_pb(status)
+
+    async def Fleet(self, request: pb.FleetRequest, context: grpc.aio.ServicerContext) -> pb.FleetReply:
+        engines = [convert.engine_to_pb(m.info) for m in self._registry.alive()]
+        return pb.FleetReply(engines=engines, version=self._registry.version, epoch=self._registry.epoch)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.Results]:
+        async with _typed_errors(context):
+            dispatch = Dispatch(self._registry, self._links, request.engine)
+            async with contextlib.aclosing(dispatch.run(convert.requests_from_pb(request))) as batches:
+                async for results in batches:
+                    self._num_completions += len(results.completions)
+                    yield results
+
+    async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
+        async with _typed_errors(context):
+            ready = {m.info.name for m in self._registry.ready()}
+            if request.engine:
+                ready &= {self._registry.get(request.engine).info.name}
+            if not ready:
+                raise self._registry.why_not_ready()
+            link = min((self._links[name] for name in ready), key=lambda link: link.load)
+            answer = await link.ask(pb.ToEngine(score=request), SCORE_SECONDS, "score")
+            return answer.scores
+        raise AssertionError("aborted above")
+
+    async def Update(self, steps: AsyncIterator[pb.UpdateStep], context: grpc.aio.ServicerContext) -> None:
+        async with _typed_errors(context):
+            if self._publisher is not None:
+                raise UpdateInProgress(f"another trainer ({self._publisher}) holds this fleet's updates; close it first")
+            self._publisher = context.peer()
+            update = FleetUpdate(self._registry, self._links)
+            try:
+                async for step in steps:
+                    if (reply := await self._step(update, step)) is not None:
+                        await context.write(reply)
+            finally:
+                self._publisher = None
+                await asyncio.shield(update.rollback())
+
+    async def _step(self, update: FleetUpdate, step: pb.UpdateStep) -> pb.UpdateReply | None:
+        timeout = min(step.timeout_seconds, MAX_STEP_SECONDS)
+        try:
+            match step.WhichOneof("step"):
+                case "begin":
+                    update.begin(step.begin, timeout)
+                    return None
+                case "stage":
+                    return await update.stage(step.stage, timeout)
+                case "commit":
+                    return await update.commit(step.commit, timeout)
+                case "rollback":
+                    await update.rollback()
+                    return pb.UpdateReply(rolled_back=pb.RolledBack())
+                case _:
+                    raise ProtocolMismatch("an update step without content came")
+        except SlipstreamError as error:
+            await update.rollback()
+            return pb.UpdateReply(error=convert.error_to_pb(error))
+
+    # --- engines ---
+
+    async def Attach(self, messages: AsyncIterator[pb.FromEngine], context: grpc.aio.ServicerContext) -> None:
+        async with _typed_errors(context):
+            first = await anext(messages, None)
+            if first is None or not first.HasField("register"):
+                raise ProtocolMismatch("an engine's first message must register it")
+            info = convert.engine_from_pb(first.register)
+            self._registry.register(info, time.monotonic())
+            link = self._links[info.name] = EngineLink(info.name)
+            log.info("engine %s registered: %s, version %d, pid %d", info.name, info.model, info.version, info.pid)
+            seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
+            welcome = pb.Registered(heartbeat_seconds=seconds, fleet_version=self._registry.version)
+            link.outgoing.put_nowait(pb.ToEngine(registered=welcome))
+            writer = asyncio.create_task(_write(link, context))
+            try:
+                async for message in messages:
+                    self._registry.heard(info.name, time.monotonic())
+                    link.deliver(message)
+            finally:
+                writer.cancel()
+                if self._links.get(info.name) is link:
+                    self._lose(info.name, "its connection broke")
+
+    def _lose(self, name: str, why: str) -> None:
+        log.warning("engine %s lost: %s", name, why)
+        self._registry.lose(name, why)
+        self._links[name].lose(why)
+
+    def check_ready(self) -> None:
+        """Raises `NotReady` unless some engine serves a committed version."""
+        if not self._registry.ready():
+            raise NotReady(str(self._registry.why_not_ready()))
+
+
+async def _write(link: EngineLink, context: grpc.aio.ServicerContext) -> None:
+    while True:
+        await context.write(await link.outgoing.get())
+
+
+@contextlib.asynccontextmanager
+async def _typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """A Slipstream error ends the call with its class and text; anything else is a bug and becomes INTERNAL."""
+    try:
+        yield
+    except SlipstreamError as error:
+        await context.abort(*wire.status_of(error))

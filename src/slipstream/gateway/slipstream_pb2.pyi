@@ -1,0 +1,471 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Error(_message.Message):
+    __slots__ = ("kind", "message")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "n", "stop_token_ids", "ignore_eos")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    n: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Request(_message.Message):
+    __slots__ = ("id", "text", "tokens", "sampling", "seed")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    text: str
+    tokens: TokenIds
+    sampling: int
+    seed: int
+    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("sampling", "requests", "engine")
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    sampling: _containers.RepeatedCompositeFieldContainer[Sampling]
+    requests: _containers.RepeatedCompositeFieldContainer[Request]
+    engine: str
+    def __init__(self, sampling: _Optional[_Iterable[_Union[Sampling, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., engine: _Optional[str] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("version", "start", "stop")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    start: int
+    stop: int
+    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class Completion(_message.Message):
+    __slots__ = ("request_id", "sample_index", "prompt_token_ids", "token_ids", "text", "logprobs", "raw_logprobs", "finish_reason", "spans", "engine")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RAW_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    sample_index: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    raw_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    finish_reason: str
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    engine: str
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., engine: _Optional[str] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("request_id", "error")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    error: Error
+    def __init__(self, request_id: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Results(_message.Message):
+    __slots__ = ("completions", "failures")
+    COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    completions: _containers.RepeatedCompositeFieldContainer[Completion]
+    failures: _containers.RepeatedCompositeFieldContainer[Failure]
+    def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("sequences", "engine")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    engine: str
+    def __init__(self, sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., engine: _Optional[str] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "version", "engine")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    version: int
+    engine: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
+
+class ScoreReply(_message.Message):
+    __slots__ = ("scores",)
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("start", "stop")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    stop: int
+    def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("tensor", "tensor_box", "local_box")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_BOX_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_BOX_FIELD_NUMBER: _ClassVar[int]
+    tensor: str
+    tensor_box: _containers.RepeatedCompositeFieldContainer[Span]
+    local_box: _containers.RepeatedCompositeFieldContainer[Span]
+    def __init__(self, tensor: _Optional[str] = ..., tensor_box: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., local_box: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
+
+class Parameter(_message.Message):
+    __slots__ = ("name", "rank", "shape", "parts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+
+class EngineInfo(_message.Message):
+    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_concurrency", "version", "pid", "protocol")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    model: str
+    dtype: str
+    num_ranks: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    parameters: _containers.RepeatedCompositeFieldContainer[Parameter]
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    host: str
+    max_model_len: int
+    max_concurrency: int
+    version: int
+    pid: int
+    protocol: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_concurrency: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class FleetRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FleetReply(_message.Message):
+    __slots__ = ("engines", "version", "epoch")
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
+    version: int
+    epoch: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EngineStatus(_message.Message):
+    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    info: EngineInfo
+    state: str
+    num_requests: int
+    seconds_since_heartbeat: float
+    note: str
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class FleetStatus(_message.Message):
+    __slots__ = ("version", "uptime_seconds", "num_completions", "engines")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    uptime_seconds: float
+    num_completions: int
+    engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
+    def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("plan", "fingerprint", "links")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    plan: bytes
+    fingerprint: str
+    links: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, plan: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., links: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("version", "offers", "epoch")
+    class OffersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Offer
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    offers: _containers.MessageMap[str, Offer]
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., offers: _Optional[_Mapping[str, Offer]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Manifests(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ranks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Stage(_message.Message):
+    __slots__ = ("version", "manifests")
+    class ManifestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Manifests
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Manifests, _Mapping]] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MANIFESTS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    manifests: _containers.MessageMap[str, Manifests]
+    def __init__(self, version: _Optional[int] = ..., manifests: _Optional[_Mapping[str, Manifests]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("version", "in_flight")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    in_flight: str
+    def __init__(self, version: _Optional[int] = ..., in_flight: _Optional[str] = ...) -> None: ...
+
+class Rollback(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class UpdateStep(_message.Message):
+    __slots__ = ("timeout_seconds", "begin", "stage", "commit", "rollback")
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    timeout_seconds: float
+    begin: Begin
+    stage: Stage
+    commit: Commit
+    rollback: Rollback
+    def __init__(self, timeout_seconds: _Optional[float] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
+
+class StageReport(_message.Message):
+    __slots__ = ("num_bytes", "receive_seconds", "verify_seconds")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    receive_seconds: float
+    verify_seconds: float
+    def __init__(self, num_bytes: _Optional[int] = ..., receive_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
+
+class CommitReport(_message.Message):
+    __slots__ = ("pause_seconds", "wait_seconds")
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pause_seconds: float
+    wait_seconds: float
+    def __init__(self, pause_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class Staged(_message.Message):
+    __slots__ = ("engines",)
+    class EnginesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: StageReport
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[StageReport, _Mapping]] = ...) -> None: ...
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.MessageMap[str, StageReport]
+    def __init__(self, engines: _Optional[_Mapping[str, StageReport]] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("engines",)
+    class EnginesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: CommitReport
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[CommitReport, _Mapping]] = ...) -> None: ...
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.MessageMap[str, CommitReport]
+    def __init__(self, engines: _Optional[_Mapping[str, CommitReport]] = ...) -> None: ...
+
+class RolledBack(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UpdateReply(_message.Message):
+    __slots__ = ("staged", "committed", "rolled_back", "error")
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    staged: Staged
+    committed: Committed
+    rolled_back: RolledBack
+    error: Error
+    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Registered(_message.Message):
+    __slots__ = ("heartbeat_seconds", "fleet_version")
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FLEET_VERSION_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_seconds: float
+    fleet_version: int
+    def __init__(self, heartbeat_seconds: _Optional[float] = ..., fleet_version: _Optional[int] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EngineStage(_message.Message):
+    __slots__ = ("version", "manifests")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MANIFESTS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    manifests: Manifests
+    def __init__(self, version: _Optional[int] = ..., manifests: _Optional[_Union[Manifests, _Mapping]] = ...) -> None: ...
+
+class EngineBegin(_message.Message):
+    __slots__ = ("version", "offer")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    offer: Offer
+    def __init__(self, version: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
+
+class ToEngine(_message.Message):
+    __slots__ = ("call", "registered", "generate", "cancel", "score", "begin", "stage", "commit", "rollback")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    registered: Registered
+    generate: GenerateRequest
+    cancel: Cancel
+    score: ScoreRequest
+    begin: EngineBegin
+    stage: EngineStage
+    commit: Commit
+    rollback: Rollback
+    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FromEngine(_message.Message):
+    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    register: EngineInfo
+    heartbeat: Heartbeat
+    results: Results
+    scores: ScoreReply
+    staged: StageReport
+    committed: CommitReport
+    done: Done
+    error: Error
+    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...

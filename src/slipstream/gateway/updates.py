@@ -1,0 +1,130 @@
+"""A weight update over the fleet, as the gateway runs it: stage and verify everywhere, then commit everywhere.
+
+One trainer at a time holds the update stream. When an engine cannot stage, or the trainer's stream breaks, everything
+begun is rolled back and the old version goes on. A commit that has started runs to its end whatever the trainer does,
+so that the fleet's version and the engines' agree."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from slipstream.errors import EngineLost, FleetChanged, SlipstreamError, UnknownVersion
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.attach import EngineLink
+from slipstream.gateway.registry import Registry
+
+log = logging.getLogger(__name__)
+
+ROLLBACK_SECONDS = 5.0
+
+
+class FleetUpdate:
+    """The updates of one trainer's stream, one after the other."""
+
+    def __init__(self, registry: Registry, links: Mapping[str, EngineLink]) -> None:
+        self._registry, self._links = registry, links
+        self._version: int | None = None
+        self._begins: dict[str, asyncio.Task[pb.FromEngine]] = {}
+        self._refused: SlipstreamError | None = None
+
+    def begin(self, step: pb.Begin, timeout: float) -> None:
+        """Starts the engines and does not wait: the trainer fills its buffers meanwhile. What is wrong is said at
+        `stage`, which has an answer."""
+        self._refused = None
+        try:
+            if step.epoch != self._registry.epoch:
+                raise FleetChanged("engines came or went since the trainer looked")
+            self._registry.check_version(step.version)
+            links = [self._link(name) for name in step.offers]
+        except SlipstreamError as error:
+            self._refused = error
+            return
+        self._version = step.version
+        for link in links:
+            message = pb.ToEngine(begin=pb.EngineBegin(version=step.version, offer=step.offers[link.name]))
+            call = link.ask(message, timeout, f"begin version {step.version}")
+            self._begins[link.name] = asyncio.create_task(call)
+
+    async def stage(self, step: pb.Stage, timeout: float) -> pb.UpdateReply:
+        if self._refused is not None:
+            raise self._refused
+        self._check(step.version)
+
+        async def one(name: str) -> pb.StageReport:
+            await self._begins[name]
+            if name not in step.manifests:
+                raise UnknownVersion(f"no checksums came for engine {name!r}, which began version {step.version}")
+            message = pb.ToEngine(stage=pb.EngineStage(version=step.version, manifests=step.manifests[name]))
+            answer = await self._links[name].ask(message, timeout, f"stage version {step.version}")
+            return answer.staged
+
+        done, failed = await _each({name: one(name) for name in self._begins})
+        if failed:
+            raise _together(failed, f"version {step.version} was not staged; the fleet goes on with version {self._registry.version}")
+        return pb.UpdateReply(staged=pb.Staged(engines=done))
+
+    async def commit(self, step: pb.Commit, timeout: float) -> pb.UpdateReply:
+        self._check(step.version)
+        names, self._version, self._begins = list(self._begins), None, {}
+
+        async def one(name: str) -> pb.CommitReport:
+            answer = await self._links[name].ask(pb.ToEngine(commit=step), timeout, f"commit version {step.version}")
+            return answer.committed
+
+        async def everywhere() -> pb.UpdateReply:
+            done, failed = await _each({name: one(name) for name in names})
+            for name, error in failed.items():
+                log.warning("engine %s did not commit version %d: %s", name, step.version, error)
+            if not done:
+                raise _together(failed, f"no engine committed version {step.version}")
+            self._registry.commit(step.version, done)
+            return pb.UpdateReply(committed=pb.Committed(engines=done))
+
+        return await asyncio.shield(asyncio.create_task(everywhere()))
+
+    async def rollback(self) -> None:
+        """Undoes what was begun, on every engine that still answers. Nothing to undo is fine."""
+        if self._version is None:
+            return
+        version, begins, self._version, self._begins = self._version, self._begins, None, {}
+
+        async def one(name: str) -> None:
+            await asyncio.wait([begins[name]])  # begun or not, it must have been decided before it can be undone
+            message = pb.ToEngine(rollback=pb.Rollback(version=version))
+            await self._links[name].ask(message, ROLLBACK_SECONDS, f"roll back version {version}")
+
+        _, failed = await _each({name: one(name) for name in begins})
+        for name, error in failed.items():
+            log.warning("engine %s did not roll back version %d: %s", name, version, error)
+
+    def _link(self, name: str) -> EngineLink:
+        member = self._registry.get(name)
+        if member.lost:
+            raise EngineLost(f"engine {name!r} is lost: {member.lost}")
+        return self._links[name]
+
+    def _check(self, version: int) -> None:
+        if version != self._version:
+            raise UnknownVersion(f"version {version} was not begun (under way: {self._version})")
+
+
+async def _each(calls: Mapping[str, object]) -> tuple[dict, dict[str, SlipstreamError]]:  # type: ignore[type-arg]
+    """Awaits all; `(results, errors)` by name."""
+    outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)  # type: ignore[call-overload]
+    done, failed = {}, {}
+    for name, outcome in zip(calls, outcomes):
+        if isinstance(outcome, SlipstreamError):
+            failed[name] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            done[name] = outcome
+    return done, failed
+
+
+def _together(failed: Mapping[str, SlipstreamError], what: str) -> SlipstreamError:
+    """One error of the first one's kind that tells of all."""
+    first = next(iter(failed.values()))
+    return type(first)(f"{what}. " + " | ".join(f"[{name}] {error}" for name, error in failed.items()))

@@ -1,0 +1,86 @@
+"""What both ends of the gateway's gRPC connection must agree on: channel options, the token, and how errors travel.
+
+An error ends a call with a gRPC status; its class name rides in the trailing metadata, its text in the status details."""
+
+from __future__ import annotations
+
+import grpc
+
+from slipstream import errors
+from slipstream.errors import (
+    DeadlineExceeded,
+    GatewayLost,
+    MessageTooLarge,
+    NotReady,
+    PeerError,
+    ProtocolMismatch,
+    RequestError,
+    SlipstreamError,
+    Unauthorized,
+    UnknownEngine,
+    WeightsError,
+)
+
+ERROR_KIND = "slipstream-error"
+TOKEN = "authorization"
+MAX_DETAILS = 4000
+"""gRPC sends status details as a header, and headers are limited to 8 KiB."""
+
+_CODES: tuple[tuple[type[SlipstreamError], grpc.StatusCode], ...] = (
+    (UnknownEngine, grpc.StatusCode.NOT_FOUND),
+    (MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotReady, grpc.StatusCode.FAILED_PRECONDITION),
+    (WeightsError, grpc.StatusCode.FAILED_PRECONDITION),
+    (PeerError, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Unauthorized, grpc.StatusCode.UNAUTHENTICATED),
+    (ProtocolMismatch, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+def options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Refuse oversized messages, notice a dead peer within seconds, and never share a port by accident."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.enable_http_proxy", 0),
+        # Reconnect to a restarted gateway within a second, not after gRPC's default of up to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+
+
+def metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return ((TOKEN, f"Bearer {token}"),)
+
+
+def status_of(error: SlipstreamError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """`(code, details, trailing metadata)` with which a server ends a call."""
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    kind, message = errors.to_wire(error)
+    details = message if len(message) <= MAX_DETAILS else message[:MAX_DETAILS] + " … (cut)"
+    return code, details, ((ERROR_KIND, kind),)
+
+
+def error_of(failed: grpc.aio.AioRpcError, peer: str, doing: str) -> SlipstreamError:
+    """The typed error behind a failed call: the gateway's own word where it gave one, else what the status means."""
+    code, details = failed.code(), failed.details() or ""
+    for key, value in failed.trailing_metadata() or ():
+        if key == ERROR_KIND:
+            return errors.from_wire(str(value), details)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthorized(f"the gateway at {peer} refused the token; use the one in its run directory ({details})")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return MessageTooLarge(f"{doing}: the message is larger than the gateway at {peer} takes; send fewer prompts at once ({details})")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return GatewayLost(f"{doing}: the gateway at {peer} cannot be reached ({details})")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{doing}: no answer from the gateway at {peer} in time")
+    return ProtocolMismatch(f"{doing}: the gateway at {peer} answered {code.name}: {details}")

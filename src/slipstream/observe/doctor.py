@@ -1,0 +1,91 @@
+"""`slipstream doctor`: what this machine has, what is wrong, and how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.weights.transports import shm
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str
+    verdict: Literal["ok", "note", "wrong"]
+    found: str
+    fix: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """All checks in turn. A check that fails itself is a finding too."""
+    for check in (_python, _packages, _devices, _shared_memory, _cores, _vllm):
+        try:
+            yield from check()
+        except Exception as error:
+            yield Finding(check.__name__.strip("_"), "wrong", f"{type(error).__name__}: {error}", "please report this")
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield Finding("Python", "ok" if good else "wrong", version, "" if good else "use Python 3.11, 3.12 or 3.13")
+
+
+def _packages() -> Iterator[Finding]:
+    for name in ("jax", "jaxlib", "grpcio", "protobuf", "numpy", "optax", "safetensors", "tokenizers", "xxhash"):
+        try:
+            yield Finding(name, "ok", importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "wrong", "not installed", f"pip install {name}")
+    try:
+        import slipstream.gateway.slipstream_pb2_grpc  # noqa: F401  # refuses runtimes older than its generator
+    except Exception as error:
+        yield Finding("gRPC code", "wrong", str(error), "pip install -U 'grpcio>=1.72.2' 'protobuf>=6.30'")
+
+
+def _devices() -> Iterator[Finding]:
+    """In a process of its own: JAX takes most of a GPU's memory when it starts, and a broken driver can crash it."""
+    script = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep='|')"
+    try:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        yield Finding("JAX devices", "wrong", "no answer within 120 s", "look at the accelerator's driver")
+        return
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("JAX devices", "wrong", last, "reinstall jax for this machine, or set JAX_PLATFORMS=cpu")
+        return
+    count, platform, kind = done.stdout.strip().splitlines()[-1].split("|")
+    yield Finding("JAX devices", "ok", f"{count} × {platform} ({kind})")
+    if platform == "cpu" and shutil.which("nvidia-smi"):
+        yield Finding("GPU", "note", "there is a GPU that JAX does not use", "pip install 'jax[cuda13]'")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    directory = shm.directory()
+    free = shutil.disk_usage(directory).free
+    fix = "" if free > 1 << 30 else f"models larger than this cannot be synced over shm; enlarge {directory} (container: --shm-size)"
+    yield Finding("shared memory", "note" if fix else "ok", f"{free / 2**30:.1f} GiB free in {directory}", fix)
+    if removed := shm.sweep():
+        yield Finding("left-overs", "note", f"removed {len(removed)} segment(s) of dead processes")
+
+
+def _cores() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("CPU cores", "ok" if cores > 1 else "note", str(cores), "" if cores > 1 else "trainer and engine will share it")
+
+
+def _vllm() -> Iterator[Finding]:
+    if importlib.util.find_spec("vllm") is None:
+        yield Finding("vLLM", "note", "not installed here; the embedded JAX engine generates")
+    else:
+        yield Finding("vLLM", "note", "installed; this release hosts the embedded JAX engine only")
+
+

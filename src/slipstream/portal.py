@@ -1,0 +1,48 @@
+"""From synchronous code into the event loop: one loop, on one daemon thread, for the whole process.
+
+One, because gRPC's asyncio layer wants all its channels and servers of a process on a single loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_owner = 0
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    global _loop, _owner
+    with _lock:
+        if _loop is None or _owner != os.getpid():  # a forked child has no such thread
+            _loop, _owner = asyncio.new_event_loop(), os.getpid()
+            threading.Thread(target=_loop.run_forever, name="slipstream-loop", daemon=True).start()
+        return _loop
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end and returns its result. Interrupting the caller (Ctrl-C) cancels it."""
+    future = asyncio.run_coroutine_threadsafe(work, loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def iterate(work: AsyncGenerator[T, None]) -> Iterator[T]:
+    """An async generator as a plain one; leaving it early closes the other."""
+    try:
+        while True:
+            try:
+                yield run(anext(work))  # type: ignore[arg-type]
+            except StopAsyncIteration:
+                return
+    finally:
+        run(work.aclose())

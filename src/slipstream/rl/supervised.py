@@ -1,0 +1,62 @@
+"""The supervised warm-up: a few steps of imitation, so that a random model answers right now and then.
+
+Reinforcement learning climbs a reward that it sometimes gets; a model that never answers right has no slope to climb."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from slipstream.model import decoder
+from slipstream.model.config import ModelConfig
+from slipstream.rl.tasks import Task
+from slipstream.rl.tokens import Codec
+
+BATCH = 64
+LEARNING_RATE = 3e-3
+_LENGTH_STEP = 8
+
+
+def cross_entropy(logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """−mean log π_θ over the answer's tokens; prompt and padding have mask 0."""
+    return -jnp.sum(logprobs * mask) / jnp.sum(mask)
+
+
+def make_examples(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], eos_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """`tokens` [B, T], padded, and `mask` [B, T − 1] of the answers, end-of-sequence token included."""
+    longest = max(len(p) + len(a) + 1 for p, a in zip(prompts, answers))
+    length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+    tokens = np.zeros((len(prompts), length), np.int32)
+    mask = np.zeros((len(prompts), length - 1), np.float32)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers)):
+        sequence = [*prompt, *answer, eos_id]
+        tokens[row, : len(sequence)] = sequence
+        mask[row, len(prompt) - 1 : len(sequence) - 1] = 1
+    return tokens, mask
+
+
+def warm_up(
+    params: decoder.Params, model: ModelConfig, task: Task, codec: Codec, *, steps: int, seed: int
+) -> Iterator[tuple[decoder.Params, float]]:
+    """Yields the parameters and the cross-entropy after each step of Adam on fresh training prompts."""
+    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
+
+    @jax.jit
+    def step(params, state, tokens, mask):  # type: ignore[no-untyped-def]
+        loss, gradients = jax.value_and_grad(
+            lambda p: cross_entropy(decoder.logprobs(p, model, tokens), mask)
+        )(params)
+        updates, state = adam.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = adam.init(params)
+    for index in range(steps):
+        prompts = task.prompts(np.random.default_rng([seed, index]), BATCH)
+        answers = [task.answer(prompt) for prompt in prompts]
+        tokens, mask = make_examples(codec.prompts(prompts), codec.answers(answers), model.eos_token_ids[0])
+        params, state, loss = step(params, state, tokens, mask)
+        yield params, float(loss)

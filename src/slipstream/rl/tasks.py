@@ -1,0 +1,195 @@
+"""Tasks whose answers can be checked: digit strings to reverse, sort or add, and those of the reasoning-gym package.
+
+A task never gives the same prompt to training and to evaluation: every prompt belongs to exactly one split."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from slipstream.config import TaskConfig
+from slipstream.errors import ConfigError
+
+Split: TypeAlias = Literal["train", "heldout"]
+
+
+class Task(Protocol):
+    """What a policy is asked, and what its answers are worth."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prompts(self, rng: np.random.Generator, count: int, split: Split = "train") -> list[str]:
+        """`count` prompts of the split, all different as long as it has that many; none if the split is empty."""
+        ...
+
+    def answer(self, prompt: str) -> str:
+        """A right answer, what the supervised warm-up imitates."""
+        ...
+
+    def reward(self, prompt: str, text: str) -> float:
+        """1 for a right answer, 0 for a wrong one, in between where the task gives partial credit."""
+        ...
+
+
+def task_named(config: TaskConfig) -> Task:
+    """The task that a config names; `ConfigError` with the nearest names if there is none."""
+    kind, colon, rest = config.name.partition(":")
+    if colon and kind == "reasoning_gym":
+        return ReasoningGymTask.create(rest, config.holdout)
+    if config.name not in _DIGIT_TASKS:
+        known = [*_DIGIT_TASKS, "reasoning_gym:<name>"]
+        near = difflib.get_close_matches(config.name, known, n=2)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known tasks: {', '.join(known)}"
+        raise ConfigError(f"task.name is {config.name!r}, which is no task; {hint}")
+    return DigitTask(config.name, config.digits, config.holdout)
+
+
+# --- digit strings ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _DigitRule:
+    num_operands: int
+    solve: Callable[[str], str]
+    """From the text between the task's letter and the equals sign to the answer."""
+
+
+def _add(question: str) -> str:
+    left, right = question.split("+")
+    return str(int(left) + int(right)).zfill(len(left) + 1)
+
+
+_DIGIT_TASKS = {
+    "reverse": _DigitRule(1, lambda question: question[::-1]),
+    "sort": _DigitRule(1, lambda question: "".join(sorted(question))),
+    "add": _DigitRule(2, _add),
+}
+
+MAX_DIGITS = 9
+"""Prompts are numbered by 64-bit integers, and a sum has twice as many digits as an operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class DigitTask:
+    """Prompts `r123=`, `s312=`, `a012+034=` with answers `321`, `123`, `0046`: always the same length, zeros kept.
+
+    Prompt number i, of N = 10^digits, is held out when (i · STRIDE) mod N is below the number to hold out. STRIDE has no
+    factor in common with 10, so that this permutes the prompts: each split has exactly its share, spread evenly, and
+    a prompt of either is drawn directly by the inverse permutation."""
+
+    name: str
+    digits: int = 3
+    holdout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= MAX_DIGITS:
+            raise ConfigError(f"task.digits must be 1 to {MAX_DIGITS}, got {self.digits}")
+
+    @property
+    def num_prompts(self) -> int:
+        return 10 ** (self.digits * _DIGIT_TASKS[self.name].num_operands)
+
+    @property
+    def num_heldout(self) -> int:
+        """At least one prompt if any share is asked for, and never all of them."""
+        if self.holdout == 0:
+            return 0
+        return min(max(round(self.holdout * self.num_prompts), 1), self.num_prompts - 1)
+
+    def prompts(self, rng: np.random.Generator, count: int, split: Split = "train") -> list[str]:
+        start, stop = (0, self.num_heldout) if split == "heldout" else (self.num_heldout, self.num_prompts)
+        if start == stop:
+            return []
+        ranks = rng.choice(stop - start, size=min(count, stop - start), replace=False)
+        return [self._prompt(start + int(rank)) for rank in np.resize(ranks, count)]
+
+    def answer(self, prompt: str) -> str:
+        return _DIGIT_TASKS[self.name].solve(prompt[1:-1])
+
+    def reward(self, prompt: str, text: str) -> float:
+        return float(text == self.answer(prompt))
+
+    def _prompt(self, rank: int) -> str:
+        number = rank * pow(_STRIDE, -1, self.num_prompts) % self.num_prompts
+        width = self.digits * _DIGIT_TASKS[self.name].num_operands
+        text = str(number).zfill(width)
+        return f"{self.name[0]}{'+'.join(text[i : i + self.digits] for i in range(0, width, self.digits))}="
+
+
+_STRIDE = 618_033_989  # digits of the golden ratio; odd and not a multiple of 5
+
+
+# --- reasoning-gym ----------------------------------------------------------------------------------------------------
+
+_POOL = 2000
+"""Questions generated per task: an item is found again by its question, so they are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningGymTask:
+    """One of reasoning-gym's procedural tasks, from a fixed pool of different questions.
+
+    Its scorers give partial credit for text around the answer, so the answer is extracted and stripped first: what
+    stands in the last `<answer>…</answer>`, else the whole text."""
+
+    name: str
+    dataset: Any
+    train: dict[str, Any]
+    """Items by prompt."""
+    heldout: dict[str, Any]
+
+    @classmethod
+    def create(cls, name: str, holdout: float, size: int = _POOL) -> ReasoningGymTask:
+        gym = _import_reasoning_gym()
+        try:
+            dataset = gym.create_dataset(name, size=size, seed=0)
+        except ValueError as error:
+            raise ConfigError(
+                f"reasoning-gym has no task {name!r} ({error}); its gallery lists them: "
+                "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
+            ) from None
+        items = {f"{dataset[i]['question'].strip()}\n": dataset[i] for i in range(size)}  # equal questions become one
+        prompts = list(items)
+        num_heldout = min(round(holdout * len(prompts)), len(prompts) - 1)
+        heldout = {prompt: items.pop(prompt) for prompt in prompts[:num_heldout]}
+        return cls(f"reasoning_gym:{name}", dataset, items, heldout)
+
+    def prompts(self, rng: np.random.Generator, count: int, split: Split = "train") -> list[str]:
+        pool = list(self.heldout if split == "heldout" else self.train)
+        if not pool:
+            return []
+        picks = rng.choice(len(pool), size=min(count, len(pool)), replace=False)
+        return [pool[i] for i in np.resize(picks, count)]
+
+    def answer(self, prompt: str) -> str:
+        return str(self._item(prompt)["answer"])
+
+    def reward(self, prompt: str, text: str) -> float:
+        return float(self.dataset.score_answer(answer=extract_answer(text), entry=self._item(prompt)))
+
+    def _item(self, prompt: str) -> Any:
+        return self.train[prompt] if prompt in self.train else self.heldout[prompt]
+
+
+def extract_answer(text: str) -> str:
+    """`"so <answer> 4 </answer>."` gives `"4"`; text without the tags is all answer."""
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return (tagged[-1] if tagged else text).strip()
+
+
+def _import_reasoning_gym() -> ModuleType:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise ConfigError(
+            "task.name asks for a reasoning_gym task, but that package is not installed; "
+            "install it with: pip install 'slipstream-rl[reasoning-gym]'"
+        ) from None
+    return reasoning_gym

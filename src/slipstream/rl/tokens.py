@@ -1,0 +1,97 @@
+"""Text to tokens on the trainer's side, and the small model of the demo: a decoder over characters.
+
+The trainer sends token ids, never text: what it trains on is then exactly what the engine saw."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.errors import ConfigError
+from slipstream.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+SPECIAL = (PAD, BOS, EOS, UNKNOWN)
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+def small_model() -> ModelConfig:
+    """The demo's decoder, 110 thousand parameters. Heads of 32 because vLLM's CPU attention takes none smaller; one head
+    alone does not learn to reverse."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=len(SPECIAL) + len(CHARACTERS),
+        hidden_size=64,
+        intermediate_size=192,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=SPECIAL.index(PAD),
+        bos_token_id=SPECIAL.index(BOS),
+        eos_token_ids=(SPECIAL.index(EOS),),
+    )
+
+
+def character_tokenizer() -> Tokenizer:
+    """One token per printable ASCII character; encoding puts the beginning-of-sequence token in front."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    ids = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, ids[BOS])])
+    return tokenizer
+
+
+def write_small_model(directory: str | Path) -> ModelConfig:
+    """An HF model directory without weights: config.json, tokenizer.json, tokenizer_config.json."""
+    directory, config = Path(directory), small_model()
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
+    character_tokenizer().save(str(directory / "tokenizer.json"))
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_position_embeddings,
+        "pad_token": PAD,
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return config
+
+
+class Codec:
+    """Encodes prompts and answers, decodes completions, with the tokenizer of a model directory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        from tokenizers import Tokenizer
+
+        path = Path(directory) / "tokenizer.json"
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; training needs the model's tokenizer beside its config.json")
+        self._tokenizer = Tokenizer.from_file(str(path))
+
+    def prompts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """With the special tokens that the model expects in front."""
+        return [tuple(encoding.ids) for encoding in self._tokenizer.encode_batch(list(texts))]
+
+    def answers(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Without special tokens."""
+        return [tuple(e.ids) for e in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """Text without special tokens."""
+        return self._tokenizer.decode_batch([list(ids) for ids in token_ids], skip_special_tokens=True)

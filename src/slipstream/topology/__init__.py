@@ -1,0 +1,113 @@
+"""Where trainer, gateway and engines run: one process, several on one machine, or a fleet that is up already.
+
+The three ways to a `Bridge`; what the trainer does with it is the same in all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from slipstream.bridge import Bridge
+from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig, GatewayConfig
+from slipstream.errors import ConfigError, Unauthorized
+from slipstream.topology.local import ProcessGroup, new_run_dir
+
+SYNC_SECONDS = 120.0
+START_SECONDS = 120.0
+
+
+def launch(
+    model: str | Path,
+    *,
+    engines: int = 1,
+    engine: EngineConfig | None = None,
+    gateway: GatewayConfig | None = None,
+    run_dir: str | Path | None = None,
+    transport: str | None = None,
+    timeout: float = SYNC_SECONDS,
+    start_timeout: float = START_SECONDS,
+) -> Bridge:
+    """Starts a gateway and `engines` engine processes on this machine, and connects to them.
+
+    `model` is an HF model directory: `config.json`, a `tokenizer.json` if prompts are text, and weights unless the first
+    `sync` brings them. Logs, address and token are in `run_dir`. The processes end with the bridge, and also when this
+    process dies, however it dies. `timeout` bounds each step of a sync and each score."""
+    if engines < 1:
+        raise ConfigError(f"engines must be at least 1, got {engines}; slipstream.inprocess needs no engine process")
+    gateway = gateway or GatewayConfig()
+    directory = Path(run_dir) if run_dir is not None else new_run_dir()
+    group = ProcessGroup(directory, start_timeout)
+    try:
+        group.start_gateway(gateway)
+        for index in range(engines):
+            group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig())
+        group.wait_for_engines(engines)
+        address, token = read_run_dir(directory)
+        return _bridge(address, token, timeout, gateway.max_message_bytes, transport, directory, group)
+    except BaseException:
+        group.close()
+        raise
+
+
+def connect(
+    target: str | Path,
+    *,
+    token: str | None = None,
+    transport: str | None = None,
+    timeout: float = SYNC_SECONDS,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> Bridge:
+    """Joins a running fleet: by its run directory, or by address (`127.0.0.1:8471`) and token.
+
+    Without `token`, the environment variable SLIPSTREAM_TOKEN is read."""
+    if Path(target).is_dir():
+        address, found = read_run_dir(Path(target))
+        return _bridge(address, token or found, timeout, max_message_bytes, transport, Path(target))
+    address = str(target).removeprefix("grpc://")
+    if ":" not in address:
+        raise ConfigError(f"{target!r} is neither a run directory nor an address like 127.0.0.1:8471")
+    token = token or os.environ.get("SLIPSTREAM_TOKEN")
+    if not token:
+        raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
+    return _bridge(address, token, timeout, max_message_bytes, transport)
+
+
+def inprocess(model: str | Path, *, engine: EngineConfig | None = None, transport: str | None = None) -> Bridge:
+    """An embedded engine inside this process: no gateway, no other process, same verbs."""
+    from slipstream import portal
+    from slipstream.engines.embedded.engine import EmbeddedEngine
+    from slipstream.engines.local import LocalFleet
+
+    async def start() -> LocalFleet:
+        return LocalFleet(EmbeddedEngine.from_directory(model, name="inprocess", options=engine or EngineConfig()))
+
+    return Bridge(portal.run(start()), transport)
+
+
+def read_run_dir(directory: Path) -> tuple[str, str]:
+    """`(address, token)` of the gateway that runs in this directory."""
+    try:
+        address = json.loads((directory / "gateway.json").read_text())["address"]
+        return address, (directory / "token").read_text().strip()
+    except FileNotFoundError:
+        raise ConfigError(f"no gateway is running in {directory} (it has no gateway.json and token)") from None
+
+
+def _bridge(
+    address: str,
+    token: str,
+    timeout: float,
+    max_message_bytes: int,
+    transport: str | None,
+    run_dir: Path | None = None,
+    group: ProcessGroup | None = None,
+) -> Bridge:
+    from slipstream import portal
+    from slipstream.gateway.client import GatewayFleet
+
+    async def join() -> GatewayFleet:
+        return GatewayFleet(address, token, timeout, max_message_bytes)
+
+    fleet = portal.run(join())
+    return Bridge(fleet, transport, group.close if group else None, str(run_dir or ""))

@@ -1,0 +1,111 @@
+"""Gateway and engines as processes of one machine."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from slipstream.config import EngineConfig, GatewayConfig
+from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
+from slipstream.weights.transports import shm
+
+STOP_SECONDS = 5.0
+LOG_LINES = 30
+
+
+def new_run_dir() -> Path:
+    """A directory of its own for each run: `$SLIPSTREAM_HOME/runs/…`, by default in the user's cache."""
+    home = Path(os.environ.get("SLIPSTREAM_HOME") or Path.home() / ".cache" / "slipstream")
+    return home / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+class ProcessGroup:
+    """The processes of one run. They follow this process: if it is killed, they end by themselves."""
+
+    def __init__(self, run_dir: Path, start_timeout: float) -> None:
+        self.run_dir, self._deadline = run_dir, time.monotonic() + start_timeout
+        self._start_timeout = start_timeout
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.chmod(0o700)
+        if (run_dir / "gateway.json").exists():
+            raise ConfigError(f"{run_dir} belongs to another gateway (it has a gateway.json); choose another run directory")
+        shm.sweep()
+        atexit.register(self.close)
+
+    def start_gateway(self, config: GatewayConfig) -> None:
+        self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config)])
+        self._wait(lambda: (self.run_dir / "gateway.json").exists(), "the gateway to listen")
+
+    def start_engine(self, name: str, model: Path, config: EngineConfig) -> None:
+        self._mark(name).unlink(missing_ok=True)
+        arguments = ["engine", "--run-dir", str(self.run_dir), "--model", str(model), "--name", name, "--patience", "3"]
+        self._start(name, arguments + _options(config))
+
+    def wait_for_engines(self, count: int) -> None:
+        """A registered engine leaves a mark in the run directory: no connection is needed to wait for it."""
+        marks = [self._mark(name) for name in self._processes if name != "gateway"]
+        self._wait(lambda: sum(m.exists() for m in marks) >= count, f"{count} engine(s) to register")
+
+    def _mark(self, name: str) -> Path:
+        return self.run_dir / f"{name}.ready"
+
+    def pids(self) -> dict[str, int]:
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def close(self) -> None:
+        """Engines first, so that the gateway sees them go; then whatever is left is killed. May be called twice."""
+        atexit.unregister(self.close)
+        processes = list(reversed(self._processes.values()))
+        self._processes = {}
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shm.sweep()
+
+    def _start(self, name: str, arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "slipstream.cli", *arguments, "--owner", str(os.getpid())]
+        with open(self.run_dir / f"{name}.log", "wb") as log:
+            # A session of its own: Ctrl-C reaches this process alone, which then ends the others in order.
+            self._processes[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def _wait(self, done, what: str) -> None:  # type: ignore[no-untyped-def]
+        while not done():
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    raise LaunchFailed(
+                        f"{name} ended with exit code {process.returncode} while waiting for {what}; the end of "
+                        f"{self.run_dir / name}.log:\n{self._log_tail(name)}"
+                    )
+            if time.monotonic() > self._deadline:
+                tails = "\n".join(f"--- {name}.log\n{self._log_tail(name)}" for name in self._processes)
+                raise DeadlineExceeded(f"waited {self._start_timeout:g} s for {what}, in {self.run_dir}:\n{tails}")
+            time.sleep(0.02)
+
+    def _log_tail(self, name: str) -> str:
+        lines = (self.run_dir / f"{name}.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_LINES:])
+
+
+def _options(config: EngineConfig | GatewayConfig) -> list[str]:
+    """A config as command-line options: `max_concurrency=64` is `--max-concurrency 64`."""
+    return [
+        text
+        for field in fields(config)
+        for text in (f"--{field.name.replace('_', '-')}", str(getattr(config, field.name)))
+    ]

@@ -1,0 +1,181 @@
+"""The plan: which rectangle of which tensor goes from which trainer rank to which place on which engine rank.
+
+Pure: metadata in, `Plan` out. It touches no device, socket or engine, and is checked before a byte moves: every element
+of every engine parameter is written exactly once. Both ends hold the same plan, or its fingerprint gives them away."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from slipstream.errors import MappingError, PlanMismatch
+from slipstream.types import Box, Parameter, TensorSpec
+from slipstream.weights.layout import exact_cover, inside, intersect, place, shift, volume, whole
+
+ALIGNMENT = 64
+"""Pieces start at multiples of this in their stream, so that a receiver can look at them as arrays where they lie."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor as the trainer holds it: the whole shape, and which rank can read which box of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    shards: tuple[tuple[int, Box], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One rectangle on its way: `tensor[tensor_box]` on `sender` becomes `parameter[local_box]` on `receiver`."""
+
+    tensor: str
+    tensor_box: Box
+    sender: int
+    parameter: str
+    local_box: Box
+    receiver: int
+    offset: int
+    """Where its bytes start in the stream from `sender` to `receiver`."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All moves of one update, and the dtype in which they travel (the engine's: the sender casts)."""
+
+    dtype: str
+    moves: tuple[Move, ...]
+
+    @cached_property
+    def streams(self) -> dict[tuple[int, int], tuple[Move, ...]]:
+        """Moves by `(sender, receiver)`, in the order of their offsets."""
+        found: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        for move in self.moves:
+            found[move.sender, move.receiver].append(move)
+        return {pair: tuple(moves) for pair, moves in found.items()}
+
+    def stream_bytes(self, sender: int, receiver: int) -> int:
+        """Length of a stream, padding between pieces included."""
+        last = self.streams[sender, receiver][-1]
+        return last.offset + last.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(move.num_bytes for move in self.moves)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.to_bytes()).hexdigest()[:32]
+
+    def to_bytes(self) -> bytes:
+        rows = [
+            [m.tensor, m.tensor_box, m.sender, m.parameter, m.local_box, m.receiver, m.offset, m.num_bytes]
+            for m in self.moves
+        ]
+        return json.dumps({"dtype": self.dtype, "moves": rows}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Plan:
+        """Raises `PlanMismatch` for anything that `to_bytes` did not write."""
+        try:
+            tree = json.loads(data)
+            if tree["dtype"] not in DTYPE_BYTES:
+                raise ValueError(f"dtype {tree['dtype']!r}")
+            return cls(tree["dtype"], tuple(_move(row, DTYPE_BYTES[tree["dtype"]]) for row in tree["moves"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise PlanMismatch(f"the plan that came cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _move(row: Sequence[object], item: int) -> Move:
+    tensor, tensor_box, sender, parameter, local_box, receiver, offset, num_bytes = row
+    move = Move(
+        str(tensor), _box(tensor_box), _count(sender), str(parameter), _box(local_box), _count(receiver), _count(offset), _count(num_bytes)
+    )  # fmt: skip
+    if volume(move.tensor_box) * item != num_bytes or volume(move.local_box) * item != num_bytes:
+        raise ValueError(f"the boxes of {tensor!r} do not hold {num_bytes} bytes")
+    return move
+
+
+def _box(value: object) -> Box:
+    return tuple((_count(start), _count(stop)) for start, stop in value)  # type: ignore[attr-defined]
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def make_plan(
+    sources: Mapping[str, Source], tensors: Sequence[TensorSpec], parameters: Sequence[Parameter], dtype: str
+) -> Plan:
+    """Matches what the trainer has with what the engine's ranks hold. Raises `MappingError` naming what does not fit."""
+    check_sources(sources, tensors)
+    ends: dict[tuple[int, int], int] = defaultdict(int)
+    sent: dict[int, int] = defaultdict(int)
+    moves = []
+    for parameter in parameters:
+        for part in parameter.parts:
+            for sender, box in _share_out(sources[part.tensor], part.tensor_box, sent):
+                size = volume(box) * DTYPE_BYTES[dtype]
+                offset = -(-ends[sender, parameter.rank] // ALIGNMENT) * ALIGNMENT
+                local = place(shift(box, part.tensor_box), part.local_box)
+                moves.append(Move(part.tensor, box, sender, parameter.name, local, parameter.rank, offset, size))
+                ends[sender, parameter.rank] = offset + size
+                sent[sender] += size
+    plan = Plan(dtype, tuple(moves))
+    check_cover(plan, parameters)
+    return plan
+
+
+def _share_out(source: Source, wanted: Box, sent: Mapping[int, int]) -> list[tuple[int, Box]]:
+    """Who sends which part of `wanted`. Shards are disjoint or replicas of each other; of replicas, the rank that has
+    the least to send so far takes the part."""
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for rank, shard in source.shards:
+        if (common := intersect(shard, wanted)) is not None:
+            holders[common].append(rank)
+    return [(min(ranks, key=lambda rank: (sent[rank], rank)), box) for box, ranks in sorted(holders.items())]
+
+
+def check_sources(sources: Mapping[str, Source], tensors: Sequence[TensorSpec]) -> None:
+    """Names, shapes and dtypes, before anything is sent."""
+    wanted = {t.name: t.shape for t in tensors}
+    problems = [f"missing: {name} {list(wanted[name])}" for name in wanted.keys() - sources.keys()]
+    problems += [f"not in the model: {name} {list(sources[name].shape)}" for name in sources.keys() - wanted.keys()]
+    for name in wanted.keys() & sources.keys():
+        source = sources[name]
+        if source.shape != wanted[name]:
+            problems.append(f"{name}: the engine expects shape {list(wanted[name])}, the trainer has {list(source.shape)}")
+        elif source.dtype not in DTYPE_BYTES:
+            problems.append(f"{name}: dtype {source.dtype} is not a floating-point type that can be sent")
+    if problems:
+        shown = "\n  ".join(sorted(problems)[:12])
+        more = f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else ""
+        raise MappingError(
+            f"the trainer's tree does not fit the engine's model, {len(problems)} tensor(s):\n  {shown}{more}\n"
+            "Leaf paths joined by '.' must be the checkpoint's names, in HF orientation ([out, in])."
+        )
+
+
+def check_cover(plan: Plan, parameters: Sequence[Parameter]) -> None:
+    """Every element of every parameter is written exactly once. The receiver checks a plan that came with it as well."""
+    written: dict[tuple[str, int], list[Box]] = defaultdict(list)
+    for move in plan.moves:
+        written[move.parameter, move.receiver].append(move.local_box)
+    for parameter in parameters:
+        boxes = written.pop((parameter.name, parameter.rank), [])
+        frame = whole(parameter.shape)
+        outside = next((b for b in boxes if not inside(b, parameter.shape)), None)
+        problem = f"{outside} is outside {frame}" if outside is not None else exact_cover(boxes, frame)
+        if problem:
+            raise MappingError(f"parameter {parameter.name} on rank {parameter.rank}: {problem}")
+    for name, rank in written:
+        raise MappingError(f"the plan writes parameter {name} on rank {rank}, which the engine does not have")

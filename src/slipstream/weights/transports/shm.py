@@ -1,0 +1,130 @@
+"""`shm`: trainer and engine on one host. A file of our own in shared memory, mapped by both.
+
+Names are random and the file is private (0600). It is unlinked as soon as every receiver has mapped it, so a crash later
+on leaves nothing; a crash before that leaves a file whose name tells its dead owner, and `sweep` removes it. (The
+standard library's `SharedMemory` is not used: up to Python 3.12 the attaching side's resource tracker unlinks it.)"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.errors import TransferError
+from slipstream.weights.transports.base import bounded, fact, pack_link, unpack_link
+
+_NAME = re.compile(r"slipstream-(?P<user>\d+)-(?P<space>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]{16}")
+_NONCE_BYTES = 64  # the head of the file; the stream starts after it, still aligned
+
+
+def directory() -> Path:
+    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+class ShmSender:
+    def __init__(self, size: int) -> None:
+        owner = f"{os.getuid()}-{_pid_space()}-{os.getpid()}-{_started(os.getpid())}"
+        self._path = directory() / f"slipstream-{owner}-{secrets.token_hex(8)}"
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            # Claim the pages now: with a sparse file, running out of shared memory is a SIGBUS in mid-copy.
+            os.posix_fallocate(fd, 0, _NONCE_BYTES + size)
+            self._map = mmap.mmap(fd, _NONCE_BYTES + size)
+        except OSError as error:
+            self._path.unlink(missing_ok=True)
+            raise TransferError(
+                f"cannot get {size:,} bytes of shared memory in {directory()}: {error.strerror}; free some, or enlarge "
+                "the mount (in a container: --shm-size)"
+            ) from None
+        finally:
+            os.close(fd)
+        self._map[:_NONCE_BYTES] = nonce
+        self._buffer = np.frombuffer(self._map, np.uint8)[_NONCE_BYTES:]
+        self.link = pack_link("shm", path=str(self._path), size=size, nonce=nonce.hex())
+
+    def region(self, offset: int, size: int) -> np.ndarray:
+        return bounded(self._buffer, offset, size)
+
+    def flush(self) -> None: ...
+
+    def attached(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.attached()
+        self._buffer = self._buffer[:0]  # the mapping ends with the last view of it
+
+
+class ShmReceiver:
+    def __init__(self, link: bytes) -> None:
+        facts = unpack_link(link)
+        path, size, nonce = Path(fact(facts, "path", str)), fact(facts, "size", int), fact(facts, "nonce", str)
+        if path.parent != directory() or not _NAME.fullmatch(path.name):
+            raise TransferError(f"the shm link names {path}, which is not a segment of Slipstream in {directory()}")
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransferError(f"cannot open the trainer's shared memory {path}: {error.strerror}") from None
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                raise TransferError(f"shared memory {path} belongs to user {found.st_uid}, not to this one ({os.getuid()})")
+            if found.st_size != _NONCE_BYTES + size:
+                raise TransferError(f"shared memory {path} holds {found.st_size - _NONCE_BYTES} bytes, the link says {size}")
+            self._map = mmap.mmap(fd, found.st_size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        if self._map[:_NONCE_BYTES].hex() != nonce:
+            raise TransferError(f"shared memory {path} is not the segment that the link describes")
+        self._buffer = np.frombuffer(self._map, np.uint8)[_NONCE_BYTES:]
+
+    def region(self, offset: int, size: int) -> np.ndarray:
+        return bounded(self._buffer, offset, size)
+
+    def close(self) -> None:
+        self._buffer = self._buffer[:0]
+
+
+def sweep() -> list[Path]:
+    """Removes segments whose owner is dead. Safe at any time, in any process; returns what it removed."""
+    removed = []
+    for path in directory().glob(f"slipstream-{os.getuid()}-{_pid_space()}-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and _started(int(match["pid"])) != int(match["started"]):
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def _pid_space() -> int:
+    """Containers may share /dev/shm and not their pids: a segment of another pid namespace is never swept."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _started(pid: int) -> int:
+    """When a process started, in the kernel's ticks, so that a recycled pid is not taken for its predecessor; 0 when
+    there is no such process, or only its zombie."""
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return 0 if facts[0] in "ZX" else int(facts[19])
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    if Path("/proc/self").exists():
+        return 0
+    try:  # no /proc (macOS): alive or not is all we can tell
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return 0
+    except PermissionError:
+        pass
+    return 1
