@@ -7,7 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slipstream.model.config import ModelConfig, RopeScaling
+from slipstream.model.tree import flatten, unflatten
+from slipstream.weights.families import tensors
 
 VARIANTS = ("llama", "llama-tied", "llama3-rope", "qwen2", "qwen3")
 """What `variant` and `hf_directory` know: every family, and the switches that change a forward pass."""
@@ -47,24 +51,31 @@ def variant(name: str, **over: Any) -> ModelConfig:
     return tiny_config(family, **(_OVERRIDES[name] | over))
 
 
+def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
+    """Weights large enough that logits differ, with random biases and norms: left at zero and one, code that forgets
+    them would pass."""
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(seed)
+    leaves = {}
+    for spec in tensors(config):
+        center, scale = (0.0, 0.2) if len(spec.shape) > 1 else (0.0, 0.5) if spec.name.endswith("bias") else (1.0, 0.3)
+        leaves[spec.name] = jnp.asarray(center + scale * rng.standard_normal(spec.shape), jnp.float32)
+    return unflatten(leaves)
+
+
 def hf_model(config: ModelConfig, seed: int = 0) -> Any:
-    """A random `transformers` model of this config, float32, in eval mode. Biases and norms are random too: left at
-    zero and one, a decoder that forgets them would pass."""
+    """A `transformers` model of this config with the same `random_params`, float32, in eval mode."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(seed)
     hf = config.to_hf()
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf.pop("model_type"), **hf)).eval()
+    leaves = {name: np.array(leaf) for name, leaf in flatten(random_params(config, seed)).items()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if name.endswith("bias"):
-                parameter.copy_(0.5 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * noise)
-            else:
-                parameter.copy_(0.2 * noise)
+            parameter.copy_(torch.from_numpy(leaves.pop(name)))
+    assert not leaves, f"transformers has no {list(leaves)}"
     return model
 
 
@@ -77,7 +88,7 @@ def hf_directory(path: Path, name: str = "llama", seed: int = 0, tokenizer: bool
 
 
 def write_tokenizer(path: Path) -> Path:
-    """A `tokenizer.json` over single characters: `<pad>` 0, `<eos>` 1, `<bos>` 2, then `a` to `z`, digits and a space."""
+    """A `tokenizer.json` over characters: `<pad>` 0, `<eos>` 1, `<bos>` 2, `<unk>` 3, then a to z, digits, a space."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     characters = "abcdefghijklmnopqrstuvwxyz0123456789 "

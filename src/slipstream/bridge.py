@@ -1,9 +1,9 @@
 """The trainer's side. The same verbs whether the engines are processes behind a gateway or a library in this one:
 
-    with slipstream.launch(model="path/to/model") as bridge:
-        report = bridge.sync(params)                            # new weights reach every engine, verified and at once
-        completions = bridge.generate(["1+1="], SamplingParams(n=8))
-        scores = bridge.score([c.prompt_token_ids + c.token_ids for c in completions])
+with slipstream.launch(model="path/to/model") as bridge:
+    report = bridge.sync(params)                            # new weights reach every engine, verified and at once
+    completions = bridge.generate(["1+1="], SamplingParams(n=8))
+    scores = bridge.score([c.prompt_token_ids + c.token_ids for c in completions])
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import operator
 import secrets
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -52,7 +52,9 @@ class Fleet(UpdateFleet, Protocol):
 
     async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]: ...
 
-    def generate(self, requests: Sequence[Request], engine: str = "") -> AsyncIterator[list[Completion | Failure]]: ...
+    def generate(
+        self, requests: Sequence[Request], engine: str = ""
+    ) -> AsyncGenerator[list[Completion | Failure], None]: ...
 
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "") -> list[Score]: ...
 
@@ -101,7 +103,9 @@ class Bridge:
             engines, version = self._known or await self._fleet.refresh()
             self._known = None  # unless all goes well, look again next time
             if not engines:
-                raise NotReady("no engine has registered, so there is nobody to sync to; `slipstream status` shows the fleet")
+                raise NotReady(
+                    "no engine has registered, so there is nobody to sync to; `slipstream status` shows the fleet"
+                )
             try:
                 report = await self._publisher.publish(params, engines, version + 1, in_flight)
             except FleetChanged:
@@ -113,7 +117,11 @@ class Bridge:
         raise FleetChanged(f"engines came or went during each of {MAX_LOOKS} attempts to sync; see `slipstream status`")
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *, engine: str = ""
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        engine: str = "",
     ) -> list[Completion]:
         """Completions in order: the `n` samples of the first prompt, then those of the second, and so on.
 
@@ -127,7 +135,11 @@ class Bridge:
         return [rows[key] for key in sorted(rows)]
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None, *, engine: str = ""
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        engine: str = "",
     ) -> Iterator[Completion | Failure]:
         """As `generate`, each completion as soon as it is finished, failures among them. Leaving it early cancels the rest."""
         requests = _requests(prompts, sampling)
@@ -139,7 +151,9 @@ class Bridge:
                     result = dataclasses.replace(result, prompt_index=_prompt_index(result.request_id))
                 yield result
 
-    async def _batches(self, requests: Sequence[Request], engine: str) -> AsyncGenerator[list[Completion | Failure], None]:
+    async def _batches(
+        self, requests: Sequence[Request], engine: str
+    ) -> AsyncGenerator[list[Completion | Failure], None]:
         owed = sum(r.sampling.n for r in requests)
         async for batch in self._fleet.generate(requests, engine):
             owed -= sum(1 if isinstance(r, Completion) else _samples(requests, r) for r in batch)
@@ -168,7 +182,9 @@ class Bridge:
     def __enter__(self) -> Bridge:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -178,14 +194,18 @@ def _requests(prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[Sam
     if sampling is None or isinstance(sampling, SamplingParams):
         sampling = [sampling or SamplingParams()] * len(prompts)
     if len(sampling) != len(prompts):
-        raise InvalidSampling(f"{len(sampling)} sampling parameters for {len(prompts)} prompts; pass one, or one per prompt")
+        raise InvalidSampling(
+            f"{len(sampling)} sampling parameters for {len(prompts)} prompts; pass one, or one per prompt"
+        )
     call = secrets.token_hex(6)
     requests = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling)):
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(63))
         try:
-            requests.append(Request(f"{call}/{index}", prompt if isinstance(prompt, str) else _token_ids(prompt), params))
+            requests.append(
+                Request(f"{call}/{index}", prompt if isinstance(prompt, str) else _token_ids(prompt), params)
+            )
         except SlipstreamError as error:
             raise type(error)(f"prompt {index} of {len(prompts)}: {error}") from None
     return requests

@@ -45,9 +45,11 @@ def demo(
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; see examples/train.toml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Settings that win over the file: grpo.group=16 seed=3")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings that win over the file: grpo.group=16 seed=3")
+    ] = None,
 ) -> None:
-    """Run GRPO as a TOML file says. Any setting can be changed on the command line: [b]slipstream train run.toml steps=50[/b]"""
+    """Run GRPO as a TOML file says. Any setting can be changed: [b]slipstream train run.toml steps=50[/b]"""
     from slipstream.config import TrainConfig, load
     from slipstream.demo import run_train
 
@@ -87,22 +89,31 @@ def gateway(
 
 @app.command()
 def engine(
-    model: Annotated[Path, typer.Option(help="HF model directory: config.json, tokenizer.json, and weights unless a sync brings them.")],
+    model: Annotated[
+        Path,
+        typer.Option(help="HF model directory: config.json, tokenizer.json, and weights unless a sync brings them."),
+    ],
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the gateway to join.")] = None,
-    gateway: Annotated[str, typer.Option(help="Address of the gateway, instead of --run-dir; the token is read from SLIPSTREAM_TOKEN.")] = "",
+    gateway: Annotated[
+        str, typer.Option(help="Address of the gateway, instead of --run-dir; the token is read from SLIPSTREAM_TOKEN.")
+    ] = "",
     name: Annotated[str, typer.Option(help="Name in the fleet; empty makes one from the pid.")] = "",
     tp: Annotated[int, typer.Option(help="Devices to split the model over.")] = 1,
     max_concurrency: Annotated[int, typer.Option(help="Sequences generated at once.")] = 64,
     max_model_len: Annotated[int, typer.Option(help="Longest prompt plus completion; 0 takes the model's limit.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    patience: Annotated[float, typer.Option(help="Seconds to look for a gateway that is gone before giving up.")] = 60.0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to look for a gateway that is gone before giving up.")
+    ] = 60.0,
     owner: Owner = 0,
 ) -> None:
     """Run an embedded JAX engine and join it to a gateway. Run as many as the machine can feed."""
     from slipstream.config import EngineConfig, build
 
     _log_to_stderr()
-    options = build(EngineConfig, {"tp": tp, "max_concurrency": max_concurrency, "max_model_len": max_model_len, "dtype": dtype})
+    options = build(
+        EngineConfig, {"tp": tp, "max_concurrency": max_concurrency, "max_model_len": max_model_len, "dtype": dtype}
+    )
     if tp > 1:  # devices of the host platform, when there is no accelerator; must be said before JAX starts
         flag = f"--xla_force_host_platform_device_count={tp}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -145,7 +156,9 @@ def status(
     for e in fleet.engines:
         own = str(e.info.version) if e.info.version >= 0 else "–"
         heartbeat = f"{e.seconds_since_heartbeat:.1f} s ago"
-        table.add_row(e.info.name, e.state, own, e.info.model, str(e.info.num_ranks), str(e.num_requests), heartbeat, e.note)
+        table.add_row(
+            e.info.name, e.state, own, e.info.model, str(e.info.num_ranks), str(e.num_requests), heartbeat, e.note
+        )
     Console().print(table)
 
 
@@ -189,7 +202,13 @@ def plan(
     tensors = families.tensors(config)
     sources = {t.name: Source(t.shape, "float32", ((0, whole(t.shape)),)) for t in tensors}
     made = make_plan(sources, tensors, families.parameters(config, tp), dtype)
-    table = Table("rank", "pieces", "bytes", f"seconds at {gigabytes_per_second:g} GB/s", title=f"{config.fingerprint()}, {len(tensors)} tensors")
+    table = Table(
+        "rank",
+        "pieces",
+        "bytes",
+        f"seconds at {gigabytes_per_second:g} GB/s",
+        title=f"{config.fingerprint()}, {len(tensors)} tensors",
+    )
     for (_, rank), moves in sorted(made.streams.items()):
         size = sum(m.num_bytes for m in moves)
         table.add_row(str(rank), str(len(moves)), f"{size:,}", f"{size / gigabytes_per_second / 1e9:.4f}")
@@ -197,7 +216,9 @@ def plan(
     console.print(table)
     total = made.num_bytes * engines
     shared = "one copy leaves the trainer, read by all" if engines > 1 else "all leave the trainer once"
-    console.print(f"{engines} engine(s) × tp {tp}: {total:,} bytes received; on one host {shared}: {made.num_bytes:,} bytes.")
+    console.print(
+        f"{engines} engine(s) × tp {tp}: {total:,} bytes received; on one host {shared}: {made.num_bytes:,} bytes."
+    )
 
 
 def _gateway_of(run_dir: Path | None, address: str) -> tuple[str, str, Path | None]:
@@ -208,7 +229,9 @@ def _gateway_of(run_dir: Path | None, address: str) -> tuple[str, str, Path | No
         return (*read_run_dir(run_dir), run_dir)
     token = os.environ.get("SLIPSTREAM_TOKEN", "")
     if not address or not token:
-        raise ConfigError("say which gateway to join: --run-dir DIR, or --gateway ADDRESS with the token in SLIPSTREAM_TOKEN")
+        raise ConfigError(
+            "say which gateway to join: --run-dir DIR, or --gateway ADDRESS with the token in SLIPSTREAM_TOKEN"
+        )
     return address, token, None
 
 

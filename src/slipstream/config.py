@@ -90,7 +90,9 @@ class GrpoConfig:
     def __post_init__(self) -> None:
         _at_least(self, prompts=1, group=2, max_tokens=1)
         if self.temperature <= 0:
-            raise ConfigError(f"grpo.temperature must be positive, got {self.temperature}: greedy samples are all alike")
+            raise ConfigError(
+                f"grpo.temperature must be positive, got {self.temperature}: greedy samples are all alike"
+            )
         if not 0 < self.clip < 1:
             raise ConfigError(f"grpo.clip must be in (0, 1), got {self.clip}")
 
@@ -106,6 +108,8 @@ class TrainConfig:
     steps: int = 300
     target_accuracy: float = 0.0
     """Stop once the sampled accuracy (mean of the last 10 steps) reaches this; 0 runs all steps."""
+    min_steps: int = 0
+    """Do not stop before this step, however well it goes."""
     warmup_steps: int = 25
     """Supervised steps before RL, so that there is a reward to climb."""
     eval_every: int = 25
@@ -117,7 +121,9 @@ class TrainConfig:
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_concurrency=256))
 
     def __post_init__(self) -> None:
-        _at_least(self, steps=1, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
+        _at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
+        if self.target_accuracy > 1:
+            raise ConfigError(f"target_accuracy is a share of right answers, at most 1; got {self.target_accuracy}")
 
 
 def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T:

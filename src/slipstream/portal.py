@@ -41,7 +41,7 @@ def iterate(work: AsyncGenerator[T, None]) -> Iterator[T]:
     try:
         while True:
             try:
-                yield run(anext(work))  # type: ignore[arg-type]
+                yield run(anext(work))
             except StopAsyncIteration:
                 return
     finally:

@@ -57,7 +57,9 @@ class SamplingParams:
             if not isinstance(value, kind) or isinstance(value, bool) or value < low:
                 raise InvalidSampling(f"{name} must be an integer of at least {low}, got {value!r}")
         if self.n > MAX_SAMPLES:
-            raise InvalidSampling(f"n must be at most {MAX_SAMPLES}, got {self.n}: send the prompt several times instead")
+            raise InvalidSampling(
+                f"n must be at most {MAX_SAMPLES}, got {self.n}: send the prompt several times instead"
+            )
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
@@ -96,7 +98,9 @@ def check_prompt(prompt: Prompt) -> None:
         raise InvalidPrompt("the prompt has no tokens; give at least one (a beginning-of-sequence token will do)")
     for token in prompt:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise InvalidPrompt(f"a prompt is text or a sequence of token ids (Python ints, 0 or more); found {token!r}")
+            raise InvalidPrompt(
+                f"a prompt is text or a sequence of token ids (Python ints, 0 or more); found {token!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

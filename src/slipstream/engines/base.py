@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from slipstream.types import (
@@ -33,7 +33,7 @@ class Engine(Protocol):
         """Cheap; reflects the version that serves now."""
         ...
 
-    def generate(self, requests: Sequence[Request]) -> AsyncIterator[list[Completion | Failure]]:
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
         """Yields what finished since the last yield, until all `n` samples of every request are answered. A request
         that fails yields one `Failure` and no more completions. Closing the iterator cancels what is unfinished."""
         ...

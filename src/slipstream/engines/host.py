@@ -16,7 +16,14 @@ log = logging.getLogger(__name__)
 
 
 async def host(
-    model: Path, name: str, options: EngineConfig, address: str, token: str, patience: float, ready: Path | None, stop: asyncio.Event
+    model: Path,
+    name: str,
+    options: EngineConfig,
+    address: str,
+    token: str,
+    patience: float,
+    ready: Path | None,
+    stop: asyncio.Event,
 ) -> None:
     """Raises `GatewayLost` when the gateway is gone for longer than `patience` seconds. `ready` is a file to touch once
     the engine is registered."""
@@ -25,9 +32,7 @@ async def host(
     engine = EmbeddedEngine.from_directory(model, name=name, options=options)
     log.info("engine %s: %s, tp=%d, pid %d", name, engine.describe().model, options.tp, os.getpid())
     on_registered = ready.touch if ready is not None else None
-    serving = asyncio.create_task(
-        serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered)
-    )
+    serving = asyncio.create_task(serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)

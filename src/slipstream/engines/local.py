@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from slipstream.engines.base import Engine
 from slipstream.errors import UnknownEngine
@@ -37,11 +37,13 @@ class LocalFleet:
         info = self._engine.describe()
         return (info,), info.version
 
-    async def generate(self, requests: Sequence[Request], engine: str = "") -> AsyncIterator[list[Completion | Failure]]:
+    async def generate(
+        self, requests: Sequence[Request], engine: str = ""
+    ) -> AsyncGenerator[list[Completion | Failure], None]:
         self._check(engine)
         self._num_requests += len(requests)
         try:
-            async with contextlib.aclosing(self._engine.generate(requests)) as batches:  # type: ignore[type-var]
+            async with contextlib.aclosing(self._engine.generate(requests)) as batches:
                 async for batch in batches:
                     self._num_completions += sum(isinstance(r, Completion) for r in batch)
                     yield batch

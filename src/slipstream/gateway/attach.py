@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import grpc
@@ -55,7 +55,7 @@ class EngineLink:
             except TimeoutError:
                 raise DeadlineExceeded(f"engine {self.name!r} did not {doing} within {timeout:g} s") from None
 
-    async def results(self, request: pb.GenerateRequest) -> AsyncIterator[pb.Results]:
+    async def results(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
         """Results as they come. Leaving the iterator early cancels the rest on the engine."""
         message = pb.ToEngine(generate=request)
         done = False
@@ -127,7 +127,9 @@ async def serve_engine(
             except GatewayLost as lost:
                 last_contact = max(last_contact, session.last_contact)
                 if time.monotonic() - last_contact > patience:
-                    raise GatewayLost(f"engine {engine.describe().name!r} gives up after {patience:g} s: {lost}") from None
+                    raise GatewayLost(
+                        f"engine {engine.describe().name!r} gives up after {patience:g} s: {lost}"
+                    ) from None
                 log.warning("%s; trying again", lost)
                 await asyncio.sleep(0.2)
 
@@ -184,7 +186,9 @@ class EngineSession:
             self._begun = None
 
     async def _write(self, stream: grpc.aio.StreamStreamCall) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader sees the same, and says so
+        with contextlib.suppress(
+            grpc.aio.AioRpcError, asyncio.InvalidStateError
+        ):  # the reader sees the same, and says so
             while True:
                 await stream.write(await self._outgoing.get())
 
@@ -221,7 +225,7 @@ class EngineSession:
 
     async def _on_generate(self, message: pb.ToEngine) -> pb.FromEngine:
         requests = convert.requests_from_pb(message.generate)
-        async with contextlib.aclosing(self._engine.generate(requests)) as batches:  # type: ignore[type-var]
+        async with contextlib.aclosing(self._engine.generate(requests)) as batches:
             async for batch in batches:
                 self._outgoing.put_nowait(pb.FromEngine(call=message.call, results=convert.results_to_pb(batch)))
         return pb.FromEngine(done=pb.Done())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import grpc
 
@@ -54,7 +54,9 @@ class GatewayFleet:
         self._engines, self._epoch = tuple(convert.engine_from_pb(e) for e in reply.engines), reply.epoch
         return self._engines, reply.version
 
-    async def generate(self, requests: Sequence[Request], engine: str = "") -> AsyncIterator[list[Completion | Failure]]:
+    async def generate(
+        self, requests: Sequence[Request], engine: str = ""
+    ) -> AsyncGenerator[list[Completion | Failure], None]:
         with self._errors("generating"):
             call = self._stub.Generate(convert.requests_to_pb(requests, engine), metadata=self._metadata)
             try:
@@ -66,7 +68,9 @@ class GatewayFleet:
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "") -> list[Score]:
         with self._errors("scoring"):
             message = convert.sequences_to_pb(sequences, engine)
-            return convert.scores_from_pb(await self._stub.Score(message, timeout=self._timeout, metadata=self._metadata))
+            return convert.scores_from_pb(
+                await self._stub.Score(message, timeout=self._timeout, metadata=self._metadata)
+            )
 
     # --- weight updates: one stream, held open from update to update ---
 
@@ -116,7 +120,9 @@ class GatewayFleet:
         except TimeoutError:
             self._drop_updates()
             what = step.WhichOneof("step")
-            raise DeadlineExceeded(f"the gateway at {self.address} did not answer {what} within {self._timeout:g} s") from None
+            raise DeadlineExceeded(
+                f"the gateway at {self.address} did not answer {what} within {self._timeout:g} s"
+            ) from None
         except BaseException:
             self._drop_updates()
             raise

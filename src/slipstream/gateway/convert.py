@@ -34,7 +34,6 @@ from slipstream.types import (
 )
 
 
-
 def error_to_pb(error: BaseException) -> pb.Error:
     kind, message = errors.to_wire(error)
     return pb.Error(kind=kind, message=message)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import EngineLost, NotReady, SlipstreamError
@@ -41,7 +41,7 @@ class Dispatch:
         self._arrived: asyncio.Queue[pb.Results | _Ended] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, requests: Sequence[Request]) -> AsyncIterator[pb.Results]:
+    async def run(self, requests: Sequence[Request]) -> AsyncGenerator[pb.Results, None]:
         """Raises `NotReady` when no engine can take them; later failures are `Failure`s among the results."""
         self._owed = {r.id: set(range(r.sampling.n)) for r in requests}
         try:

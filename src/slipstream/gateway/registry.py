@@ -1,13 +1,13 @@
 """Who is in the fleet, and in what state. Pure bookkeeping: no sockets, and the clock is an argument.
 
-                 register, no weights          register, version = fleet's
-                        │                                │
-                        ▼            commit(v)           ▼
-                      empty ──────────────────────────► ready ◄────┐
-                                                         │         │ commit(v)
-                       missed a commit, or rolled back   ▼         │
-                       at commit time                   stale ─────┘
-                  lease ran out, or connection broke, from any state ─► lost
+register, no weights          register, version = fleet's
+       │                                │
+       ▼            commit(v)           ▼
+     empty ──────────────────────────► ready ◄────┐
+                                        │         │ commit(v)
+      missed a commit, or rolled back   ▼         │
+      at commit time                   stale ─────┘
+ lease ran out, or connection broke, from any state ─► lost
 """
 
 from __future__ import annotations

@@ -80,7 +80,9 @@ async def running(config: GatewayConfig, token: str) -> AsyncIterator[str]:
     try:
         port = server.add_insecure_port(f"{host}:{config.port}")
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {host}:{config.port}: {error}; is another gateway running there?") from None
+        raise ConfigError(
+            f"cannot listen on {host}:{config.port}: {error}; is another gateway running there?"
+        ) from None
     await server.start()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     leases = asyncio.create_task(service.watch_leases())

@@ -80,7 +80,9 @@ class Service(GatewayServicer):
     async def Update(self, steps: AsyncIterator[pb.UpdateStep], context: grpc.aio.ServicerContext) -> None:
         async with _typed_errors(context):
             if self._publisher is not None:
-                raise UpdateInProgress(f"another trainer ({self._publisher}) holds this fleet's updates; close it first")
+                raise UpdateInProgress(
+                    f"another trainer ({self._publisher}) holds this fleet's updates; close it first"
+                )
             self._publisher = context.peer()
             update = FleetUpdate(self._registry, self._links)
             try:

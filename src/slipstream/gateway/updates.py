@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 from slipstream.errors import EngineLost, FleetChanged, SlipstreamError, UnknownVersion
 from slipstream.gateway import slipstream_pb2 as pb
@@ -16,6 +17,8 @@ from slipstream.gateway.attach import EngineLink
 from slipstream.gateway.registry import Registry
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ROLLBACK_SECONDS = 5.0
 
@@ -62,7 +65,10 @@ class FleetUpdate:
 
         done, failed = await _each({name: one(name) for name in self._begins})
         if failed:
-            raise _together(failed, f"version {step.version} was not staged; the fleet goes on with version {self._registry.version}")
+            raise _together(
+                failed,
+                f"version {step.version} was not staged; the fleet goes on with version {self._registry.version}",
+            )
         return pb.UpdateReply(staged=pb.Staged(engines=done))
 
     async def commit(self, step: pb.Commit, timeout: float) -> pb.UpdateReply:
@@ -110,10 +116,11 @@ class FleetUpdate:
             raise UnknownVersion(f"version {version} was not begun (under way: {self._version})")
 
 
-async def _each(calls: Mapping[str, object]) -> tuple[dict, dict[str, SlipstreamError]]:  # type: ignore[type-arg]
+async def _each(calls: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[dict[str, T], dict[str, SlipstreamError]]:
     """Awaits all; `(results, errors)` by name."""
-    outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)  # type: ignore[call-overload]
-    done, failed = {}, {}
+    outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
+    done: dict[str, T] = {}
+    failed: dict[str, SlipstreamError] = {}
     for name, outcome in zip(calls, outcomes):
         if isinstance(outcome, SlipstreamError):
             failed[name] = outcome

@@ -58,6 +58,10 @@ def options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
+    if not (token.isascii() and token.isprintable()):
+        raise Unauthorized(
+            "the token has characters that no token has; was it read from the right file, without its newline?"
+        )
     return ((TOKEN, f"Bearer {token}"),)
 
 
@@ -78,7 +82,9 @@ def error_of(failed: grpc.aio.AioRpcError, peer: str, doing: str) -> SlipstreamE
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return Unauthorized(f"the gateway at {peer} refused the token; use the one in its run directory ({details})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return MessageTooLarge(f"{doing}: the message is larger than the gateway at {peer} takes; send fewer prompts at once ({details})")
+        return MessageTooLarge(
+            f"{doing}: the message is larger than the gateway at {peer} takes; send fewer prompts at once ({details})"
+        )
     if code is grpc.StatusCode.UNAVAILABLE:
         return GatewayLost(f"{doing}: the gateway at {peer} cannot be reached ({details})")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -36,7 +36,7 @@ def save(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     arrays = {name: np.asarray(leaf) for name, leaf in flatten(params).items()}
-    _check({name: array.shape for name, array in arrays.items()}, config, "the parameters to save")
+    check_shapes({name: array.shape for name, array in arrays.items()}, config, "the parameters to save")
     dtypes = sorted({str(array.dtype) for array in arrays.values()})
     hf = config.to_hf() | {"torch_dtype": dtypes[0]} if len(dtypes) == 1 else config.to_hf()
 
@@ -67,7 +67,7 @@ def read_arrays(directory: str | Path, config: ModelConfig) -> dict[str, np.ndar
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
     if config.tie_word_embeddings and _HEAD in stored:
         _drop_tied_head(stored, directory)
-    _check({name: array.shape for name, array in stored.items()}, config, f"the checkpoint {directory}")
+    check_shapes({name: array.shape for name, array in stored.items()}, config, f"the checkpoint {directory}")
     return {spec.name: stored[spec.name] for spec in tensors(config)}
 
 
@@ -97,7 +97,8 @@ def _drop_tied_head(stored: dict[str, np.ndarray], directory: str | Path) -> Non
         )
 
 
-def _check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, what: str) -> None:
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, what: str) -> None:
+    """`MappingError` with names, unless `shapes` are exactly those of the model's tensors; `what` names the owner."""
     expected = {spec.name: spec.shape for spec in tensors(config)}
     complaints = []
     if missing := [name for name in expected if name not in shapes]:

@@ -50,7 +50,15 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ConfigError(f"model family {self.family!r} is not known; known: {', '.join(FAMILIES)}")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
@@ -130,7 +138,9 @@ class ModelConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": False,
             "hidden_act": "silu",
-            "eos_token_id": list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else next(iter(self.eos_token_ids), None),
+            "eos_token_id": list(self.eos_token_ids)
+            if len(self.eos_token_ids) > 1
+            else next(iter(self.eos_token_ids), None),
             "bos_token_id": self.bos_token_id,
             "pad_token_id": self.pad_token_id,
             "torch_dtype": "float32",

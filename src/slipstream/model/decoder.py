@@ -74,7 +74,7 @@ def apply_layers(
     attention: Attention,
     cache: Sequence[Any] | None,
 ) -> tuple[jax.Array, list[Any]]:
-    """Final hidden states `[batch, time, hidden]` (normalised, ready for `unembed`) and the new cache, one entry per layer.
+    """Final hidden states `[batch, time, hidden]` (normalised, ready for `unembed`) and the new cache, one per layer.
 
     `positions` is `[batch, time]` or `[1, time]`; it only turns q and k, who may look at whom is up to `attention`."""
     model = params["model"]
@@ -98,7 +98,7 @@ def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Grouped-query attention, softmax in float32. `mask` broadcasts to `[batch, time, keys]`; True may be looked at."""
+    """Grouped-query attention, softmax in float32. `mask` is `[batch or 1, time, keys]`; True may be looked at."""
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
@@ -121,8 +121,8 @@ def rotary_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array,
 
 
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:
-    """Turns per position of each pair of dimensions. Llama 3 scaling slows those whose wavelength exceeds the context the
-    model was first trained on, leaves the fast ones alone, and blends in between."""
+    """Radians per position of each pair of dimensions. Llama 3 scaling slows those whose wavelength exceeds the context
+    that the model was first trained on, leaves the fast ones alone, and blends in between."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequencies = (1.0 / config.rope_theta**exponents).astype(np.float32)
     scaling = config.rope_scaling

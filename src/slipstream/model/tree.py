@@ -14,7 +14,7 @@ def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`. Names whose parts are the numbers 0 to n - 1 become a list; a gap is a `MappingError`."""
+    """The inverse of `flatten`. Parts numbered from 0 to n - 1 become a list; a gap among them is a `MappingError`."""
     root: dict[str, Any] = {}
     for name, leaf in named.items():
         *parents, last = name.split(".")

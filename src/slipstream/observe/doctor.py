@@ -71,7 +71,11 @@ def _devices() -> Iterator[Finding]:
 def _shared_memory() -> Iterator[Finding]:
     directory = shm.directory()
     free = shutil.disk_usage(directory).free
-    fix = "" if free > 1 << 30 else f"models larger than this cannot be synced over shm; enlarge {directory} (container: --shm-size)"
+    fix = (
+        ""
+        if free > 1 << 30
+        else f"models larger than this cannot be synced over shm; enlarge {directory} (container: --shm-size)"
+    )
     yield Finding("shared memory", "note" if fix else "ok", f"{free / 2**30:.1f} GiB free in {directory}", fix)
     if removed := shm.sweep():
         yield Finding("left-overs", "note", f"removed {len(removed)} segment(s) of dead processes")
@@ -79,7 +83,9 @@ def _shared_memory() -> Iterator[Finding]:
 
 def _cores() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("CPU cores", "ok" if cores > 1 else "note", str(cores), "" if cores > 1 else "trainer and engine will share it")
+    yield Finding(
+        "CPU cores", "ok" if cores > 1 else "note", str(cores), "" if cores > 1 else "trainer and engine will share it"
+    )
 
 
 def _vllm() -> Iterator[Finding]:
@@ -87,5 +93,3 @@ def _vllm() -> Iterator[Finding]:
         yield Finding("vLLM", "note", "not installed here; the embedded JAX engine generates")
     else:
         yield Finding("vLLM", "note", "installed; this release hosts the embedded JAX engine only")
-
-

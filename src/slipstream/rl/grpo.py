@@ -21,7 +21,6 @@ import numpy as np
 import optax
 
 from slipstream.config import GrpoConfig
-from slipstream.errors import Unsupported
 from slipstream.model import decoder
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion

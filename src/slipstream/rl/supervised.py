@@ -40,23 +40,26 @@ def make_examples(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[i
 
 
 def warm_up(
-    params: decoder.Params, model: ModelConfig, task: Task, codec: Codec, *, steps: int, seed: int
+    params: decoder.Params, model: ModelConfig, task: Task, codec: Codec, *, steps: int, seed: Sequence[int]
 ) -> Iterator[tuple[decoder.Params, float]]:
-    """Yields the parameters and the cross-entropy after each step of Adam on fresh training prompts."""
+    """Yields the parameters and the cross-entropy after each step of Adam, each on fresh training prompts."""
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
 
+    def loss(params: decoder.Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        return cross_entropy(decoder.logprobs(params, model, tokens), mask)
+
     @jax.jit
-    def step(params, state, tokens, mask):  # type: ignore[no-untyped-def]
-        loss, gradients = jax.value_and_grad(
-            lambda p: cross_entropy(decoder.logprobs(p, model, tokens), mask)
-        )(params)
+    def step(
+        params: decoder.Params, state: optax.OptState, tokens: jax.Array, mask: jax.Array
+    ) -> tuple[decoder.Params, optax.OptState, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(params, tokens, mask)
         updates, state = adam.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        return optax.apply_updates(params, updates), state, value
 
     state = adam.init(params)
     for index in range(steps):
-        prompts = task.prompts(np.random.default_rng([seed, index]), BATCH)
+        prompts = task.prompts(np.random.default_rng([*seed, index]), BATCH)
         answers = [task.answer(prompt) for prompt in prompts]
         tokens, mask = make_examples(codec.prompts(prompts), codec.answers(answers), model.eos_token_ids[0])
-        params, state, loss = step(params, state, tokens, mask)
-        yield params, float(loss)
+        params, state, value = step(params, state, tokens, mask)
+        yield params, float(value)

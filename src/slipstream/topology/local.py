@@ -36,7 +36,9 @@ class ProcessGroup:
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o700)
         if (run_dir / "gateway.json").exists():
-            raise ConfigError(f"{run_dir} belongs to another gateway (it has a gateway.json); choose another run directory")
+            raise ConfigError(
+                f"{run_dir} belongs to another gateway (it has a gateway.json); choose another run directory"
+            )
         shm.sweep()
         atexit.register(self.close)
 

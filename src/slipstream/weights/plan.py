@@ -95,9 +95,9 @@ class Plan:
 
 def _move(row: Sequence[object], item: int) -> Move:
     tensor, tensor_box, sender, parameter, local_box, receiver, offset, num_bytes = row
-    move = Move(
-        str(tensor), _box(tensor_box), _count(sender), str(parameter), _box(local_box), _count(receiver), _count(offset), _count(num_bytes)
-    )  # fmt: skip
+    origin = str(tensor), _box(tensor_box), _count(sender)
+    target = str(parameter), _box(local_box), _count(receiver)
+    move = Move(*origin, *target, _count(offset), _count(num_bytes))
     if volume(move.tensor_box) * item != num_bytes or volume(move.local_box) * item != num_bytes:
         raise ValueError(f"the boxes of {tensor!r} do not hold {num_bytes} bytes")
     return move
@@ -153,7 +153,9 @@ def check_sources(sources: Mapping[str, Source], tensors: Sequence[TensorSpec]) 
     for name in wanted.keys() & sources.keys():
         source = sources[name]
         if source.shape != wanted[name]:
-            problems.append(f"{name}: the engine expects shape {list(wanted[name])}, the trainer has {list(source.shape)}")
+            problems.append(
+                f"{name}: the engine expects shape {list(wanted[name])}, the trainer has {list(source.shape)}"
+            )
         elif source.dtype not in DTYPE_BYTES:
             problems.append(f"{name}: dtype {source.dtype} is not a floating-point type that can be sent")
     if problems:

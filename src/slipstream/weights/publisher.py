@@ -75,7 +75,9 @@ class Publisher:
         self._routed: tuple[object, object] = (None, None)
         """Sources and engines that the routes were made for."""
 
-    async def publish(self, params: Any, engines: Sequence[EngineInfo], version: int, in_flight: InFlight) -> SyncReport:
+    async def publish(
+        self, params: Any, engines: Sequence[EngineInfo], version: int, in_flight: InFlight
+    ) -> SyncReport:
         """Brings `params` to every engine as `version`, or raises and leaves every engine as it was."""
         start = time.perf_counter()
         tensors = source.named_tensors(params)

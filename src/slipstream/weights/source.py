@@ -30,7 +30,7 @@ class Tensor(Protocol):
 
 def named_tensors(params: Any) -> dict[str, Tensor]:
     """Leaves by name. A flat mapping from names to arrays is taken as it is."""
-    if isinstance(params, Mapping) and all(isinstance(k, str) and _is_array(v) for k, v in params.items()):
+    if isinstance(params, Mapping) and params and all(isinstance(k, str) and _is_array(v) for k, v in params.items()):
         return dict(params)
     from jax.tree_util import tree_flatten_with_path
 

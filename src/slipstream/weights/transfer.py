@@ -1,11 +1,11 @@
 """Running a plan: the sending half and the receiving half of an update, side by side.
 
-    trainer                                   engine
-    ───────                                   ──────
-    make links ───────── Offer ─────────────► Inbox.begin     check plan and fingerprint, open the links
-    send: pack, cast, checksum → stream       (the engine goes on generating)
-    manifest of checksums ──────────────────► Inbox.receive   verify, copy into fresh arrays
-                                              engine.commit   swap at a step boundary, Inbox.finish
+trainer                                   engine
+───────                                   ──────
+make links ───────── Offer ─────────────► Inbox.begin     check plan and fingerprint, open the links
+send: pack, cast, checksum → stream       (the engine goes on generating)
+manifest of checksums ──────────────────► Inbox.receive   verify, copy into fresh arrays
+                                          engine.commit   swap at a step boundary, Inbox.finish
 """
 
 from __future__ import annotations

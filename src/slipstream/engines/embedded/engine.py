@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig
+from slipstream.engines.embedded.intake import Intake
 from slipstream.engines.embedded.placement import Placement
 from slipstream.engines.embedded.programs import Programs
-from slipstream.engines.embedded.scheduler import Failed, Running, Ticket, plan_scoring
+from slipstream.engines.embedded.scheduler import Failed, Sample, Ticket, plan_scoring
 from slipstream.engines.embedded.worker import Policy, Worker
-from slipstream.errors import ConfigError, EngineLost, InvalidPrompt, NotReady, SlipstreamError, UnknownVersion
+from slipstream.errors import ConfigError, EngineLost, NotReady, UnknownVersion
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.model.decoder import Params
@@ -55,16 +55,17 @@ class EmbeddedEngine:
         options: EngineConfig | None = None,
         version: int | None = None,
     ) -> None:
-        """`tokenizer` is a `tokenizers.Tokenizer`, needed for prompts and completions as text only. `version` is that of
-        `params` (0 unless given)."""
+        """`tokenizer` is a `tokenizers.Tokenizer`, needed for prompts and completions as text only. `version` is the
+        version of `params`, 0 unless given."""
+        if params is None and version is not None:
+            raise ConfigError(f"version {version} was given without params: an engine without weights has no version")
         options = options or EngineConfig()
-        if (params is None) != (version is None or version < 0) and version is not None:
-            raise ConfigError(f"version {version} was given {'with' if params is not None else 'without'} params")
-        self._model, self._name, self._tokenizer, self._options = model, name, tokenizer, options
+        self._model, self._name, self._options = model, name, options
         self._max_length = _max_length(model, options)
         self._placement = Placement(model, options.tp, options.dtype)
         self._tensors = families.tensors(model)
         self._parameters = families.parameters(model, options.tp)
+        self._intake = Intake(model, tokenizer, self._max_length, name)
         self._inbox = Inbox(self._parameters, options.dtype, name)
         self._shadow: Policy | None = None
         """A version that is staged and not committed."""
@@ -78,12 +79,11 @@ class EmbeddedEngine:
     ) -> EmbeddedEngine:
         """From an HF directory: `config.json`, and `tokenizer.json` and weights where they are there."""
         directory = Path(directory)
-        model, tokenizer = ModelConfig.read(directory), None
+        model, tokenizer, params = ModelConfig.read(directory), None, None
         if (directory / "tokenizer.json").exists():
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        params = None
         if checkpoint.has_weights(directory):
             params = checkpoint.unflatten(checkpoint.read_arrays(directory, model))
         return cls(model, params, name=name, tokenizer=tokenizer, options=options)
@@ -108,12 +108,18 @@ class EmbeddedEngine:
     # --- rollouts ---
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[list[Completion | Failure]]:
-        job = _Job()
-        tickets, failures = await self._accept(requests, job)
-        if failures:
-            yield failures
+        try:
+            self._check_ready()
+            job = _Job()
+            tickets, failures = await asyncio.to_thread(self._intake.tickets, requests, job)
+            self._worker.add(tickets)
+        except (NotReady, EngineLost) as error:
+            yield [Failure(request.id, error) for request in requests]
+            return
         remaining = {ticket: ticket.sampling.n for ticket in tickets}
         try:
+            if failures:
+                yield failures
             while remaining:
                 yield self._answers(await job.outcomes(), remaining)
         finally:
@@ -122,111 +128,32 @@ class EmbeddedEngine:
                     self._worker.cancel(job)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[Score]:
-        if self._worker.version < 0:
-            raise self._not_ready()
-        for index, tokens in enumerate(sequences):
-            self._check_tokens(tokens, f"sequence {index}")
-            if not 2 <= len(tokens) <= self._max_length:
-                raise InvalidPrompt(
-                    f"sequence {index} has {len(tokens)} tokens; a score takes 2 to {self._max_length} (max_model_len)"
-                )
-        scores: list[Score | None] = [None] * len(sequences)
+        self._check_ready()
+        self._intake.check_scorable(sequences)
         chunks = plan_scoring([len(tokens) for tokens in sequences], MAX_SCORE_TOKENS)
         futures = [asyncio.wrap_future(self._worker.score([sequences[i] for i in chunk])) for chunk in chunks]
+        scores: dict[int, Score] = {}
         for chunk, (rows, version) in zip(chunks, await asyncio.gather(*futures)):
             for i, row in zip(chunk, rows):
                 scores[i] = Score(tuple(sequences[i]), tuple(row.tolist()), version, self._name)
-        return [score for score in scores if score is not None]
+        return [scores[i] for i in range(len(sequences))]
 
-    async def _accept(self, requests: Sequence[Request], job: _Job) -> tuple[list[Ticket], list[Completion | Failure]]:
-        """Hands what is valid to the worker; what is not, or comes when the engine cannot serve, is a failure each."""
-        tickets: list[Ticket] = []
-        failures: list[Completion | Failure] = []
-        prompts = await self._encode(requests)
-        for request, prompt in zip(requests, prompts):
-            try:
-                tickets.append(self._ticket(request, prompt, job))
-            except SlipstreamError as error:
-                failures.append(Failure(request.id, error))
-        if tickets:
-            try:
-                self._worker.add(tickets)
-            except EngineLost as error:
-                return [], failures + [Failure(ticket.request_id, error) for ticket in tickets]
-        return tickets, failures
-
-    async def _encode(self, requests: Sequence[Request]) -> list[tuple[int, ...] | None]:
-        """Token ids; None for text that there is no tokenizer for."""
-        texts = [request.prompt for request in requests if isinstance(request.prompt, str)]
-        encoded: list[Any] = []
-        if texts and self._tokenizer is not None:
-            encoded = await asyncio.to_thread(self._tokenizer.encode_batch, texts)
-        ids = iter(encoded)
-        return [
-            request.prompt if isinstance(request.prompt, tuple) else tuple(next(ids).ids) if encoded else None
-            for request in requests
-        ]
-
-    def _ticket(self, request: Request, prompt: tuple[int, ...] | None, job: _Job) -> Ticket:
-        if self._worker.version < 0:
-            raise self._not_ready()
-        if prompt is None:
-            raise InvalidPrompt(
-                f"engine {self._name!r} has no tokenizer: send token ids, or put tokenizer.json in the model's directory"
-            )
-        if not prompt:
-            raise InvalidPrompt(f"the tokenizer makes no tokens of the prompt {request.prompt!r}")
-        self._check_tokens(prompt, "the prompt")
-        if len(prompt) >= self._max_length:
-            raise InvalidPrompt(
-                f"the prompt has {len(prompt)} tokens, which leaves no room in max_model_len={self._max_length}; "
-                "shorten it, or raise max_model_len if the model allows"
-            )
-        sampling = request.sampling
-        return Ticket(
-            request_id=request.id,
-            prompt=prompt,
-            sampling=sampling,
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            limit=min(sampling.max_tokens, self._max_length - len(prompt)),
-            stop=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._model.eos_token_ids),
-            job=job,
-        )
-
-    def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
-        if tokens and (min(tokens) < 0 or max(tokens) >= self._model.vocab_size):
-            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-            raise InvalidPrompt(
-                f"{what} holds token id {wrong}; this model has ids 0 to {self._model.vocab_size - 1}. "
-                "Was it made with another model's tokenizer?"
-            )
-
-    def _answers(
-        self, outcomes: Sequence[Running | Failed], remaining: dict[Ticket, int]
-    ) -> list[Completion | Failure]:
+    def _answers(self, outcomes: Sequence[Sample | Failed], remaining: dict[Ticket, int]) -> list[Completion | Failure]:
         """Completions and failures, counted off from `remaining`."""
-        answers: list[Completion | Failure] = []
-        done = [outcome for outcome in outcomes if isinstance(outcome, Running)]
-        for sequence, text in zip(done, self._decode_texts(done)):
-            ticket = sequence.ticket
-            remaining[ticket] -= 1
-            if not remaining[ticket]:
-                del remaining[ticket]
-            answers.append(_completion(sequence, text, self._name))
+        answers = self._intake.completions([outcome for outcome in outcomes if isinstance(outcome, Sample)])
         for outcome in outcomes:
             if isinstance(outcome, Failed):
-                del remaining[outcome.ticket]
                 answers.append(Failure(outcome.ticket.request_id, outcome.error))
+                del remaining[outcome.ticket]
+            elif remaining[outcome.ticket] > 1:
+                remaining[outcome.ticket] -= 1
+            else:
+                del remaining[outcome.ticket]
         return answers
 
-    def _decode_texts(self, sequences: Sequence[Running]) -> list[str]:
-        if self._tokenizer is None:
-            return [""] * len(sequences)
-        bare = [s.tokens[:-1] if s.finish_reason == "stop" else s.tokens for s in sequences]
-        return self._tokenizer.decode_batch(bare, skip_special_tokens=True)
-
-    def _not_ready(self) -> NotReady:
-        return NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
+    def _check_ready(self) -> None:
+        if self._worker.version < 0:
+            raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
 
     # --- weights ---
 
@@ -241,22 +168,27 @@ class EmbeddedEngine:
         return report
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
-        if version == self._worker.version:
-            return CommitReport(0.0, 0.0)
-        if self._shadow is None or self._shadow.version != version:
-            raise UnknownVersion(f"engine {self._name!r} has not staged version {version}: begin and stage it first")
-        report = await asyncio.wrap_future(self._worker.swap(self._shadow, in_flight))
-        self._shadow = None
-        with contextlib.suppress(UnknownVersion):  # a rollback that came too late has ended it already
+        report = CommitReport(0.0, 0.0)
+        if version != self._worker.version:
+            if self._shadow is None or self._shadow.version != version:
+                raise UnknownVersion(
+                    f"engine {self._name!r} has not staged version {version}: begin and stage it first"
+                )
+            report = await asyncio.wrap_future(self._worker.swap(self._shadow, in_flight))
+        self._drop_shadow(version)
+        with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it
             self._inbox.finish(version)
         return report
 
     async def rollback(self, version: int) -> None:
         with contextlib.suppress(EngineLost):
             await asyncio.wrap_future(self._worker.forget_swap(version))
+        self._drop_shadow(version)
+        self._inbox.rollback(version)
+
+    def _drop_shadow(self, version: int) -> None:
         if self._shadow is not None and self._shadow.version == version:
             self._shadow = None
-        self._inbox.rollback(version)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.close)
@@ -268,35 +200,18 @@ class _Job:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[list[Running | Failed]] = asyncio.Queue()
+        self._queue: asyncio.Queue[list[Sample | Failed]] = asyncio.Queue()
 
-    def deliver(self, outcomes: list[Running | Failed]) -> None:
+    def deliver(self, outcomes: list[Sample | Failed]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
             self._loop.call_soon_threadsafe(self._queue.put_nowait, outcomes)
 
-    async def outcomes(self) -> list[Running | Failed]:
+    async def outcomes(self) -> list[Sample | Failed]:
         """All that has come; waits until there is something."""
         found = await self._queue.get()
         while not self._queue.empty():
             found = found + self._queue.get_nowait()
         return found
-
-
-def _completion(sequence: Running, text: str, engine: str) -> Completion:
-    reason = sequence.finish_reason
-    assert reason is not None, "only finished sequences are delivered"
-    return Completion(
-        request_id=sequence.ticket.request_id,
-        sample_index=sequence.sample_index,
-        prompt_token_ids=sequence.ticket.prompt,
-        token_ids=tuple(sequence.tokens),
-        text=text,
-        logprobs=tuple(sequence.logprobs),
-        raw_logprobs=tuple(sequence.raw_logprobs),
-        finish_reason=reason,
-        spans=sequence.spans,
-        engine=engine,
-    )
 
 
 def _max_length(model: ModelConfig, options: EngineConfig) -> int:

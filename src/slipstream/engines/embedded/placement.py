@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slipstream.errors import ConfigError
+from slipstream.model.checkpoint import check_shapes
 from slipstream.model.config import ModelConfig
 from slipstream.model.decoder import Params
 from slipstream.model.tree import flatten, unflatten
@@ -22,9 +23,11 @@ class Placement:
         devices = jax.devices()
         if len(devices) < tp:
             raise ConfigError(
-                f"tp={tp} needs {tp} devices, but JAX sees {len(devices)} ({devices[0].platform}). On CPU, start the process "
-                f"with XLA_FLAGS=--xla_force_host_platform_device_count={tp}; elsewhere lower tp or make more devices visible"
+                f"tp={tp} needs {tp} devices, but JAX sees {len(devices)} ({devices[0].platform}). On CPU, start the "
+                f"process with XLA_FLAGS=--xla_force_host_platform_device_count={tp}; elsewhere lower tp or make more "
+                "devices visible"
             )
+        self._config = config
         self.dtype = jnp.dtype(dtype)
         self._mesh = Mesh(np.array(devices[:tp]), ("tp",))
         self._shapes = {spec.name: spec.shape for spec in tensors(config)}
@@ -39,7 +42,8 @@ class Placement:
         return self.replicated if dim is None else NamedSharding(self._mesh, PartitionSpec(*[None] * dim, "tp"))
 
     def place(self, params: Mapping[str, Any]) -> Params:
-        """A copy of a whole tree, cast and split. Always a copy: a trainer may donate its own arrays to its next step."""
+        """A copy of a whole tree, cast and split. Always a copy: a trainer may donate its arrays to its next step."""
+        check_shapes({name: leaf.shape for name, leaf in flatten(params).items()}, self._config, "the parameters")
         return unflatten(
             {
                 name: jax.device_put(leaf.astype(self.dtype), self.sharding(name), may_alias=False)

@@ -1,7 +1,7 @@
 """What runs on the device: prefill, copy, decode and score, each compiled once per bucket of shapes.
 
-The KV cache is one `(keys, values)` pair per layer, `[slots, kv_heads, length, head_dim]`. It is donated to every program that
-changes it: after a call only the returned cache is valid, and after a failed call none is."""
+The KV cache is one `(keys, values)` pair per layer, `[slots, kv_heads, length, head_dim]`. It is donated to every
+program that changes it: after a call only the returned cache is valid, and after a failed call none is."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ Cache: TypeAlias = list[CacheLayer]
 
 MIN_PREFILL, MIN_LENGTH = 8, 16
 """Smallest buckets of prompts and of the cache: below them a program's cost hardly falls."""
-SCORE_BLOCK = 128
-"""Positions whose logits exist at once while scoring."""
+MAX_SCORE_LOGITS = 1 << 25
+"""Logits that exist at once while scoring."""
+
+# Apart from decode, whose shapes vary with the length of the cache: it is slow to compile, and all engines share it.
+_sample = jax.jit(sample)
 
 
 class Programs:
@@ -35,10 +38,9 @@ class Programs:
         cache, replicated = placement.cache, placement.replicated
         self._prefill = jax.jit(self._prefill_program, donate_argnums=1, out_shardings=cache)
         self._copy = jax.jit(_copy_program, donate_argnums=0, static_argnums=3, out_shardings=cache)
-        self._grow = jax.jit(_grow_program, static_argnums=1, out_shardings=cache)
-        self._decode = jax.jit(
-            self._decode_program, donate_argnums=1, static_argnums=5, out_shardings=(replicated, cache)
-        )
+        self._resize = jax.jit(_resize_program, static_argnums=1, out_shardings=cache)
+        # Logits split over the vocabulary would make every draw several rounds between devices.
+        self._decode = jax.jit(self._decode_program, donate_argnums=1, out_shardings=(replicated, cache))
         self._score = jax.jit(self._score_program, out_shardings=replicated)
 
     # --- called by the worker, with host arrays ---
@@ -49,10 +51,11 @@ class Programs:
         zeros = functools.partial(jnp.zeros, shape, placement.dtype, device=placement.cache)
         return [(zeros(), zeros()) for _ in range(config.num_layers)]
 
-    def grown(self, cache: Cache, length: int) -> Cache:
-        """The same contents with room for `length` positions."""
-        length = self.length_bucket(length)
-        return cache if length <= _length(cache) else self._grow(cache, length)
+    def fitted(self, cache: Cache, length: int) -> Cache:
+        """The same first `length` positions, with room for them and not much more: a step reads all of the cache. The gap
+        between growing and shrinking keeps it from doing both in turn."""
+        length, now = self.length_bucket(length), cache[0][0].shape[2]
+        return self._resize(cache, length) if length > now or 4 * length <= now else cache
 
     def prefill(self, params: Params, cache: Cache, work: Prefill) -> Cache:
         """Fills the cache for prompts. Nothing is waited for: the next decode step comes after it on the device."""
@@ -70,12 +73,12 @@ class Programs:
         return cache
 
     def decode(
-        self, params: Params, cache: Cache, tokens: np.ndarray, positions: np.ndarray, settings: Settings, length: int
+        self, params: Params, cache: Cache, tokens: np.ndarray, positions: np.ndarray, settings: Settings
     ) -> tuple[Drawn, Cache]:
-        """One step over the first `len(tokens)` slots: takes each slot's newest token at its position, and draws the next.
-        `length` is that of the longest live sequence."""
-        window = min(self.length_bucket(length), _length(cache))
-        return self._decode(params, cache, tokens, positions, settings, window)
+        """One step over the first `len(tokens)` slots: takes each slot's newest token, at its position, and draws the
+        next."""
+        logits, cache = self._decode(params, cache, tokens, positions)
+        return _sample(logits, positions + 1, settings), cache
 
     def score(self, params: Params, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Raw logprobs of each sequence's tokens but the first."""
@@ -116,31 +119,30 @@ class Programs:
         return apply_layers(params, self._config, tokens, positions, attention, cache)[1]
 
     def _decode_program(
-        self, params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array, settings: Settings, window: int
-    ) -> tuple[Drawn, Cache]:
+        self, params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, Cache]:
         num_rows = tokens.shape[0]
         rows = jnp.arange(num_rows)
-        mask = (jnp.arange(window) <= positions[:, None])[:, None]
+        mask = (jnp.arange(cache[0][0].shape[2]) <= positions[:, None])[:, None]
 
         def attention(q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer) -> tuple[jax.Array, CacheLayer]:
             keys, values = layer
             keys = keys.at[rows, :, positions].set(k[:, 0])
             values = values.at[rows, :, positions].set(v[:, 0])
-            seen_keys, seen_values = (x[:num_rows, :, :window].swapaxes(1, 2) for x in (keys, values))
+            seen_keys, seen_values = (x[:num_rows].swapaxes(1, 2) for x in (keys, values))
             return attend(q, seen_keys, seen_values, mask), (keys, values)
 
         hidden, cache = apply_layers(params, self._config, tokens[:, None], positions[:, None], attention, cache)
-        logits = unembed(params, self._config, hidden[:, 0])
-        # Split over the vocabulary, every draw would need several rounds between devices.
-        logits = jax.lax.with_sharding_constraint(logits, self._placement.replicated)
-        return sample(logits, positions + 1, settings), cache
+        return unembed(params, self._config, hidden[:, 0]), cache
 
     def _score_program(self, params: Params, tokens: jax.Array) -> jax.Array:
         rows, length = tokens.shape
         positions = jnp.arange(length, dtype=jnp.int32)[None]
         hidden, _ = apply_layers(params, self._config, tokens, positions, causal_attention, None)
         targets = jnp.roll(tokens, -1, axis=1)  # the last column is meaningless, and cut off
-        block = min(SCORE_BLOCK, length)
+        block = length  # a power of two, and so are its halves
+        while block > 1 and rows * block * self._config.vocab_size > MAX_SCORE_LOGITS:
+            block //= 2
         blocked = (hidden.reshape(rows, -1, block, hidden.shape[-1]), targets.reshape(rows, -1, block))
 
         def one_block(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -150,10 +152,6 @@ class Programs:
         return scores.swapaxes(0, 1).reshape(rows, length)[:, :-1]
 
 
-def _length(cache: Cache) -> int:
-    return cache[0][0].shape[2]
-
-
 def _copy_program(cache: Cache, sources: jax.Array, targets: jax.Array, length: int) -> Cache:
     def copied(x: jax.Array) -> jax.Array:
         return x.at[targets, :, :length].set(x.at[sources, :, :length].get(mode="clip"), mode="drop")
@@ -161,5 +159,9 @@ def _copy_program(cache: Cache, sources: jax.Array, targets: jax.Array, length: 
     return jax.tree.map(copied, cache)
 
 
-def _grow_program(cache: Cache, length: int) -> Cache:
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0))), cache)
+def _resize_program(cache: Cache, length: int) -> Cache:
+    def resized(x: jax.Array) -> jax.Array:
+        x = x[:, :, :length]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+
+    return jax.tree.map(resized, cache)

@@ -3,7 +3,7 @@ else in the batch: row `i` of the arguments decides row `i` of the result."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,19 @@ import numpy as np
 from slipstream.model.decoder import token_logprobs
 from slipstream.types import SamplingParams
 
+Column: TypeAlias = Any
+"""A numpy array on the host, a JAX array inside a program."""
+
 
 class Settings(NamedTuple):
     """One row per slot. A free slot is greedy, so that it asks for no work."""
 
-    temperature: np.ndarray | jax.Array
-    top_k: np.ndarray | jax.Array
-    top_p: np.ndarray | jax.Array
-    seed: np.ndarray | jax.Array
+    temperature: Column
+    top_k: Column
+    top_p: Column
+    seed: Column
     """`[slots, 2]`: the high and the low 32 bits."""
-    sample_index: np.ndarray | jax.Array
+    sample_index: Column
 
     @classmethod
     def for_slots(cls, num_slots: int) -> Settings:
@@ -36,10 +39,10 @@ class Settings(NamedTuple):
     def put(self, slot: int, sampling: SamplingParams, seed: int, sample_index: int) -> None:
         row = (sampling.temperature, sampling.top_k, sampling.top_p, (seed >> 32, seed & 0xFFFFFFFF), sample_index)
         for column, value in zip(self, row):
-            column[slot] = value  # type: ignore[index]
+            column[slot] = value
 
     def clear(self, slots: list[int]) -> None:
-        self.temperature[slots], self.top_k[slots], self.top_p[slots] = 0.0, 0, 1.0  # type: ignore[index]
+        self.temperature[slots], self.top_k[slots], self.top_p[slots] = 0.0, 0, 1.0
 
     def first(self, count: int) -> Settings:
         """A copy: on CPU a program may read host arrays in place, after the call has returned."""
@@ -62,9 +65,7 @@ def sample(logits: jax.Array, positions: jax.Array, settings: Settings) -> Drawn
     truncated = (settings.temperature > 0) & ((settings.top_k > 0) | (settings.top_p < 1))
     scaled = logits / jnp.where(random, settings.temperature[:, None], 1.0)
     scaled = jax.lax.cond(truncated.any(), lambda: truncate(scaled, settings), lambda: scaled)
-    noise = jax.lax.cond(
-        random.any(), lambda: _gumbel(settings, positions, logits.shape[1]), lambda: jnp.zeros_like(logits)
-    )
+    noise = jax.lax.cond(random.any(), lambda: _gumbel(settings, positions, logits), lambda: jnp.zeros_like(logits))
     token = jnp.argmax(jnp.where(random, scaled + noise, logits), axis=-1)
     raw = token_logprobs(logits, token)
     return Drawn(token, jnp.where(random[:, 0], token_logprobs(scaled, token), raw), raw)
@@ -84,13 +85,13 @@ def truncate(scaled: jax.Array, settings: Settings) -> jax.Array:
     return jnp.where(scaled >= last, scaled, -jnp.inf)
 
 
-def _gumbel(settings: Settings, positions: jax.Array, vocab: int) -> jax.Array:
+def _gumbel(settings: Settings, positions: jax.Array, like: jax.Array) -> jax.Array:
     """A counter-based key per row, made of (seed, sample index, position)."""
 
     def row(seed: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
         # Named, not the default generator: tokens must not depend on a process's JAX settings.
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
-        return jax.random.gumbel(key, (vocab,), jnp.float32)
+        return jax.random.gumbel(key, like.shape[1:], jnp.float32)
 
     return jax.vmap(row)(settings.seed, settings.sample_index, positions)

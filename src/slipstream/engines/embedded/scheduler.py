@@ -1,7 +1,7 @@
 """Who runs next: slots, a waiting queue, and what each sequence has produced. Plain Python, no JAX.
 
-A request becomes `n` sequences. A sequence waits (first come, first served), gets a slot of the KV cache, gains one
-token per step, and leaves when it is finished, cancelled or failed."""
+A request becomes `n` samples. A sample waits (first come, first served), gets a slot of the KV cache, gains one token
+per step, and leaves when it is finished, cancelled or failed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slipstream.types import FinishReason, SamplingParams, VersionSpan
 class Job(Protocol):
     """Whom to tell: one call of `generate`. The scheduler only carries it."""
 
-    def deliver(self, outcomes: list[Running | Failed]) -> None: ...
+    def deliver(self, outcomes: list[Sample | Failed]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request under way: what its sequences share. Compared by identity, as ids may repeat between callers."""
+    """A request under way: what its samples share. Compared by identity, as ids may repeat between callers."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -34,12 +34,12 @@ class Ticket:
     stop: frozenset[int]
     job: Job
 
-    def sequences(self) -> list[Running]:
-        return [Running(self, index) for index in range(self.sampling.n)]
+    def samples(self) -> list[Sample]:
+        return [Sample(self, index) for index in range(self.sampling.n)]
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class Sample:
     """One sample of a request, waiting or in a slot."""
 
     ticket: Ticket
@@ -83,21 +83,21 @@ class Failed:
 
 
 class Scheduler:
-    """Slots are handed out lowest first, so that few live sequences lie in the first few slots."""
+    """Slots are handed out lowest first, so that few live samples lie in the first few slots."""
 
     def __init__(self, num_slots: int) -> None:
-        self.waiting: deque[Running] = deque()
-        self.running: dict[int, Running] = {}
+        self.waiting: deque[Sample] = deque()
+        self.running: dict[int, Sample] = {}
         """By slot."""
         self.free = list(range(num_slots))
 
-    def add(self, sequences: Iterable[Running]) -> None:
-        self.waiting.extend(sequences)
+    def add(self, samples: Iterable[Sample]) -> None:
+        self.waiting.extend(samples)
 
-    def admit(self, max_prefill_tokens: int) -> list[Running]:
-        """Moves sequences from the queue into free slots, in order, while their distinct prompts, padded to the longest,
+    def admit(self, max_prefill_tokens: int) -> list[Sample]:
+        """Moves samples from the queue into free slots, in order, while their distinct prompts, padded to the longest,
         make at most `max_prefill_tokens`. The first is admitted whatever its length."""
-        admitted: list[Running] = []
+        admitted: list[Sample] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
         while self.waiting and self.free:
@@ -106,43 +106,43 @@ class Scheduler:
             prompts.add(prompt)
             if admitted and len(prompts) * longest > max_prefill_tokens:
                 break
-            sequence = self.waiting.popleft()
-            sequence.slot = heapq.heappop(self.free)
-            self.running[sequence.slot] = sequence
-            admitted.append(sequence)
+            sample = self.waiting.popleft()
+            sample.slot = heapq.heappop(self.free)
+            self.running[sample.slot] = sample
+            admitted.append(sample)
         return admitted
 
     def record(
         self, tokens: Sequence[int], logprobs: Sequence[float], raw_logprobs: Sequence[float], version: int
-    ) -> list[Running]:
-        """Gives every running sequence the token of its slot, drawn under `version`. Returns those that are finished;
+    ) -> list[Sample]:
+        """Gives every running sample the token of its slot, drawn under `version`. Returns those that are finished;
         their slots are free again."""
         finished = []
-        for slot, sequence in self.running.items():
-            sequence.append(tokens[slot], logprobs[slot], raw_logprobs[slot], version)
-            if sequence.finish_reason is not None:
-                finished.append(sequence)
-        for sequence in finished:
-            self._release(sequence)
+        for slot, sample in self.running.items():
+            sample.append(tokens[slot], logprobs[slot], raw_logprobs[slot], version)
+            if sample.finish_reason is not None:
+                finished.append(sample)
+        for sample in finished:
+            self._release(sample)
         return finished
 
     def drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Removes all sequences of the tickets that `unwanted` picks, running or waiting, and returns those tickets."""
+        """Removes all samples of the tickets that `unwanted` picks, running or waiting, and returns those tickets."""
         dropped = {s.ticket: None for s in (*self.running.values(), *self.waiting) if unwanted(s.ticket)}
         self.waiting = deque(s for s in self.waiting if s.ticket not in dropped)
-        for sequence in [s for s in self.running.values() if s.ticket in dropped]:
-            self._release(sequence)
+        for sample in [s for s in self.running.values() if s.ticket in dropped]:
+            self._release(sample)
         return list(dropped)
 
-    def _release(self, sequence: Running) -> None:
-        del self.running[sequence.slot]
-        heapq.heappush(self.free, sequence.slot)
+    def _release(self, sample: Sample) -> None:
+        del self.running[sample.slot]
+        heapq.heappush(self.free, sample.slot)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What must be computed before admitted sequences can decode: each distinct prompt once, into the slot of its first
-    sequence, and copies from there to the slots of the others."""
+    """What must be computed before admitted samples can decode: each distinct prompt once, into the slot of its first
+    sample, and copies from there to the slots of the others."""
 
     prompts: tuple[tuple[int, ...], ...]
     slots: tuple[int, ...]
@@ -154,17 +154,17 @@ class Prefill:
         return max((len(prompt) for prompt in self.prompts), default=0)
 
 
-def plan_prefill(admitted: Iterable[Running]) -> Prefill:
-    """The last token of a prompt is left out: the decode step takes it, and so all sampling happens in one place. A prompt of
-    one token needs no prefill."""
+def plan_prefill(admitted: Iterable[Sample]) -> Prefill:
+    """The last token of a prompt is left out: the decode step takes it, and so all sampling happens in one place. A
+    prompt of one token needs no prefill."""
     homes: dict[tuple[int, ...], int] = {}
     copies = []
-    for sequence in admitted:
-        prompt = sequence.ticket.prompt[:-1]
+    for sample in admitted:
+        prompt = sample.ticket.prompt[:-1]
         if prompt in homes:
-            copies.append((homes[prompt], sequence.slot))
+            copies.append((homes[prompt], sample.slot))
         elif prompt:
-            homes[prompt] = sequence.slot
+            homes[prompt] = sample.slot
     return Prefill(tuple(homes), tuple(homes.values()), tuple(copies))
 
 
@@ -180,6 +180,6 @@ def plan_scoring(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def bucket(size: int, low: int, high: int) -> int:
-    """The smallest power of two that is at least `size` and `low`, capped at `high`. Shapes come from few buckets, so that
-    few programs are compiled."""
+    """The smallest power of two that is at least `size` and `low`, capped at `high`. Shapes come from few buckets, so
+    that few programs are compiled."""
     return min(max(low, 1 << max(size - 1, 0).bit_length()), high)

@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from slipstream.engines.embedded.programs import Cache, Programs
 from slipstream.engines.embedded.sampling import Settings
-from slipstream.engines.embedded.scheduler import Failed, Job, Running, Scheduler, Ticket, plan_prefill
+from slipstream.engines.embedded.scheduler import Failed, Job, Sample, Scheduler, Ticket, plan_prefill
 from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion
 from slipstream.model.decoder import Params
 from slipstream.types import CommitReport, InFlight
@@ -44,7 +44,7 @@ class _Scoring:
 
 
 class Worker:
-    """Sequences that share a step share its weights: a swap happens between two steps, never inside one."""
+    """Samples that share a step share its weights: a swap happens between two steps, never inside one."""
 
     def __init__(self, programs: Programs, num_slots: int, policy: Policy | None, name: str) -> None:
         self._name, self._programs, self._policy = name, programs, policy
@@ -56,8 +56,9 @@ class Worker:
         """Where that token stands in its sequence."""
         self._cache: Cache | None = None
         self._scoring: deque[_Scoring] = deque()
-        self._waiting_swap: _Swap | None = None
-        self._commands: list[Callable[[], None]] = []
+        self._waiting_swaps: list[_Swap] = []
+        """Until the running samples are finished; meanwhile none is admitted."""
+        self._commands: list[Callable[[], object]] = []
         self._closing = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"slipstream-{name}", daemon=True)
@@ -71,8 +72,8 @@ class Worker:
         return -1 if policy is None else policy.version
 
     def add(self, tickets: Sequence[Ticket]) -> None:
-        sequences = [sequence for ticket in tickets for sequence in ticket.sequences()]
-        self._submit(lambda: self._scheduler.add(sequences))
+        samples = [sample for ticket in tickets for sample in ticket.samples()]
+        self._submit(lambda: self._scheduler.add(samples))
 
     def cancel(self, job: Job) -> None:
         """Frees the slots of a job whose caller has gone."""
@@ -86,11 +87,11 @@ class Worker:
 
     def swap(self, policy: Policy, in_flight: InFlight) -> Future[CommitReport]:
         swap = _Swap(policy, time.perf_counter(), Future())
-        self._submit(lambda: self._swap(swap) if in_flight == "keep" else self._swap_when_drained(swap))
+        self._submit(lambda: self._swap(swap) if in_flight == "keep" else self._waiting_swaps.append(swap))
         return swap.done
 
     def forget_swap(self, version: int) -> Future[None]:
-        """Calls off a swap that still waits for running sequences."""
+        """Calls off a swap that still waits for running samples."""
         done: Future[None] = Future()
         self._submit(lambda: self._forget_swap(version, done))
         return done
@@ -102,7 +103,7 @@ class Worker:
             self._wake.notify()
         self._thread.join()
 
-    def _submit(self, command: Callable[[], None]) -> None:
+    def _submit(self, command: Callable[[], object]) -> None:
         with self._wake:
             if self._closing:
                 raise EngineLost(f"engine {self._name!r} is closed")
@@ -124,11 +125,11 @@ class Worker:
             self._step()
 
     def _has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting or self._scoring or self._waiting_swap)
+        return bool(self._scheduler.running or self._scheduler.waiting or self._scoring or self._waiting_swaps)
 
     def _step(self) -> None:
         try:
-            if self._waiting_swap is None:
+            if not self._waiting_swaps:
                 self._admit()
             if self._scheduler.running:
                 self._decode()
@@ -136,32 +137,30 @@ class Worker:
             self._fail_running()
         if self._scoring:
             self._score(self._scoring.popleft())
-        if self._waiting_swap is not None and not self._scheduler.running:
-            swap, self._waiting_swap = self._waiting_swap, None
-            self._swap(swap)
+        if not self._scheduler.running:
+            while self._waiting_swaps:
+                self._swap(self._waiting_swaps.pop(0))
 
     def _admit(self) -> None:
         admitted = self._scheduler.admit(MAX_PREFILL_TOKENS)
         if not admitted:
             return
-        for sequence in admitted:
-            slot, ticket = sequence.slot, sequence.ticket
-            self._settings.put(slot, ticket.sampling, ticket.seed, sequence.sample_index)
+        for sample in admitted:
+            slot, ticket = sample.slot, sample.ticket
+            self._settings.put(slot, ticket.sampling, ticket.seed, sample.sample_index)
             self._tokens[slot], self._positions[slot] = ticket.prompt[-1], len(ticket.prompt) - 1
         work = plan_prefill(admitted)
-        self._cache = self._programs.prefill(self._live.params, self._cache_for(work.longest), work)
+        self._cache = self._programs.prefill(self._live.params, self._cache_for(self._longest), work)
 
     def _decode(self) -> None:
         slots = list(self._scheduler.running)
-        longest = max(sequence.length for sequence in self._scheduler.running.values())
         count = self._programs.slot_bucket(max(slots) + 1)
         drawn, self._cache = self._programs.decode(
             self._live.params,
-            self._cache_for(longest),
+            self._cache_for(self._longest),
             self._tokens[:count].copy(),
             self._positions[:count].copy(),
             self._settings.first(count),
-            longest,
         )
         tokens, logprobs, raw_logprobs = jax.device_get(drawn)
         self._tokens[slots] = tokens[slots]
@@ -182,34 +181,33 @@ class Worker:
             work.done.set_exception(self._failure())
 
     def _swap(self, swap: _Swap) -> None:
+        if not swap.done.set_running_or_notify_cancel():
+            return
         boundary = time.perf_counter()
         self._policy = swap.policy  # the old weights are freed here, unless someone else holds them
         swap.done.set_result(CommitReport(time.perf_counter() - boundary, boundary - swap.called))
 
-    def _swap_when_drained(self, swap: _Swap) -> None:
-        self._waiting_swap = swap
-
     def _forget_swap(self, version: int, done: Future[None]) -> None:
-        swap = self._waiting_swap
-        if swap is not None and swap.policy.version == version:
-            self._waiting_swap = None
-            swap.done.set_exception(UnknownVersion(f"version {version} was rolled back while its commit waited"))
-        done.set_result(None)
+        forgotten = [swap for swap in self._waiting_swaps if swap.policy.version == version]
+        self._waiting_swaps = [swap for swap in self._waiting_swaps if swap not in forgotten]
+        for swap in forgotten:
+            _fail(swap.done, UnknownVersion(f"version {version} was rolled back while its commit waited"))
+        if done.set_running_or_notify_cancel():
+            done.set_result(None)
 
     def _fail_running(self) -> None:
         """Ends the requests that were in the failed step; those that still wait go on. The cache went into the step and
         may be gone."""
         error, self._cache = self._failure(), None
-        failed = {sequence.ticket for sequence in self._scheduler.running.values()}
+        failed = {sample.ticket for sample in self._scheduler.running.values()}
         _deliver([Failed(ticket, error) for ticket in self._drop(failed.__contains__)])
 
     def _abandon(self, error: EngineLost) -> None:
         _deliver([Failed(ticket, error) for ticket in self._drop(lambda _: True)])
         for work in self._scoring:
-            if work.done.set_running_or_notify_cancel():
-                work.done.set_exception(error)
-        if self._waiting_swap is not None:
-            self._waiting_swap.done.set_exception(error)
+            _fail(work.done, error)
+        for swap in self._waiting_swaps:
+            _fail(swap.done, error)
 
     def _drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
         dropped = self._scheduler.drop(unwanted)
@@ -223,10 +221,14 @@ class Worker:
         self._tokens[free] = self._positions[free] = 0
 
     def _cache_for(self, length: int) -> Cache:
-        """It grows with the longest sequence seen, so that memory follows what is used and not what is allowed."""
+        """Memory follows the sequences there are, not the longest that is allowed. `length` is that of the longest."""
         if self._cache is None:
             return self._programs.new_cache(length)
-        return self._programs.grown(self._cache, length)
+        return self._programs.fitted(self._cache, length)
+
+    @property
+    def _longest(self) -> int:
+        return max(sample.length for sample in self._scheduler.running.values())
 
     @property
     def _live(self) -> Policy:
@@ -238,11 +240,15 @@ class Worker:
         return EngineFailure(f"engine {self._name!r} failed inside a step:\n{traceback.format_exc().strip()}")
 
 
-def _deliver(outcomes: Iterable[Running | Failed]) -> None:
+def _fail(done: Future[Any], error: SlipstreamError) -> None:
+    if done.set_running_or_notify_cancel():  # setting a cancelled future would raise, and end the thread
+        done.set_exception(error)
+
+
+def _deliver(outcomes: Iterable[Sample | Failed]) -> None:
     """Each job hears once per step."""
-    by_job: dict[Job, list[Running | Failed]] = {}
+    by_job: dict[Job, list[Sample | Failed]] = {}
     for outcome in outcomes:
-        ticket = outcome.ticket
-        by_job.setdefault(ticket.job, []).append(outcome)
+        by_job.setdefault(outcome.ticket.job, []).append(outcome)
     for job, items in by_job.items():
         job.deliver(items)

@@ -22,7 +22,7 @@ def host_identity() -> str:
     """Equal in two processes that can share memory: same boot of the same kernel, same mount of shared memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{os.stat('/dev/shm').st_dev}"
+        return f"{boot}:{Path('/dev/shm').stat().st_dev}"
     except OSError:
         return platform.node()
 
@@ -38,7 +38,8 @@ def choose(engine: str, offered: Sequence[str], engine_host: str, engine_pid: in
     if forced is not None:
         if forced not in usable:
             raise TransferError(
-                f"transport {forced!r} cannot reach engine {engine!r}: usable are {usable or 'none'} (the engine offers {list(offered)})"
+                f"transport {forced!r} cannot reach engine {engine!r}: usable are {usable or 'none'} "
+                f"(the engine offers {list(offered)})"
             )
         return forced
     if not usable:

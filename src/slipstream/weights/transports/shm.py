@@ -75,9 +75,13 @@ class ShmReceiver:
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-                raise TransferError(f"shared memory {path} belongs to user {found.st_uid}, not to this one ({os.getuid()})")
+                raise TransferError(
+                    f"shared memory {path} belongs to user {found.st_uid}, not to this one ({os.getuid()})"
+                )
             if found.st_size != _NONCE_BYTES + size:
-                raise TransferError(f"shared memory {path} holds {found.st_size - _NONCE_BYTES} bytes, the link says {size}")
+                raise TransferError(
+                    f"shared memory {path} holds {found.st_size - _NONCE_BYTES} bytes, the link says {size}"
+                )
             self._map = mmap.mmap(fd, found.st_size, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
@@ -106,7 +110,7 @@ def sweep() -> list[Path]:
 def _pid_space() -> int:
     """Containers may share /dev/shm and not their pids: a segment of another pid namespace is never swept."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return 0
 

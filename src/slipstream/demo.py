@@ -1,0 +1,176 @@
+"""`slipstream demo` and `slipstream train`: a whole run from nothing to a trained checkpoint, shown as it happens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream import topology
+from slipstream.bridge import Bridge
+from slipstream.config import EngineConfig, TrainConfig
+from slipstream.errors import ConfigError, Unsupported
+from slipstream.observe.plot import write_curve
+from slipstream.observe.progress import training_display
+from slipstream.rl.loop import train
+from slipstream.rl.records import Evaluation, Record, Saved, StepRecord
+from slipstream.rl.tokens import write_small_model
+
+DEMO_ACCURACY = 0.9
+"""Sampled accuracy on training prompts that the demo must reach to call itself a success."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The records of a run, sorted by kind."""
+
+    run_dir: Path
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    checkpoint: str = ""
+    seconds: float = 0.0
+
+    def add(self, record: Record) -> None:
+        match record:
+            case StepRecord():
+                self.steps.append(record)
+            case Evaluation():
+                self.evaluations.append(record)
+            case Saved(directory=directory):
+                self.checkpoint = directory
+
+
+def run(*, steps: int = 400, seed: int = 0, engines: int = 1, out: str = "", console: Console | None = None) -> int:
+    """The demo: a small decoder made on the spot learns to reverse three digits. Returns the exit code: 0 if it learned.
+
+    Stops once the last ten steps were right 95 % of the time, but not before 150 steps."""
+    console = console or Console()
+    config = TrainConfig(
+        run_dir=out,
+        steps=steps,
+        min_steps=150,
+        target_accuracy=0.95,
+        seed=seed,
+        engines=engines,
+        engine=EngineConfig(max_concurrency=256, max_model_len=32),
+    )
+    outcome = _execute(config, console)
+    if outcome is None:
+        return 130
+    reached = outcome.evaluations[-1].sampled_train
+    if reached < DEMO_ACCURACY:
+        console.print(
+            f"[bold red]The demo did not learn its task:[/] sampled accuracy is {reached:.3f} after {len(outcome.steps)} steps, "
+            f"and {DEMO_ACCURACY} was the aim."
+            + (
+                " It usually takes 100 to 200 steps; give it more."
+                if len(outcome.steps) < 150
+                else " Try another --seed."
+            )
+        )
+        return 1
+    console.print(
+        f"[bold green]Learned:[/] sampled accuracy {outcome.evaluations[0].sampled_train:.3f} → {reached:.3f}."
+    )
+    console.print(
+        "Next: [bold]slipstream demo --seed 1 --engines 2[/], another task with [bold]slipstream train examples/train.toml"
+    )
+    return 0
+
+
+def run_train(config: TrainConfig, console: Console | None = None) -> int:
+    """A run as the config says. Returns the exit code: 1 if there was a target accuracy and it was not reached."""
+    console = console or Console()
+    outcome = _execute(config, console)
+    if outcome is None:
+        return 130
+    reached = outcome.evaluations[-1].sampled_train
+    if config.target_accuracy and len(outcome.steps) == config.steps and reached < config.target_accuracy:
+        console.print(
+            f"[bold red]target_accuracy {config.target_accuracy} was not reached[/] in {config.steps} steps: {reached:.3f}"
+        )
+        return 1
+    return 0
+
+
+def _execute(config: TrainConfig, console: Console) -> Outcome | None:
+    """Runs to the end and prints the summary; None when the user interrupted it."""
+    started = time.perf_counter()
+    outcome = Outcome(_new_run_dir(config.run_dir))
+    model_dir = Path(config.model) if config.model else outcome.run_dir / "model"
+    if not config.model:
+        write_small_model(model_dir)
+    where = f"{config.engines} engine process(es) behind a gateway" if config.engines else "an engine inside this process"
+    console.print(f"Task [bold]{config.task.name}[/], rollouts by {where}; logs in {outcome.run_dir}", soft_wrap=True)
+    try:
+        with _open_bridge(config, model_dir, outcome.run_dir) as bridge:
+            console.print(f"engines up after {time.perf_counter() - started:.1f} s; compiling and warming up")
+            with training_display(console, config.warmup_steps, config.steps) as display:
+                for record in train(config, bridge, model_dir, outcome.run_dir):
+                    outcome.add(record)
+                    display.show(record)
+    except KeyboardInterrupt:
+        console.print(f"interrupted after {len(outcome.steps)} steps; what was measured is in {outcome.run_dir}/metrics.jsonl")
+        return None
+    outcome.seconds = time.perf_counter() - started
+    console.print(_summary(outcome))
+    _print_files(outcome, config, console)
+    return outcome
+
+
+def _new_run_dir(run_dir: str) -> Path:
+    directory = Path(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    if (directory / "metrics.jsonl").exists():
+        raise ConfigError(f"{directory} already holds a run (it has a metrics.jsonl); choose another directory or remove it")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path) -> Bridge:
+    if config.engines == 0:
+        return topology.inprocess(model_dir, engine=config.engine)
+    return topology.launch(model_dir, engines=config.engines, engine=config.engine, run_dir=run_dir)
+
+
+def _summary(outcome: Outcome) -> Table:
+    """Everything in it was measured in this run."""
+    first, last = outcome.evaluations[0], outcome.evaluations[-1]
+    table = Table(title="What this run measured", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, label in (
+        ("sampled_train", "accuracy, training prompts, sampled"),
+        ("greedy_train", "accuracy, training prompts, greedy"),
+        ("sampled_heldout", "accuracy, held-out prompts, sampled"),
+        ("greedy_heldout", "accuracy, held-out prompts, greedy"),
+    ):
+        if getattr(first, name) is not None:
+            table.add_row(label, f"{getattr(first, name):.3f} → {getattr(last, name):.3f}")
+    table.add_section()
+    table.add_row("GRPO steps", str(len(outcome.steps)))
+    table.add_row("weight syncs", str(len(outcome.steps) + 1))
+    table.add_row("sync, median", f"{1e3 * _median([s.sync.total_seconds for s in outcome.steps]):.1f} ms")
+    table.add_row("engine's pause in a sync, median", f"{1e3 * _median([s.sync.pause_seconds for s in outcome.steps]):.2f} ms")
+    table.add_row("step, median", f"{1e3 * _median([s.seconds.total for s in outcome.steps]):.0f} ms")
+    table.add_row("generated tokens/s, median", f"{_median([s.tokens_per_second for s in outcome.steps]):,.0f}")
+    table.add_row("wall time, all included", f"{outcome.seconds:.1f} s")
+    return table
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def _print_files(outcome: Outcome, config: TrainConfig, console: Console) -> None:
+    title = f"GRPO on {config.task.name!r}, seed {config.seed}"
+    try:
+        curve = str(write_curve(outcome.run_dir / "curve.png", outcome.steps, outcome.evaluations, title))
+    except Unsupported as missing:
+        curve = str(missing)
+    for label, path in (("curve", curve), ("records", outcome.run_dir / "metrics.jsonl"), ("checkpoint", outcome.checkpoint)):
+        console.print(f"{label:10} {path}", soft_wrap=True)

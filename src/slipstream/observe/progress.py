@@ -1,0 +1,96 @@
+"""A training run on the terminal: a live progress bar, or plain lines where the output is not a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from slipstream.rl.records import Evaluation, Record, StepRecord, WarmupRecord
+
+PLAIN_EVERY = 10
+"""Steps from one plain line to the next."""
+
+
+class Display(Protocol):
+    def show(self, record: Record) -> None: ...
+
+
+@contextmanager
+def training_display(console: Console, warmup_steps: int, steps: int) -> Iterator[Display]:
+    """What fits the console. Leaving the context ends the live part and keeps its last state on the screen."""
+    if not console.is_terminal:
+        yield PlainDisplay(console, warmup_steps)
+        return
+    with LiveDisplay(console, warmup_steps, steps) as display:
+        yield display
+
+
+class PlainDisplay:
+    """A line for every tenth step and for every evaluation."""
+
+    def __init__(self, console: Console, warmup_steps: int) -> None:
+        self._console, self._warmup_steps = console, warmup_steps
+
+    def show(self, record: Record) -> None:
+        match record:
+            case WarmupRecord(step=step, loss=loss) if step in (1, self._warmup_steps):
+                self._console.print(f"warm-up {step}/{self._warmup_steps}  cross-entropy {loss:.3f}")
+            case StepRecord(step=step) if step == 1 or step % PLAIN_EVERY == 0:
+                self._console.print(f"step {step:4d}  {describe_step(record)}", soft_wrap=True)
+            case Evaluation():
+                self._console.print(describe_evaluation(record), soft_wrap=True)
+
+
+class LiveDisplay:
+    """Two bars, the second with the figures of the latest step; evaluations scroll by above them."""
+
+    def __init__(self, console: Console, warmup_steps: int, steps: int) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+        )
+        self._warmup: TaskID | None = None
+        if warmup_steps:
+            self._warmup = self._progress.add_task("warm-up", total=warmup_steps, figures="")
+        self._steps = self._progress.add_task("GRPO", total=steps, start=False, figures="")
+
+    def __enter__(self) -> LiveDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, record: Record) -> None:
+        match record:
+            case WarmupRecord(step=step, loss=loss) if self._warmup is not None:
+                self._progress.update(self._warmup, completed=step, figures=f"cross-entropy {loss:.3f}")
+            case StepRecord(step=step):
+                self._progress.update(self._steps, completed=step, figures=describe_step(record))
+            case Evaluation(step=step):
+                self._progress.console.print(describe_evaluation(record))
+                if step == 0:
+                    self._progress.start_task(self._steps)
+
+
+def describe_step(record: StepRecord) -> str:
+    return (
+        f"reward {record.reward:.3f}  accuracy {record.accuracy:.3f}  {record.tokens_per_second:,.0f} tokens/s  "
+        f"sync {record.sync.total_seconds * 1e3:.1f} ms  version {record.sync.version}"
+    )
+
+
+def describe_evaluation(record: Evaluation) -> str:
+    line = f"evaluation after {record.step} steps: training prompts {record.sampled_train:.3f} sampled, {record.greedy_train:.3f} greedy"
+    if record.sampled_heldout is not None and record.greedy_heldout is not None:
+        line += f"; held-out {record.sampled_heldout:.3f} sampled, {record.greedy_heldout:.3f} greedy"
+    return line

@@ -1,0 +1,176 @@
+"""The training loop. One step is: prompts → completions → rewards → advantages → new weights → every engine has them.
+
+Strictly on-policy: each step's completions come from the weights that the step before it made, and that is checked on
+every token's version. Everything random derives from `config.seed` and the step's number, never from what ran before,
+so that two runs of one config make the same records."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from slipstream.bridge import Bridge
+from slipstream.config import TrainConfig
+from slipstream.errors import VersionError
+from slipstream.model import checkpoint, decoder
+from slipstream.model.config import ModelConfig
+from slipstream.rl import grpo, supervised
+from slipstream.rl.records import (
+    Evaluation,
+    PhaseSeconds,
+    Record,
+    Saved,
+    StepRecord,
+    Stopwatch,
+    WarmupRecord,
+    json_lines,
+)
+from slipstream.rl.tasks import Task, task_named
+from slipstream.rl.tokens import Codec, init_small
+from slipstream.types import Completion, SamplingParams
+
+RECENT_STEPS = 10
+"""Steps over whose mean accuracy `target_accuracy` is judged."""
+EVAL_PROMPTS = 128
+EVAL_SAMPLES = 4
+
+# Streams of randomness, so that no two uses share numbers.
+_WARMUP, _PROMPTS, _SAMPLES, _EVAL_PROMPTS, _EVAL_SAMPLES = range(5)
+
+
+def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -> Iterator[Record]:
+    """Warms up, trains and evaluates, yielding a record of each step as soon as it is done.
+
+    `model_dir` holds the model's config.json and tokenizer.json, and weights to start from if there are any. `run_dir`
+    gets metrics.jsonl and, at the end, the trained model in `checkpoint`. Any failure of an engine is raised: a
+    completion that did not come is not a completion with zero reward."""
+    with json_lines(run_dir / "metrics.jsonl") as log:
+        for record in _run(config, bridge, model_dir, run_dir):
+            log(record)
+            yield record
+
+
+def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -> Iterator[Record]:
+    model, codec, task = ModelConfig.read(model_dir), Codec(model_dir), task_named(config.task)
+    params = _starting_params(config, model, model_dir)
+    for step, (params, loss) in enumerate(_warm_up(config, params, model, task, codec), start=1):
+        yield WarmupRecord(step, loss)
+
+    train_step, opt_state = grpo.make_train_step(model, config.grpo), grpo.optimiser(config.grpo).init(params)
+    recent: deque[float] = deque(maxlen=RECENT_STEPS)
+    bridge.sync(params)
+    yield evaluate(config, bridge, task, codec, step=0)
+
+    for step in range(1, config.steps + 1):
+        watch = Stopwatch()
+        prompts = task.prompts(np.random.default_rng([config.seed, _PROMPTS, step]), config.grpo.prompts)
+        token_ids, sampling, version = codec.prompts(prompts), _sampling(config, step), bridge.version
+        watch.lap("prepare")
+
+        completions = bridge.generate(token_ids, sampling)
+        require_version(completions, version)
+        watch.lap("generate")
+
+        rewards = _rewards(task, codec, prompts, completions).reshape(len(prompts), config.grpo.group)
+        batch = grpo.make_batch(completions, grpo.advantages(rewards), config.grpo.max_tokens)
+        watch.lap("reward")
+
+        params, opt_state, metrics = jax.block_until_ready(train_step(params, opt_state, batch))
+        watch.lap("train")
+
+        report = bridge.sync(params)
+        watch.lap("sync")
+
+        accuracy = float((rewards >= 1).mean())
+        yield StepRecord(
+            step=step,
+            version=version,
+            reward=float(rewards.mean()),
+            accuracy=accuracy,
+            num_tokens=sum(len(c.token_ids) for c in completions),
+            metrics=grpo.Metrics(**{name: float(value) for name, value in metrics.items()}),
+            seconds=PhaseSeconds(**watch.laps),
+            sync=report,
+        )
+        recent.append(accuracy)
+        done = step >= config.steps or _reached(config, step, recent)
+        if done or step % config.eval_every == 0:
+            yield evaluate(config, bridge, task, codec, step)
+        if done:
+            break
+    yield _save(run_dir / "checkpoint", params, model, model_dir)
+
+
+def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step: int) -> Evaluation:
+    """Accuracy of the policy that serves now, always on the same prompts."""
+    rng, seeds = (np.random.default_rng([config.seed, _EVAL_PROMPTS]), np.random.default_rng([config.seed, _EVAL_SAMPLES, step]))
+    sampled = {"n": EVAL_SAMPLES, "temperature": config.grpo.temperature}
+    accuracy: dict[str, float | None] = {}
+    for split in ("train", "heldout"):
+        prompts = list(dict.fromkeys(task.prompts(rng, EVAL_PROMPTS, split)))  # a small split repeats itself
+        for name, how in (("sampled", sampled), ("greedy", {"n": 1, "temperature": 0.0})):
+            sampling = [SamplingParams(max_tokens=config.grpo.max_tokens, seed=_draw(seeds), **how) for _ in prompts]
+            completions = bridge.generate(codec.prompts(prompts), sampling)
+            require_version(completions, bridge.version)
+            rewards = _rewards(task, codec, prompts, completions)
+            accuracy[f"{name}_{split}"] = float((rewards >= 1).mean()) if prompts else None
+    return Evaluation(step=step, version=bridge.version, **accuracy)
+
+
+def require_version(completions: Sequence[Completion], version: int) -> None:
+    """`VersionError` unless every token of every completion was produced by policy `version`."""
+    for completion in completions:
+        found = sorted({span.version for span in completion.spans})
+        if found != [version]:
+            raise VersionError(
+                f"strictly on-policy training expects every token from policy version {version}, but sample "
+                f"{completion.sample_index} of prompt {completion.prompt_index} came from version(s) {found} on engine "
+                f"{completion.engine!r}; is another trainer syncing to the same fleet?"
+            )
+
+
+def _starting_params(config: TrainConfig, model: ModelConfig, model_dir: Path) -> decoder.Params:
+    if checkpoint.has_weights(model_dir):
+        return checkpoint.load(model_dir, model)
+    return init_small(model, jax.random.key(config.seed))
+
+
+def _warm_up(
+    config: TrainConfig, params: decoder.Params, model: ModelConfig, task: Task, codec: Codec
+) -> Iterator[tuple[decoder.Params, float]]:
+    return supervised.warm_up(params, model, task, codec, steps=config.warmup_steps, seed=(config.seed, _WARMUP))
+
+
+def _sampling(config: TrainConfig, step: int) -> list[SamplingParams]:
+    """One seed per prompt of the step: equal prompts in a step get samples of their own."""
+    rng, how = np.random.default_rng([config.seed, _SAMPLES, step]), config.grpo
+    return [SamplingParams(how.max_tokens, how.temperature, n=how.group, seed=_draw(rng)) for _ in range(how.prompts)]
+
+
+def _draw(rng: np.random.Generator) -> int:
+    return int(rng.integers(2**63))
+
+
+def _rewards(task: Task, codec: Codec, prompts: Sequence[str], completions: Sequence[Completion]) -> np.ndarray:
+    # Decoded here and not taken from `Completion.text`, which is empty where an engine has no tokenizer.
+    texts = codec.decode([c.token_ids for c in completions])
+    return np.array([task.reward(prompts[c.prompt_index], text) for c, text in zip(completions, texts)], np.float32)
+
+
+def _reached(config: TrainConfig, step: int, recent: Sequence[float]) -> bool:
+    if not config.target_accuracy or step < config.min_steps or len(recent) < RECENT_STEPS:
+        return False
+    return float(np.mean(recent)) >= config.target_accuracy
+
+
+def _save(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:
+    """The trained model, with its tokenizer's files, ready for any engine to load."""
+    checkpoint.save(directory, params, model)
+    for path in (*model_dir.glob("tokenizer*"), *model_dir.glob("special_tokens_map.json"), *model_dir.glob("generation_config.json")):
+        shutil.copy(path, directory / path.name)
+    return Saved(str(directory))

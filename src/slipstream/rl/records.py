@@ -1,0 +1,121 @@
+"""What a training run says about itself: one record per event, the same for the display, the plot and the log file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from slipstream.rl.grpo import Metrics
+from slipstream.types import SyncReport
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupRecord:
+    """One supervised step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """Where a step's wall time went, as the trainer saw it."""
+
+    prepare: float
+    """Drawing and encoding prompts."""
+    generate: float
+    """From the prompts' departure to the last completion's arrival."""
+    reward: float
+    """Decoding, rewards, advantages, padding into arrays."""
+    train: float
+    """Forward, backward and optimiser, until the new weights are computed."""
+    sync: float
+    """Until every engine generates with the new weights."""
+
+    @property
+    def total(self) -> float:
+        return self.prepare + self.generate + self.reward + self.train + self.sync
+
+
+class Stopwatch:
+    """Laps that leave no gap: each begins where the one before it ended."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of reinforcement learning. All but `seconds` and `sync` follow from config and seed."""
+
+    step: int
+    """From 1."""
+    version: int
+    """The policy version that produced every token of the step."""
+    reward: float
+    """Mean over the step's completions."""
+    accuracy: float
+    """Share of completions with full reward."""
+    num_tokens: int
+    """Tokens generated."""
+    metrics: Metrics
+    seconds: PhaseSeconds
+    sync: SyncReport
+    """Of the update that ended the step."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds.generate
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Share of right answers, drawn as in training (`sampled`) and with the likeliest token each time (`greedy`), on
+    prompts of the training split and on prompts that training never sees. None where a split has no prompts."""
+
+    step: int
+    """RL steps done before it: 0 is the policy after the warm-up."""
+    version: int
+    sampled_train: float
+    greedy_train: float
+    sampled_heldout: float | None
+    greedy_heldout: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The end of a run: its last policy as an HF checkpoint."""
+
+    directory: str
+
+
+Record: TypeAlias = WarmupRecord | StepRecord | Evaluation | Saved
+
+
+class Log(Protocol):
+    def __call__(self, record: Record) -> None: ...
+
+
+@contextmanager
+def json_lines(path: Path) -> Iterator[Log]:
+    """Appends each record to a file as a line of JSON with its class as `kind`, flushed, so that it can be followed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+
+        def write(record: Record) -> None:
+            file.write(json.dumps({"kind": type(record).__name__, **dataclasses.asdict(record)}) + "\n")
+            file.flush()
+
+        yield write

@@ -1,0 +1,394 @@
+"""What every engine must do. A module of tests imports these functions and provides the fixture `subject`:
+
+    from tests.conformance.engines import *  # noqa: F403
+
+    @pytest.fixture(scope="module")
+    def subject(...) -> Iterator[Subject]: ...
+
+The reference is our own decoder over the same weights, step by step and without a cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from slipstream.engines.base import Engine
+from slipstream.engines.local import LocalFleet
+from slipstream.errors import ChecksumMismatch, InvalidPrompt, UnknownVersion, UpdateInProgress, VersionError
+from slipstream.model import checkpoint, decoder
+from slipstream.model.config import ModelConfig
+from slipstream.types import Completion, EngineInfo, Failure, Offer, Request, SamplingParams, Score, VersionSpan
+from slipstream.weights import source
+from slipstream.weights.plan import make_plan
+from slipstream.weights.publisher import Publisher
+from slipstream.weights.transfer import TRAINER_RANK, send
+from slipstream.weights.transports import SENDERS
+
+_logits = jax.jit(decoder.forward, static_argnums=1)
+
+
+@dataclass
+class Subject:
+    """An engine, the weights it serves in the beginning, and the loop on which it is called."""
+
+    engine: Engine
+    config: ModelConfig
+    params: Any
+    tolerance: float = 1e-5
+    """Of logprobs against the reference."""
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
+
+    def generate(self, *requests: Request) -> list[Completion | Failure]:
+        async def collect() -> list[Completion | Failure]:
+            return [outcome async for batch in self.engine.generate(requests) for outcome in batch]
+
+        return self.runner.run(collect())
+
+    def complete(self, prompt: Sequence[int], **sampling: Any) -> Completion:
+        (outcome,) = self.generate(request("only", prompt, **sampling))
+        assert isinstance(outcome, Completion), outcome
+        return outcome
+
+    def score(self, *sequences: Sequence[int]) -> list[Score]:
+        return self.runner.run(self.engine.score(sequences))
+
+    def publish(self, params: Any) -> int:
+        """The next version, all the way to commit."""
+        info = self.engine.describe()
+        publisher = Publisher(LocalFleet(self.engine))
+        report = self.runner.run(publisher.publish(params, (info,), info.version + 1, "keep"))
+        publisher.close()
+        return report.version
+
+    def logprobs(self, tokens: Sequence[int], params: Any = None) -> np.ndarray:
+        """Log-probabilities `[tokens, vocab]` by the reference, of what follows each token."""
+        # Padded to one length, so that it is compiled once: what is right of a token does not change it.
+        padded = np.zeros((1, 128), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = _logits(self.params if params is None else params, self.config, padded)
+        return log_softmax(np.asarray(logits)[0, : len(tokens)])
+
+    @cached_property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Eight prompts of different lengths, free of end-of-sequence tokens."""
+        rng = np.random.default_rng(5)
+        return [tuple(rng.integers(8, self.config.vocab_size, n).tolist()) for n in (1, 2, 3, 5, 8, 13, 21, 4)]
+
+
+def request(name: str, prompt: Sequence[int] | str, **sampling: Any) -> Request:
+    ids = prompt if isinstance(prompt, str) else tuple(prompt)
+    return Request(name, ids, SamplingParams(**({"max_tokens": 8, "seed": 1, "ignore_eos": True} | sampling)))
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+
+
+def offer_of(info: EngineInfo, params: Any, version: int) -> tuple[Offer, list[bytes]]:
+    """The trainer's half of an update by hand: the offer to begin with, and the manifests to stage with."""
+    tensors = source.named_tensors(params)
+    plan = make_plan(source.describe(tensors), info.tensors, info.parameters, info.dtype)
+    kind = info.transports[0]
+    streams = [SENDERS[kind](plan.stream_bytes(TRAINER_RANK, rank)) for rank in range(info.num_ranks)]
+    manifests = [send(plan, rank, tensors, stream, version) for rank, stream in enumerate(streams)]
+    _KEPT.extend(streams)  # the memory transport finds them by name as long as they live
+    return Offer(plan.to_bytes(), plan.fingerprint, tuple(stream.link for stream in streams)), manifests
+
+
+_KEPT: list[Any] = []
+
+
+def other_params(subject: Subject) -> Any:
+    """Weights that give other tokens."""
+    rng = np.random.default_rng(11)
+    return jax.tree.map(
+        lambda p: jnp.asarray(np.asarray(p) + 0.1 * rng.standard_normal(p.shape), p.dtype), subject.params
+    )
+
+
+def greedy_reference(subject: Subject, prompt: Sequence[int], count: int, params: Any = None) -> tuple[int, ...]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(subject.logprobs(tokens, params)[-1].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def assert_logprobs(subject: Subject, completion: Completion, temperature: float = 1.0) -> None:
+    tokens = completion.prompt_token_ids + completion.token_ids
+    rows = subject.logprobs(tokens)[len(completion.prompt_token_ids) - 1 : -1]
+    scaled = log_softmax(rows / temperature)
+    index = (np.arange(len(completion.token_ids)), completion.token_ids)
+    np.testing.assert_allclose(completion.raw_logprobs, rows[index], atol=subject.tolerance)
+    np.testing.assert_allclose(completion.logprobs, scaled[index], atol=subject.tolerance)
+
+
+# --- what it says of itself ---
+
+
+def test_description_fits_the_model(subject: Subject) -> None:
+    info = subject.engine.describe()
+    assert info.model == subject.config.fingerprint()
+    assert {t.name: t.shape for t in info.tensors} == {
+        name: leaf.shape for name, leaf in checkpoint.flatten(subject.params).items()
+    }
+    assert {p.rank for p in info.parameters} == set(range(info.num_ranks))
+    assert info.version >= 0
+
+
+# --- generating ---
+
+
+def test_greedy_is_the_argmax_of_the_reference(subject: Subject) -> None:
+    outcomes = subject.generate(*(request(str(i), p, temperature=0) for i, p in enumerate(subject.prompts)))
+    found = {o.request_id: o for o in outcomes if isinstance(o, Completion)}
+    for i, prompt in enumerate(subject.prompts):
+        assert found[str(i)].token_ids == greedy_reference(subject, prompt, 8)
+        assert found[str(i)].prompt_token_ids == prompt
+        assert_logprobs(subject, found[str(i)])
+        assert found[str(i)].logprobs == found[str(i)].raw_logprobs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_logprobs_are_those_of_the_reference(subject: Subject, temperature: float) -> None:
+    outcomes = subject.generate(*(request(str(i), p, temperature=temperature) for i, p in enumerate(subject.prompts)))
+    assert len(outcomes) == len(subject.prompts)
+    for outcome in outcomes:
+        assert isinstance(outcome, Completion)
+        assert_logprobs(subject, outcome, temperature)
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 10, "top_p": 0.5}])
+def test_truncation_keeps_the_likeliest_and_renormalises(subject: Subject, truncation: dict[str, Any]) -> None:
+    for completion in subject.generate(request("r", subject.prompts[3], n=6, temperature=0.9, **truncation)):
+        assert isinstance(completion, Completion)
+        tokens = completion.prompt_token_ids + completion.token_ids
+        rows = subject.logprobs(tokens)[len(completion.prompt_token_ids) - 1 : -1]
+        for row, token, logprob in zip(rows, completion.token_ids, completion.logprobs, strict=True):
+            kept = naive_truncation(np.exp(row / 0.9) / np.exp(row / 0.9).sum(), **truncation)
+            assert logprob == pytest.approx(np.log(kept[token]), abs=subject.tolerance)
+
+
+def naive_truncation(probabilities: np.ndarray, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
+    """The distribution after top-k and top-p, one token at a time."""
+    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[: top_k or None]
+    total = sum(probabilities[i] for i in order)
+    kept: list[int] = []
+    for i in order:
+        if top_p < 1 and sum(probabilities[j] for j in kept) / total >= top_p:
+            break
+        kept.append(i)
+    result = np.zeros_like(probabilities)
+    result[kept] = probabilities[kept] / probabilities[kept].sum()
+    return result
+
+
+def test_one_seed_gives_one_set_of_samples(subject: Subject) -> None:
+    def draw(seed: int) -> list[tuple[int, ...]]:
+        outcomes = subject.generate(request("r", subject.prompts[4], n=4, seed=seed))
+        completions = [o for o in outcomes if isinstance(o, Completion)]
+        assert sorted(c.sample_index for c in completions) == [0, 1, 2, 3]
+        return [c.token_ids for c in sorted(completions, key=lambda c: c.sample_index)]
+
+    first = draw(2**62 + 3)
+    assert draw(2**62 + 3) == first
+    assert len(set(first)) == 4
+    assert draw(3) != first  # the upper half of a seed counts too
+
+
+def test_tokens_do_not_depend_on_the_batch(subject: Subject) -> None:
+    mixed = [
+        request("a", subject.prompts[1], n=3, seed=4, temperature=1.2),
+        request("b", subject.prompts[6], n=2, seed=5, top_k=5),
+        request("c", subject.prompts[0], n=5, seed=6, temperature=0),
+        request("d", subject.prompts[5], n=2, seed=7, top_p=0.6, max_tokens=3),
+    ]
+    together = {(o.request_id, o.sample_index): o for o in subject.generate(*mixed) if isinstance(o, Completion)}
+    assert len(together) == 12
+    for one in mixed:
+        for alone in subject.generate(one):
+            assert isinstance(alone, Completion)
+            other = together[alone.request_id, alone.sample_index]
+            assert alone.token_ids == other.token_ids
+            np.testing.assert_allclose(alone.logprobs, other.logprobs, atol=subject.tolerance)
+
+
+def test_equal_prompts_with_different_seeds_differ(subject: Subject) -> None:
+    outcomes = subject.generate(*(request(str(seed), subject.prompts[2], seed=seed) for seed in range(6)))
+    assert len({o.token_ids for o in outcomes if isinstance(o, Completion)}) == 6
+
+
+def test_more_samples_than_fit_at_once_all_come(subject: Subject) -> None:
+    count = 3 * subject.engine.describe().max_concurrency + 1
+    outcomes = subject.generate(*(request(str(i), subject.prompts[i % 8], max_tokens=1 + i % 4) for i in range(count)))
+    assert sorted(int(o.request_id) for o in outcomes) == list(range(count))
+    assert all(isinstance(o, Completion) and len(o.token_ids) == 1 + int(o.request_id) % 4 for o in outcomes)
+
+
+def test_max_tokens_ends_with_length(subject: Subject) -> None:
+    for count in (1, 5):
+        completion = subject.complete(subject.prompts[3], max_tokens=count)
+        assert (len(completion.token_ids), completion.finish_reason) == (count, "length")
+
+
+def test_a_stop_token_is_the_last_one(subject: Subject) -> None:
+    free = subject.complete(subject.prompts[3], temperature=0, max_tokens=8)
+    stop = free.token_ids[4]
+    cut = subject.complete(subject.prompts[3], temperature=0, max_tokens=8, stop_token_ids=(stop, 0))
+    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+
+
+def test_the_context_ends_a_completion(subject: Subject) -> None:
+    limit = subject.engine.describe().max_model_len
+    prompt = [9] * (limit - 3)
+    completion = subject.complete(prompt, max_tokens=50)
+    assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
+
+
+def test_the_version_is_that_of_the_weights(subject: Subject) -> None:
+    completion = subject.complete(subject.prompts[3], max_tokens=5)
+    assert completion.spans == (VersionSpan(subject.engine.describe().version, 0, 5),)
+
+
+def test_a_bad_prompt_fails_alone(subject: Subject) -> None:
+    info = subject.engine.describe()
+    outcomes = subject.generate(
+        request("good", subject.prompts[3]),
+        request("id", [5, subject.config.vocab_size]),
+        request("long", [5] * info.max_model_len),
+        request("also good", subject.prompts[4]),
+    )
+    by_id = {o.request_id: o for o in outcomes}
+    assert len(outcomes) == 4
+    for name, text in (("id", str(subject.config.vocab_size)), ("long", str(info.max_model_len))):
+        failure = by_id[name]
+        assert isinstance(failure, Failure) and isinstance(failure.error, InvalidPrompt) and text in str(failure.error)
+    assert isinstance(by_id["good"], Completion) and isinstance(by_id["also good"], Completion)
+
+
+def test_closing_the_iterator_cancels_the_rest(subject: Subject) -> None:
+    async def first_only() -> list[Completion | Failure]:
+        batches = subject.engine.generate([request("r", subject.prompts[0], n=200, max_tokens=4)])
+        first = await anext(batches)
+        await batches.aclose()  # type: ignore[attr-defined]
+        return first
+
+    assert all(isinstance(o, Completion) for o in subject.runner.run(first_only()))
+    assert subject.complete(subject.prompts[1], temperature=0).token_ids == greedy_reference(
+        subject, subject.prompts[1], 8
+    )
+
+
+# --- scoring ---
+
+
+def test_scores_are_the_raw_logprobs_of_the_reference(subject: Subject) -> None:
+    sequences = [p for p in subject.prompts if len(p) > 1]
+    scores = subject.score(*sequences)
+    for tokens, score in zip(sequences, scores, strict=True):
+        expected = subject.logprobs(tokens)[np.arange(len(tokens) - 1), tokens[1:]]
+        assert score.token_ids == tokens
+        assert score.version == subject.engine.describe().version
+        np.testing.assert_allclose(score.logprobs, expected, atol=subject.tolerance)
+
+
+def test_a_completion_scores_as_it_was_drawn(subject: Subject) -> None:
+    completion = subject.complete(subject.prompts[4], temperature=0.8)
+    (score,) = subject.score(completion.prompt_token_ids + completion.token_ids)
+    np.testing.assert_allclose(score.logprobs[-8:], completion.raw_logprobs, atol=subject.tolerance)
+
+
+def test_what_cannot_be_scored_is_refused(subject: Subject) -> None:
+    limit, vocab = subject.engine.describe().max_model_len, subject.config.vocab_size
+    for bad in ([5], [5] * (limit + 1), [5, vocab], [5, -1]):
+        with pytest.raises(InvalidPrompt, match="sequence 1"):
+            subject.score([5, 6], bad)
+    assert subject.score() == []
+
+
+# --- updates ---
+
+
+def test_an_update_changes_what_is_generated_and_scored(subject: Subject) -> None:
+    new = other_params(subject)
+    prompt = subject.prompts[4]
+    version = subject.publish(new)
+    try:
+        assert subject.engine.describe().version == version
+        completion = subject.complete(prompt, temperature=0)
+        assert completion.token_ids == greedy_reference(subject, prompt, 8, new)
+        assert completion.token_ids != greedy_reference(subject, prompt, 8)
+        assert completion.version == version
+        (score,) = subject.score(prompt)
+        expected = subject.logprobs(prompt, new)[np.arange(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(score.logprobs, expected, atol=subject.tolerance)
+        assert score.version == version
+    finally:
+        subject.publish(subject.params)
+    assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8)
+
+
+def test_nothing_changes_before_commit_nor_after_rollback(subject: Subject) -> None:
+    engine, run, prompt = subject.engine, subject.runner.run, subject.prompts[4]
+    info = engine.describe()
+    version, expected = info.version + 1, greedy_reference(subject, subject.prompts[4], 8)
+    offer, manifests = offer_of(info, other_params(subject), version)
+    run(engine.begin(version, offer))
+    run(engine.stage(version, manifests))
+    assert subject.complete(prompt, temperature=0).token_ids == expected
+    run(engine.rollback(version))
+    assert subject.complete(prompt, temperature=0).token_ids == expected
+    assert engine.describe().version == info.version
+    with pytest.raises(UnknownVersion):
+        run(engine.commit(version))
+    run(engine.rollback(version))  # again, and for a version that never was
+    run(engine.rollback(999))
+
+
+def test_steps_out_of_order_are_refused(subject: Subject) -> None:
+    engine, run = subject.engine, subject.runner.run
+    info = engine.describe()
+    version = info.version + 1
+    offer, manifests = offer_of(info, subject.params, version)
+    with pytest.raises(UnknownVersion):
+        run(engine.stage(version, manifests))
+    with pytest.raises(UnknownVersion):
+        run(engine.commit(version))
+    with pytest.raises(VersionError):
+        run(engine.begin(info.version, offer))
+    run(engine.begin(version, offer))
+    with pytest.raises(UpdateInProgress):
+        run(engine.begin(version + 1, offer))
+    with pytest.raises(UnknownVersion):
+        run(engine.commit(version))  # not staged yet
+    run(engine.rollback(version))
+    assert run(engine.commit(info.version)).pause_seconds == 0  # serves already
+
+
+def test_damaged_weights_are_not_used(subject: Subject) -> None:
+    engine, run, prompt = subject.engine, subject.runner.run, subject.prompts[4]
+    info = engine.describe()
+    version = info.version + 1
+    offer, manifests = offer_of(info, other_params(subject), version)
+    _, of_other_weights = offer_of(info, subject.params, version)
+    run(engine.begin(version, offer))
+    with pytest.raises(ChecksumMismatch):
+        run(engine.stage(version, of_other_weights))
+    with pytest.raises(UnknownVersion):
+        run(engine.commit(version))
+    run(engine.rollback(version))
+    assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8)
+    run(engine.begin(version, offer))  # and the way is free for the next try
+    run(engine.stage(version, manifests))
+    run(engine.commit(version))
+    assert engine.describe().version == version
+    subject.publish(subject.params)

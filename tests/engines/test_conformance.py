@@ -1,0 +1,25 @@
+"""The conformance suite over the embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from slipstream.config import EngineConfig
+from slipstream.engines.embedded import EmbeddedEngine
+from tests.conformance.engines import *  # noqa: F403
+from tests.conformance.engines import Subject
+from tests.tiny import random_params, tiny_config
+
+
+@pytest.fixture(scope="module", params=["tp=1", "tp=2"])
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """Few slots, so that there is a queue; a context that is no power of two, so that buckets meet their cap."""
+    config = tiny_config("qwen2", max_position_embeddings=100)
+    params = random_params(config)
+    options = EngineConfig(max_concurrency=4, tp=int(request.param[-1]))
+    subject = Subject(EmbeddedEngine(config, params, options=options), config, params)
+    yield subject
+    subject.runner.run(subject.engine.close())
+    subject.runner.close()

@@ -1,0 +1,120 @@
+"""A hand-written engine for tests of the gateway alone: it counts instead of computing, and misbehaves on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+from slipstream.errors import TransferError, VersionError
+from slipstream.gateway.attach import serve_engine
+from slipstream.types import (
+    CommitReport,
+    Completion,
+    EngineInfo,
+    Parameter,
+    Part,
+    Score,
+    StageReport,
+    TensorSpec,
+    VersionSpan,
+)
+
+BOX = ((0, 2),)
+
+
+class ScriptedEngine:
+    def __init__(self, name="e0", version=0):
+        self.name, self.version, self.begun, self.staged = name, version, None, None
+        self.history = []
+        self.seen = []
+        self.cancelled = 0
+        self.gate = asyncio.Event()
+        """Cleared, generation waits before its last completion."""
+        self.gate.set()
+        self.fail_stage = self.hang_stage = self.hang_commit = False
+
+    def describe(self):
+        return EngineInfo(
+            name=self.name, kind="scripted", model="m", dtype="float32", num_ranks=1, tensors=(TensorSpec("w", (2,)),),
+            parameters=(Parameter("w", 0, (2,), (Part("w", BOX, BOX),)),), transports=("memory",), host="h",
+            max_model_len=64, max_concurrency=8, version=self.version, pid=os.getpid(),
+        )  # fmt: skip
+
+    async def generate(self, requests):
+        self.seen += [r.id for r in requests]
+        rows = [
+            Completion(
+                r.id,
+                i,
+                (1,),
+                (r.sampling.seed % 97, i),
+                "",
+                (-1.0, -2.0),
+                (-1.0, -2.0),
+                "length",
+                (VersionSpan(self.version, 0, 2),),
+                self.name,
+            )
+            for r in requests
+            for i in range(r.sampling.n)
+        ]
+        try:
+            for row in rows[:-1]:
+                yield [row]
+                await asyncio.sleep(0)
+            await self.gate.wait()
+            yield rows[-1:]
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled += 1
+            raise
+
+    async def score(self, sequences):
+        return [Score(tuple(s), (-0.5,) * (len(s) - 1), self.version, self.name) for s in sequences]
+
+    async def begin(self, version, offer):
+        if version <= self.version:
+            raise VersionError("old")
+        self.history.append(("begin", version))
+        self.begun = version
+
+    async def stage(self, version, manifests):
+        if self.hang_stage:
+            await asyncio.sleep(60)
+        if self.fail_stage:
+            raise TransferError(f"engine {self.name!r}: tensor w is torn")
+        self.history.append(("stage", version))
+        self.staged = version
+        return StageReport(8, 0.001, 0.002)
+
+    async def commit(self, version, in_flight="keep"):
+        if self.hang_commit:
+            await asyncio.sleep(60)
+        self.history.append(("commit", version))
+        self.version = version
+        return CommitReport(0.0, 0.0)
+
+    async def rollback(self, version):
+        self.history.append(("rollback", version))
+        self.begun = self.staged = None
+
+    async def close(self):
+        pass
+
+
+@contextlib.asynccontextmanager
+async def attached(engine, address, token, patience=0.5):
+    """The engine, serving over a real gRPC connection; leaving breaks the connection as a crash would."""
+    registered = asyncio.Event()
+    task = asyncio.create_task(serve_engine(engine, address, token, patience, 1 << 20, registered.set))
+    waiting = asyncio.create_task(registered.wait())
+    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    if task.done():
+        task.result()
+    assert registered.is_set()
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,131 @@
+"""What goes into a message comes out of it, and whatever else comes is a typed error."""
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream import errors
+from slipstream.errors import EngineFailure, SlipstreamError
+from slipstream.gateway import convert
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.model.config import ModelConfig
+from slipstream.types import (
+    Completion,
+    EngineInfo,
+    Failure,
+    Offer,
+    Request,
+    SamplingParams,
+    Score,
+    StageReport,
+    VersionSpan,
+)
+from slipstream.weights import families
+
+tokens = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5).map(tuple)
+float32s = st.lists(st.floats(width=32, allow_nan=False), max_size=5).map(tuple)
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 9),
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, 9),
+    top_p=st.floats(0.1, 1),
+    n=st.integers(1, 9),
+    seed=st.integers(0, 2**63 - 1),
+    stop_token_ids=st.lists(st.integers(0, 99), max_size=3),
+    ignore_eos=st.booleans(),
+)
+
+
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=9) | tokens, samplings), max_size=5))
+def test_requests(rows):
+    requests = [Request(str(i), prompt, sampling) for i, (prompt, sampling) in enumerate(rows)]
+    wire = convert.requests_to_pb(requests).SerializeToString()
+    assert convert.requests_from_pb(pb.GenerateRequest.FromString(wire)) == requests
+
+
+def test_requests_that_share_their_settings_carry_them_once():
+    requests = [Request(str(i), (1,), SamplingParams(n=4, seed=i)) for i in range(10)]
+    assert len(convert.requests_to_pb(requests).sampling) == 1
+
+
+@given(
+    st.integers(0, 99),
+    tokens,
+    tokens,
+    st.text(max_size=9),
+    float32s,
+    st.sampled_from(["stop", "length"]),
+    st.integers(-1, 2**40),
+)
+def test_results(index, prompt, ids, text, logprobs, reason, version):
+    completion = Completion(
+        "r/1", index, prompt, ids, text, logprobs, logprobs, reason, (VersionSpan(version, 0, 3),), "e"
+    )
+    (back,) = convert.results_from_pb(pb.Results.FromString(convert.results_to_pb([completion]).SerializeToString()))
+    assert back == completion
+
+
+def test_failures_and_scores():
+    (back,) = convert.results_from_pb(convert.results_to_pb([Failure("r", errors.InvalidPrompt("too long"))]))
+    assert isinstance(back, Failure) and isinstance(back.error, errors.InvalidPrompt) and str(back.error) == "too long"
+    scores = [Score((1, 2), (-0.5,), 3, "e")]
+    assert convert.scores_from_pb(convert.scores_to_pb(scores)) == scores
+
+
+def test_engine_info_with_and_without_layout():
+    config = ModelConfig(
+        "qwen3", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4
+    )
+    info = EngineInfo(
+        "e", "embedded", config.fingerprint(), "float32", 2, families.tensors(config), families.parameters(config, 2),
+        ("shm",), "host", 64, 8, 3, 17,
+    )  # fmt: skip
+    assert convert.engine_from_pb(pb.EngineInfo.FromString(convert.engine_to_pb(info).SerializeToString())) == info
+    assert convert.engine_from_pb(convert.engine_to_pb(info, layout=False)).parameters == ()
+
+
+def test_offers_and_reports():
+    offer = Offer(b"\x00plan", "f", (b"a", b"\xff"))
+    assert convert.offer_from_pb(convert.offer_to_pb(offer)) == offer
+    report = StageReport(10, 0.5, 0.25)
+    assert convert.stage_report_from_pb(convert.stage_report_to_pb(report)) == report
+
+
+@given(st.binary(max_size=80))
+def test_arbitrary_bytes_never_give_anything_but_a_typed_error(data):
+    for message, read in (
+        (pb.GenerateRequest, convert.requests_from_pb),
+        (pb.Results, convert.results_from_pb),
+        (pb.ScoreReply, convert.scores_from_pb),
+        (pb.EngineInfo, convert.engine_from_pb),
+        (pb.FleetStatus, convert.status_from_pb),
+        (pb.Offer, convert.offer_from_pb),
+    ):
+        try:
+            parsed = message.FromString(data)
+        except DecodeError:
+            continue
+        try:
+            read(parsed)
+        except SlipstreamError:
+            pass
+
+
+def test_errors_cross_the_wire_by_name():
+    for kind in (errors.ChecksumMismatch, errors.EngineLost, errors.NotReady):
+        back = convert.error_from_pb(convert.error_to_pb(kind("why")))
+        assert type(back) is kind and str(back) == "why"
+    try:
+        raise ZeroDivisionError("oh")
+    except ZeroDivisionError as error:
+        back = convert.error_from_pb(convert.error_to_pb(error))
+    assert type(back) is EngineFailure and "ZeroDivisionError: oh" in str(back) and "test_convert" in str(back)
+    newer = errors.from_wire("FromTheFuture", "x")
+    assert type(newer) is SlipstreamError and "FromTheFuture" in str(newer)
+
+
+def test_words_out_of_place_are_refused():
+    with pytest.raises(errors.ProtocolMismatch, match="'maybe'"):
+        convert.in_flight_from_pb("maybe")

@@ -1,0 +1,442 @@
+"""The gateway over real gRPC, with engines that count instead of computing: routing, transactions, faults."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+
+from slipstream import errors, portal
+from slipstream.config import GatewayConfig
+from slipstream.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    FleetChanged,
+    GatewayLost,
+    InvalidSampling,
+    MessageTooLarge,
+    NotReady,
+    ProtocolMismatch,
+    RequestError,
+    SlipstreamError,
+    TransferError,
+    Unauthorized,
+    UnknownEngine,
+    UnknownVersion,
+    UpdateInProgress,
+    VersionError,
+)
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.client import GatewayFleet
+from slipstream.gateway.server import SERVICE, running
+from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
+from slipstream.types import Completion, Failure, Offer, Request, SamplingParams
+from tests.gateway.scripted import ScriptedEngine, attached
+
+TOKEN = "secret"
+CAP = 1 << 20
+
+
+def on_the_loop(test):
+    """Runs an async test on the process's one event loop, with a gateway: `async def test(address, fleet)`."""
+
+    def run():
+        async def main():
+            config = GatewayConfig(lease_seconds=0.8, max_message_bytes=CAP)
+            async with running(config, TOKEN) as address:
+                fleet = GatewayFleet(address, TOKEN, timeout=1.0, max_message_bytes=64 * CAP)
+                try:
+                    await asyncio.wait_for(test(address, fleet), 60)
+                finally:
+                    await fleet.close()
+
+        portal.run(main())
+
+    run.__name__ = test.__name__
+    return run
+
+
+def request(id, n=1, seed=5, **sampling):
+    return Request(id, (1, 2), SamplingParams(n=n, seed=seed, **sampling))
+
+
+async def collect(stream):
+    return [result async for batch in stream for result in batch]
+
+
+OFFER = Offer(b"p", "f", (b"l",))
+
+
+async def update(fleet, version, names):
+    await fleet.begin(version, dict.fromkeys(names, OFFER))
+    await fleet.stage(version, {name: [b"m"] for name in names})
+    return await fleet.commit(version, "keep")
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+@on_the_loop
+async def test_requests_are_shared_out_and_every_sample_comes_once(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        results = await collect(fleet.generate([request(str(i), n=3, seed=i) for i in range(10)]))
+    assert sorted((r.request_id, r.sample_index) for r in results) == sorted(
+        (str(i), k) for i in range(10) for k in range(3)
+    )
+    assert all(r.token_ids[0] == int(r.request_id) for r in results)
+    assert len(a.seen) == len(b.seen) == 5
+    assert {r.engine for r in results} == {"a", "b"}
+
+
+@on_the_loop
+async def test_one_engine_can_be_asked_by_name(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        results = await collect(fleet.generate([request("x"), request("y")], engine="b"))
+        assert {r.engine for r in results} == {"b"}
+        with pytest.raises(UnknownEngine, match="'zebra'"):
+            await collect(fleet.generate([request("x")], engine="zebra"))
+        with pytest.raises(UnknownEngine, match="'zebra'"):
+            await fleet.score([(1, 2)], engine="zebra")
+        assert (await fleet.score([(1, 2, 3)], engine="a"))[0].engine == "a"
+
+
+@on_the_loop
+async def test_what_a_dead_engine_owed_is_done_by_another_and_nothing_comes_twice(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    a.gate.clear()  # it answers all but its last sample, then hangs
+    async with attached(b, address, TOKEN), contextlib.AsyncExitStack() as crash:
+        await crash.enter_async_context(attached(a, address, TOKEN))
+        results = []
+        async for batch in fleet.generate([request(str(i), n=2) for i in range(6)]):
+            results += batch
+            if len(results) == 11:
+                await crash.aclose()
+    assert sorted((r.request_id, r.sample_index) for r in results) == sorted(
+        (str(i), k) for i in range(6) for k in range(2)
+    )
+
+
+@on_the_loop
+async def test_with_no_engine_left_requests_fail_by_name(address, fleet):
+    a = ScriptedEngine("a")
+    a.gate.clear()
+    async with contextlib.AsyncExitStack() as crash:
+        await crash.enter_async_context(attached(a, address, TOKEN))
+        results = []
+        async for batch in fleet.generate([request("0"), request("1")]):
+            results += batch
+            await crash.aclose()
+    completion, failure = results
+    assert isinstance(completion, Completion) and isinstance(failure, Failure)
+    assert isinstance(failure.error, EngineLost) and "'a'" in str(failure.error) and failure.request_id == "1"
+    with pytest.raises(NotReady, match="a: lost"):
+        await collect(fleet.generate([request("2")]))
+
+
+@on_the_loop
+async def test_leaving_early_cancels_on_the_engine(address, fleet):
+    a = ScriptedEngine("a")
+    a.gate.clear()
+    async with attached(a, address, TOKEN):
+        async with contextlib.aclosing(fleet.generate([request("0", n=2)])) as batches:
+            await anext(batches)
+        for _ in range(100):
+            if a.cancelled:
+                break
+            await asyncio.sleep(0.02)
+        assert a.cancelled == 1
+        status = await fleet.status()
+        assert status.engines[0].num_requests == 0
+
+
+@on_the_loop
+async def test_no_engine_and_no_weights_are_said_apart(address, fleet):
+    with pytest.raises(NotReady, match="no engine has registered"):
+        await collect(fleet.generate([request("0")]))
+    async with attached(ScriptedEngine("a", version=-1), address, TOKEN):
+        with pytest.raises(NotReady, match="a: empty"):
+            await collect(fleet.generate([request("0")]))
+        with pytest.raises(NotReady, match="a: empty"):
+            await fleet.score([(1, 2)])
+
+
+@on_the_loop
+async def test_a_silent_engine_loses_its_lease(address, fleet):
+    channel = grpc.aio.insecure_channel(address)
+    stream = GatewayStub(channel).Attach(metadata=(("authorization", f"Bearer {TOKEN}"),))
+    from slipstream.gateway import convert
+
+    await stream.write(pb.FromEngine(register=convert.engine_to_pb(ScriptedEngine("mute").describe())))
+    assert (await stream.read()).HasField("registered")
+    assert (await fleet.status()).engines[0].state == "ready"
+    await asyncio.sleep(1.5)
+    (engine,) = (await fleet.status()).engines
+    assert engine.state == "lost" and "no heartbeat" in engine.note
+    await channel.close()
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+@on_the_loop
+async def test_an_update_reaches_all_and_counts_up(address, fleet):
+    a, b = ScriptedEngine("a", -1), ScriptedEngine("b", -1)
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        for version in range(3):
+            engines, current = await fleet.refresh()
+            assert current == version - 1
+            assert set(await update(fleet, version, [e.name for e in engines])) == {"a", "b"}
+        assert a.history == b.history == [(step, v) for v in range(3) for step in ("begin", "stage", "commit")]
+        assert {(e.state, e.info.version) for e in (await fleet.status()).engines} == {("ready", 2)}
+
+
+@on_the_loop
+async def test_one_engine_that_cannot_stage_rolls_all_back(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    b.fail_stage = True
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        await fleet.refresh()
+        with pytest.raises(TransferError, match=r"goes on with version 0.*\[b\].*tensor w is torn"):
+            await update(fleet, 1, ["a", "b"])
+        assert ("rollback", 1) in a.history and ("rollback", 1) in b.history and ("commit", 1) not in a.history
+        assert {e.state for e in (await fleet.status()).engines} == {"ready"}
+        b.fail_stage = False
+        await update(fleet, 1, ["a", "b"])
+        assert a.version == b.version == 1
+
+
+@on_the_loop
+async def test_an_engine_that_hangs_is_named_within_the_deadline(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    b.hang_stage = True
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        await fleet.refresh()
+        with pytest.raises(DeadlineExceeded, match="engine 'b' did not stage version 1 within 1 s"):
+            await update(fleet, 1, ["a", "b"])
+        assert ("rollback", 1) in a.history
+
+
+@on_the_loop
+async def test_an_engine_that_does_not_commit_is_stale_until_the_next_update(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    b.hang_commit = True
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        await fleet.refresh()
+        assert set(await update(fleet, 1, ["a", "b"])) == {"a"}
+        assert {e.info.name: e.state for e in (await fleet.status()).engines} == {"a": "ready", "b": "stale"}
+        results = await collect(fleet.generate([request(str(i)) for i in range(4)]))
+        assert {r.engine for r in results} == {"a"}
+        b.hang_commit = False
+        await update(fleet, 2, ["a", "b"])
+        assert {e.state for e in (await fleet.status()).engines} == {"ready"}
+
+
+@on_the_loop
+async def test_a_trainer_that_vanishes_is_rolled_back(address, fleet):
+    a = ScriptedEngine("a")
+    async with attached(a, address, TOKEN):
+        await fleet.refresh()
+        await fleet.begin(1, {"a": OFFER})
+        await fleet.stage(1, {"a": [b"m"]})
+        await fleet.close()
+        for _ in range(100):
+            if ("rollback", 1) in a.history:
+                break
+            await asyncio.sleep(0.02)
+        assert a.history[-1] == ("rollback", 1) and a.version == 0
+
+
+@on_the_loop
+async def test_a_fleet_that_changed_is_looked_at_again(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    async with attached(a, address, TOKEN):
+        await fleet.refresh()
+        async with attached(b, address, TOKEN):
+            with pytest.raises(FleetChanged):
+                await update(fleet, 1, ["a"])
+            await fleet.refresh()
+            await update(fleet, 1, ["a", "b"])
+            assert b.version == 1
+
+
+@on_the_loop
+async def test_a_second_trainer_must_wait(address, fleet):
+    other = GatewayFleet(address, TOKEN, 1.0, CAP)
+    async with attached(ScriptedEngine("a"), address, TOKEN):
+        await fleet.refresh(), await other.refresh()
+        await fleet.begin(1, {"a": OFFER})
+        await fleet.stage(1, {"a": [b"m"]})
+        with pytest.raises(UpdateInProgress, match="another trainer"):
+            await update(other, 1, ["a"])
+        await fleet.commit(1, "keep")
+    await other.close()
+
+
+@on_the_loop
+async def test_wrong_steps_of_an_update_are_typed_errors(address, fleet):
+    async with attached(ScriptedEngine("a"), address, TOKEN):
+        await fleet.refresh()
+        with pytest.raises(VersionError, match="0 is not newer"):
+            await update(fleet, 0, ["a"])
+        with pytest.raises(UnknownEngine, match="'zebra'"):
+            await update(fleet, 1, ["zebra"])
+        await fleet.begin(1, {"a": OFFER})
+        with pytest.raises(UnknownVersion, match="version 2 was not begun"):
+            await fleet.stage(2, {"a": [b"m"]})
+        await fleet.begin(1, {"a": OFFER})
+        with pytest.raises(UnknownVersion, match="no checksums came for engine 'a'"):
+            await fleet.stage(1, {})
+        with pytest.raises(SlipstreamError):
+            await fleet.commit(1, "keep")
+        await fleet.rollback(1)
+        await update(fleet, 1, ["a"])
+
+
+# --- bad peers --------------------------------------------------------------------------------------------------------
+
+
+@on_the_loop
+async def test_every_method_needs_the_token(address, fleet):
+    async with attached(ScriptedEngine("a"), address, TOKEN):
+        for token in ("", "wrong"):
+            stranger = GatewayFleet(address, token, 1.0, CAP)
+            for call in (
+                lambda s: s.status(),
+                lambda s: s.refresh(),
+                lambda s: s.score([(1, 2)]),
+                lambda s: collect(s.generate([request("0")])),
+                lambda s: update(s, 1, ["a"]),
+            ):
+                with pytest.raises(Unauthorized, match="token"):
+                    await call(stranger)
+            await stranger.close()
+        for token in ("secret\n", "sécret"):
+            with pytest.raises(Unauthorized, match="characters"):
+                GatewayFleet(address, token, 1.0, CAP)
+        with pytest.raises(Unauthorized):
+            async with attached(ScriptedEngine("b"), address, "wrong"):
+                pass
+        assert len((await fleet.status()).engines) == 1
+
+
+@on_the_loop
+async def test_health_and_reflection(address, fleet):
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]),
+            metadata=(("authorization", f"Bearer {TOKEN}"),),
+        )
+        listed = [s.name async for reply in call for s in reply.list_services_response.service]
+        assert SERVICE in listed
+
+
+@on_the_loop
+async def test_oversized_and_malformed_messages_leave_the_gateway_alive(address, fleet):
+    async with attached(ScriptedEngine("a"), address, TOKEN):
+        with pytest.raises(MessageTooLarge, match="larger than the gateway"):
+            await collect(fleet.generate([Request("0", (1,) * (2 * CAP), SamplingParams(seed=1))]))
+        async with grpc.aio.insecure_channel(address) as channel:
+            for method in ("Status", "Generate", "Score"):
+                call = (
+                    channel.unary_unary(f"/{SERVICE}/{method}")
+                    if method != "Generate"
+                    else channel.unary_stream(f"/{SERVICE}/{method}")
+                )
+                for junk in (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f"):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        reply = call(junk, metadata=(("authorization", f"Bearer {TOKEN}"),))
+                        await reply if method != "Generate" else await reply.read()
+                    assert caught.value.code() is not grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(f"/{SERVICE}/Nothing")(b"", metadata=(("authorization", f"Bearer {TOKEN}"),))
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert len(await collect(fleet.generate([request("0")]))) == 1
+
+
+@on_the_loop
+async def test_bad_sampling_from_a_foreign_client_is_a_typed_error(address, fleet):
+    stub = GatewayStub(grpc.aio.insecure_channel(address))
+    good = dict(max_tokens=4, temperature=1.0, top_p=1.0, n=1)
+    async with attached(ScriptedEngine("a"), address, TOKEN):
+        for bad, kind in (
+            (pb.Sampling(**{**good, "n": 0}), "InvalidSampling"),
+            (pb.Sampling(**{**good, "temperature": float("nan")}), "InvalidSampling"),
+            (pb.Sampling(**{**good, "top_p": 0.0}), "InvalidSampling"),
+            (pb.Sampling(**{**good, "max_tokens": 0}), "InvalidSampling"),
+            (None, "ProtocolMismatch"),
+        ):
+            message = pb.GenerateRequest(sampling=[bad] if bad else [], requests=[pb.Request(id="0", text="x")])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(message, metadata=(("authorization", f"Bearer {TOKEN}"),)).read()
+            assert dict(caught.value.trailing_metadata())["slipstream-error"] == kind
+        twice = pb.GenerateRequest(sampling=[pb.Sampling(**good)], requests=[pb.Request(id="0", text="x")] * 2)
+        with pytest.raises(grpc.aio.AioRpcError, match="same id"):
+            await stub.Generate(twice, metadata=(("authorization", f"Bearer {TOKEN}"),)).read()
+    with pytest.raises(InvalidSampling):
+        request("0", max_tokens=-1)
+
+
+@on_the_loop
+async def test_engines_that_do_not_fit_are_refused_with_the_reason(address, fleet):
+    old = ScriptedEngine("old")
+    info = old.describe()
+    async with attached(ScriptedEngine("a"), address, TOKEN):
+        with pytest.raises(RequestError, match="registered already"):
+            async with attached(ScriptedEngine("a"), address, TOKEN):
+                pass
+        import dataclasses
+
+        old.describe = lambda: dataclasses.replace(info, protocol=0)
+        with pytest.raises(ProtocolMismatch, match="protocol 0"):
+            async with attached(old, address, TOKEN):
+                pass
+
+
+def test_an_engine_looks_for_a_gateway_that_restarts():
+    async def main():
+        config = GatewayConfig(lease_seconds=2.0)
+        engine = ScriptedEngine("a", version=7)
+        async with contextlib.AsyncExitStack() as stack:
+            async with running(config, TOKEN) as address:
+                task = await stack.enter_async_context(attached(engine, address, TOKEN, patience=20))
+            port = int(address.rpartition(":")[2])
+            async with running(GatewayConfig(port=port, lease_seconds=2.0), TOKEN) as again:
+                fleet = GatewayFleet(again, TOKEN, 2.0, CAP)
+                for _ in range(200):
+                    if (await fleet.status()).engines:
+                        break
+                    await asyncio.sleep(0.05)
+                assert [e.info.version for e in (await fleet.status()).engines] == [7]
+                assert len(await collect(fleet.generate([request("0")]))) == 1
+                await fleet.close()
+            assert not task.done()
+
+    portal.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_gives_up_on_a_gateway_that_is_gone():
+    async def main():
+        async with running(GatewayConfig(), TOKEN) as address:
+            context = attached(ScriptedEngine("a"), address, TOKEN, patience=0.3)
+            task = await context.__aenter__()
+        with pytest.raises(GatewayLost, match="gives up"):
+            await asyncio.wait_for(task, 30)
+
+    portal.run(main())
+
+
+def test_a_gateway_that_is_not_there():
+    async def main():
+        fleet = GatewayFleet("127.0.0.1:9", TOKEN, 1.0, CAP)
+        with pytest.raises((GatewayLost, errors.DeadlineExceeded), match=r"127\.0\.0\.1:9"):
+            await fleet.status()
+        await fleet.close()
+
+    portal.run(main())

@@ -1,0 +1,117 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.errors import NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
+from slipstream.gateway.registry import Registry
+from slipstream.gateway.router import route, weight
+from slipstream.types import EngineInfo, Parameter, Part, Request, SamplingParams, TensorSpec
+
+
+def info(name="e0", **over):
+    box = ((0, 2),)
+    facts = dict(
+        name=name, kind="embedded", model="llama-1", dtype="float32", num_ranks=1, tensors=(TensorSpec("w", (2,)),),
+        parameters=(Parameter("w", 0, (2,), (Part("w", box, box),)),), transports=("shm",), host="h",
+        max_model_len=64, max_concurrency=8, version=-1, pid=1,
+    )  # fmt: skip
+    return EngineInfo(**{**facts, **over})
+
+
+def states(registry):
+    return {s.info.name: s.state for s in registry.statuses(0.0)}
+
+
+def test_life_of_an_engine():
+    registry = Registry(lease_seconds=10)
+    registry.register(info("a"), now=0)
+    registry.register(info("b"), now=0)
+    assert states(registry) == {"a": "empty", "b": "empty"}
+    registry.commit(0, ["a", "b"])
+    assert states(registry) == {"a": "ready", "b": "ready"} and registry.version == 0
+    registry.commit(1, ["a"])
+    assert states(registry) == {"a": "ready", "b": "stale"}
+    registry.commit(2, ["a", "b"])
+    registry.heard("a", now=11)
+    assert registry.expire(now=12) == ["b"] and registry.expire(now=12) == []
+    assert states(registry) == {"a": "ready", "b": "lost"}
+    registry.register(info("b", version=2), now=13)
+    assert states(registry) == {"a": "ready", "b": "ready"}
+
+
+def test_the_epoch_grows_when_engines_come_or_go():
+    registry = Registry(10)
+    epochs = [registry.epoch]
+    for change in (
+        lambda: registry.register(info("a"), 0),
+        lambda: registry.register(info("b"), 0),
+        lambda: registry.lose("a", "gone"),
+        lambda: registry.register(info("a"), 0),
+    ):
+        change()
+        epochs.append(registry.epoch)
+    assert epochs == [0, 1, 2, 3, 4]
+    registry.commit(0, ["a"])
+    registry.lose("a", "gone"), registry.lose("a", "again")
+    assert registry.epoch == 5
+
+
+def test_a_checkpoint_sets_the_first_version_and_a_latecomer_is_stale():
+    registry = Registry(10)
+    registry.register(info("a", version=0), 0)
+    assert registry.version == 0 and states(registry) == {"a": "ready"}
+    registry.commit(1, ["a"])
+    registry.register(info("b", version=0), 0)
+    assert states(registry) == {"a": "ready", "b": "stale"} and registry.version == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "said"),
+    [
+        (info("e0"), RequestError, "registered already"),
+        (info("e1", model="qwen3-2"), RequestError, "one gateway serves one model"),
+        (info("e1", protocol=99), ProtocolMismatch, "protocol 99"),
+        (info(""), ProtocolMismatch, "did not say"),
+        (info("e1", parameters=()), ProtocolMismatch, "did not say"),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused(other, error, said):
+    registry = Registry(10)
+    registry.register(info("e0"), 0)
+    with pytest.raises(error, match=said):
+        registry.register(other, 0)
+    assert states(registry) == {"e0": "empty"}
+
+
+def test_versions_only_grow_and_unknown_names_are_named():
+    registry = Registry(10)
+    registry.register(info("a", version=3), 0)
+    with pytest.raises(VersionError, match="3 is not newer"):
+        registry.check_version(3)
+    registry.check_version(4)
+    with pytest.raises(UnknownEngine, match="'zebra'"):
+        registry.get("zebra")
+
+
+def test_why_no_engine_can_take_requests():
+    registry = Registry(10)
+    assert "no engine has registered" in str(registry.why_not_ready())
+    registry.register(info("a"), 0)
+    reason = registry.why_not_ready()
+    assert isinstance(reason, NotReady) and "a: empty" in str(reason) and "bridge.sync" in str(reason)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64)), max_size=60),
+    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 500), min_size=1),
+)
+def test_routing_gives_every_request_to_one_engine_and_balances(shapes, loads):
+    requests = [Request(str(i), (1,), SamplingParams(n=n, max_tokens=m)) for i, (n, m) in enumerate(shapes)]
+    routed = route(requests, loads)
+    assert sorted(r.id for share in routed.values() for r in share) == sorted(r.id for r in requests)
+    for share in routed.values():
+        assert [int(r.id) for r in share] == sorted(int(r.id) for r in share)
+    after = {name: load + sum(map(weight, routed.get(name, []))) for name, load in loads.items()}
+    largest = max(map(weight, requests), default=0)
+    busy = [after[name] for name in routed]
+    assert all(load <= min(after.values()) + largest for load in busy)

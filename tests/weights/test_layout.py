@@ -1,0 +1,60 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.weights.layout import exact_cover, inside, intersect, place, shape_of, shift, split, volume, whole
+
+
+def test_intersection_shift_and_place():
+    assert intersect(((0, 4), (2, 8)), ((2, 6), (0, 3))) == ((2, 4), (2, 3))
+    assert intersect(((0, 4),), ((4, 8),)) is None
+    assert intersect((), ()) == ()
+    assert shift(((6, 8),), ((4, 8),)) == ((2, 4),)
+    assert place(((2, 4),), ((4, 8),)) == ((6, 8),)
+    assert shape_of(((2, 5), (0, 7))) == (3, 7) and volume(((2, 5), (0, 7))) == 21 and volume(()) == 1
+
+
+def test_split_gives_equal_parts_or_the_whole():
+    assert [split(whole((6, 4)), 0, i, 3) for i in range(3)] == [((0, 2), (0, 4)), ((2, 4), (0, 4)), ((4, 6), (0, 4))]
+    assert split(whole((6, 4)), None, 1, 3) == ((0, 6), (0, 4))
+
+
+def test_inside():
+    assert inside(((0, 3), (1, 2)), (3, 2))
+    assert not inside(((0, 4), (1, 2)), (3, 2))
+    assert not inside(((0, 3),), (3, 2))
+
+
+def test_exact_cover_finds_gaps_overlaps_and_strays():
+    frame = whole((4, 4))
+    assert exact_cover([((0, 2), (0, 4)), ((2, 4), (0, 4))], frame) is None
+    assert "not written" in exact_cover([((0, 2), (0, 4))], frame)
+    assert "overlap" in exact_cover([((0, 3), (0, 4)), ((2, 4), (0, 4))], frame)
+    assert "sticks out" in exact_cover([((0, 5), (0, 4))], frame)
+    assert exact_cover([()], ()) is None
+    assert "2 times" in exact_cover([(), ()], ())
+
+
+@st.composite
+def guillotine(draw):
+    """A frame cut into boxes by random straight cuts."""
+    frame = tuple((0, draw(st.integers(1, 9))) for _ in range(draw(st.integers(1, 3))))
+    boxes = [frame]
+    for _ in range(draw(st.integers(0, 6))):
+        index = draw(st.integers(0, len(boxes) - 1))
+        dim = draw(st.integers(0, len(frame) - 1))
+        start, stop = boxes[index][dim]
+        if stop - start < 2:
+            continue
+        cut = draw(st.integers(start + 1, stop - 1))
+        box = boxes.pop(index)
+        boxes += [(*box[:dim], (start, cut), *box[dim + 1 :]), (*box[:dim], (cut, stop), *box[dim + 1 :])]
+    return frame, draw(st.permutations(boxes))
+
+
+@given(guillotine(), st.data())
+def test_exact_cover_accepts_every_cutting_and_refuses_any_piece_missing_or_doubled(cutting, data):
+    frame, boxes = cutting
+    assert exact_cover(list(boxes), frame) is None
+    index = data.draw(st.integers(0, len(boxes) - 1))
+    assert exact_cover([b for i, b in enumerate(boxes) if i != index], frame) is not None
+    assert exact_cover([*boxes, boxes[index]], frame) is not None

@@ -1,0 +1,188 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import MappingError, PlanMismatch
+from slipstream.model.config import ModelConfig
+from slipstream.types import Parameter, Part, TensorSpec
+from slipstream.weights import families
+from slipstream.weights.layout import slices, split, volume, whole
+from slipstream.weights.plan import ALIGNMENT, Plan, Source, check_cover, make_plan
+
+
+def model(family="llama", **over):
+    shape = dict(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    return ModelConfig(family=family, **{**shape, **over})
+
+
+def replicated(tensors, ranks=1):
+    return {t.name: Source(t.shape, "float32", tuple((r, whole(t.shape)) for r in range(ranks))) for t in tensors}
+
+
+def execute(plan, arrays, parameters):
+    """The naive reference: carries out the moves one by one, counting writes."""
+    local = {(p.name, p.rank): np.zeros(p.shape, np.float32) for p in parameters}
+    writes = {key: np.zeros(a.shape, int) for key, a in local.items()}
+    for move in plan.moves:
+        key = move.parameter, move.receiver
+        local[key][slices(move.local_box)] = arrays[move.tensor][slices(move.tensor_box)]
+        writes[key][slices(move.local_box)] += 1
+    assert all((w == 1).all() for w in writes.values())
+    return local
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_model_to_tp_ranks_bit_for_bit(family, tp):
+    config = model(family)
+    tensors, parameters = families.tensors(config), families.parameters(config, tp)
+    plan = make_plan(replicated(tensors), tensors, parameters, "float32")
+    rng = np.random.default_rng(0)
+    arrays = {t.name: rng.standard_normal(t.shape, np.float32) for t in tensors}
+    local = execute(plan, arrays, parameters)
+    dims = families.shard_dims(config, tp)
+    for name, array in arrays.items():
+        for rank in range(tp):
+            expected = array if dims[name] is None else np.split(array, tp, axis=dims[name])[rank]
+            np.testing.assert_array_equal(local[name, rank], expected)
+    own = {rank: sum(4 * volume(whole(p.shape)) for p in parameters if p.rank == rank) for rank in range(tp)}
+    got = {rank: sum(m.num_bytes for m in plan.moves if m.receiver == rank) for rank in range(tp)}
+    assert got == own
+
+
+def test_kv_heads_that_do_not_divide_are_held_whole():
+    config = model(num_kv_heads=1)
+    dims = families.shard_dims(config, 2)
+    assert dims["model.layers.0.self_attn.k_proj.weight"] is None
+    assert dims["model.layers.0.self_attn.q_proj.weight"] == 0
+
+
+@st.composite
+def sharded(draw):
+    """A tensor cut over trainer ranks along one dimension, perhaps with replicas, and over engine ranks along another."""
+    shape = tuple(draw(st.sampled_from([4, 8, 12, 24])) for _ in range(draw(st.integers(1, 3))))
+
+    def cuts(counts):
+        dim = draw(st.sampled_from([None, *range(len(shape))]))
+        count = draw(st.sampled_from([c for c in counts if dim is None or shape[dim] % c == 0]))
+        return [split(whole(shape), dim, i, count) for i in range(count)]
+
+    senders, receivers = cuts([1, 2, 3, 4]), cuts([1, 2, 3, 4])
+    return shape, senders, receivers
+
+
+@settings(max_examples=150, deadline=None)
+@given(sharded())
+def test_any_sharding_to_any_sharding(case):
+    shape, senders, receivers = case
+    tensors = [TensorSpec("w", shape)]
+    sources = {"w": Source(shape, "float32", tuple(enumerate(senders)))}
+    parameters = [
+        Parameter("w", rank, tuple(b - a for a, b in box), (Part("w", box, whole(tuple(b - a for a, b in box))),))
+        for rank, box in enumerate(receivers)
+    ]
+    plan = make_plan(sources, tensors, parameters, "float32")
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    local = execute(plan, {"w": array}, parameters)
+    for rank, box in enumerate(receivers):
+        np.testing.assert_array_equal(local["w", rank], array[slices(box)])
+    for move in plan.moves:  # a sender sends only what it holds
+        box = senders[move.sender]
+        assert all(a <= x and y <= b for (x, y), (a, b) in zip(move.tensor_box, box))
+    assert Plan.from_bytes(plan.to_bytes()) == plan
+
+
+def test_replicas_share_the_sending():
+    config = model(num_layers=8)
+    tensors = families.tensors(config)
+    plan = make_plan(replicated(tensors, ranks=3), tensors, families.parameters(config, 2), "bfloat16")
+    sent = [sum(m.num_bytes for m in plan.moves if m.sender == rank) for rank in range(3)]
+    assert max(sent) < 1.1 * min(sent)
+
+
+def test_a_fused_parameter_has_several_parts():
+    tensors = [TensorSpec("q", (4, 2)), TensorSpec("k", (2, 2))]
+    fused = Parameter(
+        "qkv", 0, (3, 2), (Part("q", ((2, 4), (0, 2)), ((0, 2), (0, 2))), Part("k", ((1, 2), (0, 2)), ((2, 3), (0, 2))))
+    )
+    plan = make_plan(replicated(tensors), tensors, [fused], "float32")
+    arrays = {"q": np.arange(8, dtype=np.float32).reshape(4, 2), "k": np.arange(10, 14, dtype=np.float32).reshape(2, 2)}
+    expected = np.concatenate([arrays["q"][2:4], arrays["k"][1:2]])
+    np.testing.assert_array_equal(execute(plan, arrays, [fused])["qkv", 0], expected)
+
+
+def test_pieces_are_aligned_and_do_not_overlap_in_their_stream():
+    config = model(hidden_size=33)
+    tensors = families.tensors(config)
+    plan = make_plan(replicated(tensors), tensors, families.parameters(config, 2), "bfloat16")
+    for pair, moves in plan.streams.items():
+        end = 0
+        for move in moves:
+            assert move.offset % ALIGNMENT == 0 and move.offset >= end
+            end = move.offset + move.num_bytes
+        assert plan.stream_bytes(*pair) == end
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.pop("model.norm.weight"), "missing: model.norm.weight"),
+        (lambda s: s.update(extra=Source((2,), "float32", ())), "not in the model: extra"),
+        (
+            lambda s: s.update({"model.norm.weight": Source((31,), "float32", ())}),
+            "expects shape [32], the trainer has [31]",
+        ),
+        (lambda s: s.update({"model.norm.weight": Source((32,), "int32", ())}), "dtype int32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change, said):
+    config = model()
+    tensors = families.tensors(config)
+    sources = replicated(tensors)
+    change(sources)
+    with pytest.raises(MappingError, match=said.replace("[", r"\[").replace("]", r"\]")):
+        make_plan(sources, tensors, families.parameters(config), "float32")
+
+
+def test_a_plan_that_leaves_a_gap_or_writes_twice_is_refused():
+    config = model()
+    tensors, parameters = families.tensors(config), families.parameters(config, 2)
+    plan = make_plan(replicated(tensors), tensors, parameters, "float32")
+    with pytest.raises(MappingError, match="not written"):
+        check_cover(Plan(plan.dtype, plan.moves[1:]), parameters)
+    with pytest.raises(MappingError, match="overlap"):
+        check_cover(Plan(plan.dtype, (*plan.moves, plan.moves[0])), parameters)
+    with pytest.raises(MappingError, match="does not have"):
+        check_cover(plan, [p for p in parameters if p.name != "model.norm.weight"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_bytes_that_are_no_plan_are_refused(data):
+    with pytest.raises(PlanMismatch):
+        Plan.from_bytes(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_changed_plan_is_refused_or_has_another_fingerprint(data):
+    config = model(num_layers=1)
+    tensors = families.tensors(config)
+    plan = make_plan(replicated(tensors), tensors, families.parameters(config), "float32")
+    tree = json.loads(plan.to_bytes())
+    row = data.draw(st.integers(0, len(tree["moves"]) - 1))
+    column = data.draw(st.integers(0, 7))
+    junk = data.draw(st.none() | st.integers(-3, 99) | st.text(max_size=5) | st.lists(st.integers(-1, 5), max_size=3))
+    if tree["moves"][row][column] == junk:
+        return
+    tree["moves"][row][column] = junk
+    try:
+        changed = Plan.from_bytes(json.dumps(tree).encode())
+    except PlanMismatch:
+        return
+    assert changed.fingerprint != plan.fingerprint
