@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +45,7 @@ class Outcome:
 
 
 def run(*, steps: int = 400, seed: int = 0, engines: int = 1, out: str = "", console: Console | None = None) -> int:
-    """The demo: a small decoder made on the spot learns to reverse three digits. Returns the exit code: 0 if it learned.
+    """The demo: a small decoder made on the spot learns to reverse three digits. Returns the exit code, 0 if it did.
 
     Stops once the last ten steps were right 95 % of the time, but not before 150 steps."""
     console = console or Console()
@@ -62,24 +61,17 @@ def run(*, steps: int = 400, seed: int = 0, engines: int = 1, out: str = "", con
     outcome = _execute(config, console)
     if outcome is None:
         return 130
-    reached = outcome.evaluations[-1].sampled_train
-    if reached < DEMO_ACCURACY:
+    first, last = outcome.evaluations[0].sampled_train, outcome.evaluations[-1].sampled_train
+    if last < DEMO_ACCURACY:
+        hint = "Try another --seed." if len(outcome.steps) > 200 else "It usually takes 100 to 200 steps; give it more."
         console.print(
-            f"[bold red]The demo did not learn its task:[/] sampled accuracy is {reached:.3f} after {len(outcome.steps)} steps, "
-            f"and {DEMO_ACCURACY} was the aim."
-            + (
-                " It usually takes 100 to 200 steps; give it more."
-                if len(outcome.steps) < 150
-                else " Try another --seed."
-            )
+            f"[bold red]The demo did not learn its task:[/] after {len(outcome.steps)} steps its sampled accuracy is "
+            f"{last:.3f}, and {DEMO_ACCURACY} was the aim. {hint}",
+            soft_wrap=True,
         )
         return 1
-    console.print(
-        f"[bold green]Learned:[/] sampled accuracy {outcome.evaluations[0].sampled_train:.3f} → {reached:.3f}."
-    )
-    console.print(
-        "Next: [bold]slipstream demo --seed 1 --engines 2[/], another task with [bold]slipstream train examples/train.toml"
-    )
+    console.print(f"[bold green]Learned:[/] sampled accuracy {first:.3f} → {last:.3f}.")
+    console.print("Next: slipstream demo --seed 1 --engines 2", "      slipstream train examples/train.toml", sep="\n")
     return 0
 
 
@@ -89,11 +81,9 @@ def run_train(config: TrainConfig, console: Console | None = None) -> int:
     outcome = _execute(config, console)
     if outcome is None:
         return 130
-    reached = outcome.evaluations[-1].sampled_train
-    if config.target_accuracy and len(outcome.steps) == config.steps and reached < config.target_accuracy:
-        console.print(
-            f"[bold red]target_accuracy {config.target_accuracy} was not reached[/] in {config.steps} steps: {reached:.3f}"
-        )
+    reached, aim = outcome.evaluations[-1].sampled_train, config.target_accuracy
+    if aim and len(outcome.steps) == config.steps and reached < aim:
+        console.print(f"[bold red]target_accuracy {aim} was not reached[/] in {config.steps} steps: {reached:.3f}")
         return 1
     return 0
 
@@ -105,7 +95,7 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
     model_dir = Path(config.model) if config.model else outcome.run_dir / "model"
     if not config.model:
         write_small_model(model_dir)
-    where = f"{config.engines} engine process(es) behind a gateway" if config.engines else "an engine inside this process"
+    where = f"{config.engines} engine process(es)" if config.engines else "an engine inside this process"
     console.print(f"Task [bold]{config.task.name}[/], rollouts by {where}; logs in {outcome.run_dir}", soft_wrap=True)
     try:
         with _open_bridge(config, model_dir, outcome.run_dir) as bridge:
@@ -115,7 +105,7 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
                     outcome.add(record)
                     display.show(record)
     except KeyboardInterrupt:
-        console.print(f"interrupted after {len(outcome.steps)} steps; what was measured is in {outcome.run_dir}/metrics.jsonl")
+        console.print(f"interrupted after {len(outcome.steps)} steps; records are in {outcome.run_dir}/metrics.jsonl")
         return None
     outcome.seconds = time.perf_counter() - started
     console.print(_summary(outcome))
@@ -126,7 +116,7 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
 def _new_run_dir(run_dir: str) -> Path:
     directory = Path(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     if (directory / "metrics.jsonl").exists():
-        raise ConfigError(f"{directory} already holds a run (it has a metrics.jsonl); choose another directory or remove it")
+        raise ConfigError(f"{directory} holds a run already (it has a metrics.jsonl); choose another directory")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -152,18 +142,17 @@ def _summary(outcome: Outcome) -> Table:
         if getattr(first, name) is not None:
             table.add_row(label, f"{getattr(first, name):.3f} → {getattr(last, name):.3f}")
     table.add_section()
+    syncs = [step.sync for step in outcome.steps]
     table.add_row("GRPO steps", str(len(outcome.steps)))
-    table.add_row("weight syncs", str(len(outcome.steps) + 1))
-    table.add_row("sync, median", f"{1e3 * _median([s.sync.total_seconds for s in outcome.steps]):.1f} ms")
-    table.add_row("engine's pause in a sync, median", f"{1e3 * _median([s.sync.pause_seconds for s in outcome.steps]):.2f} ms")
-    table.add_row("step, median", f"{1e3 * _median([s.seconds.total for s in outcome.steps]):.0f} ms")
-    table.add_row("generated tokens/s, median", f"{_median([s.tokens_per_second for s in outcome.steps]):,.0f}")
+    table.add_row("weight syncs", str(len(syncs) + 1))
+    table.add_row("sync, median", f"{1e3 * statistics.median(s.total_seconds for s in syncs):.1f} ms")
+    table.add_row(
+        "engine's pause in a sync, median", f"{1e3 * statistics.median(s.pause_seconds for s in syncs):.2f} ms"
+    )
+    table.add_row("step, median", f"{1e3 * statistics.median(s.seconds.total for s in outcome.steps):.0f} ms")
+    table.add_row("tokens/s, median", f"{statistics.median(s.tokens_per_second for s in outcome.steps):,.0f}")
     table.add_row("wall time, all included", f"{outcome.seconds:.1f} s")
     return table
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
 
 
 def _print_files(outcome: Outcome, config: TrainConfig, console: Console) -> None:
@@ -172,5 +161,6 @@ def _print_files(outcome: Outcome, config: TrainConfig, console: Console) -> Non
         curve = str(write_curve(outcome.run_dir / "curve.png", outcome.steps, outcome.evaluations, title))
     except Unsupported as missing:
         curve = str(missing)
-    for label, path in (("curve", curve), ("records", outcome.run_dir / "metrics.jsonl"), ("checkpoint", outcome.checkpoint)):
-        console.print(f"{label:10} {path}", soft_wrap=True)
+    console.print(f"curve       {curve}", soft_wrap=True)
+    console.print(f"records     {outcome.run_dir / 'metrics.jsonl'}", soft_wrap=True)
+    console.print(f"checkpoint  {outcome.checkpoint}", soft_wrap=True)

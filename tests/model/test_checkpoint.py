@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from slipstream.errors import ConfigError, MappingError
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
-from tests.tiny import VARIANTS, hf_directory, tiny_config
+from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config
 
 
 def change(directory: Path, **tensors: np.ndarray | None) -> None:
@@ -49,19 +49,18 @@ def test_load_save_load_is_exact_and_transformers_reads_it(name: str, tmp_path: 
     tokens = np.arange(20)[None] % config.vocab_size
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()(torch.from_numpy(tokens)).logits
-    np.testing.assert_allclose(
-        jax.jit(decoder.forward, static_argnums=1)(params, config, tokens), theirs.numpy(), atol=2e-4
-    )
+    ours = jax.jit(decoder.forward, static_argnums=1)(params, config, tokens)
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4)
 
 
 def test_save_leaves_no_temporary_files(tmp_path: Path) -> None:
     config = tiny_config()
-    checkpoint.save(tmp_path, decoder.init(config, jax.random.key(0)), config)
+    checkpoint.save(tmp_path, random_params(config), config)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_save_refuses_parameters_of_another_model(tmp_path: Path) -> None:
-    params = decoder.init(tiny_config("qwen2"), jax.random.key(0))
+    params = random_params(tiny_config("qwen2"))
     with pytest.raises(MappingError, match=r"q_proj\.bias"):
         checkpoint.save(tmp_path, params, tiny_config("llama"))
     assert list(tmp_path.iterdir()) == []
@@ -69,7 +68,7 @@ def test_save_refuses_parameters_of_another_model(tmp_path: Path) -> None:
 
 def test_bfloat16_survives_a_round_trip(tmp_path: Path) -> None:
     config = tiny_config()
-    params = decoder.init(config, jax.random.key(0), jnp.bfloat16)
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_params(config))
     checkpoint.save(tmp_path, params, config)
     again = checkpoint.load(tmp_path)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), params, again)))
@@ -79,7 +78,7 @@ def test_bfloat16_survives_a_round_trip(tmp_path: Path) -> None:
 
 def test_a_transposed_leaf_is_saved_as_it_reads(tmp_path: Path) -> None:
     config = tiny_config(tie_word_embeddings=True)
-    params = checkpoint.flatten(decoder.init(config, jax.random.key(0)))
+    params = checkpoint.flatten(random_params(config))
     name = "model.embed_tokens.weight"
     params[name] = np.ascontiguousarray(np.asarray(params[name]).T).T
     checkpoint.save(tmp_path, checkpoint.unflatten(params), config)
@@ -106,14 +105,14 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 def test_saving_over_a_sharded_checkpoint_replaces_it(tmp_path: Path) -> None:
     config = tiny_config()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
-    checkpoint.save(tmp_path, decoder.init(config, jax.random.key(0)), config)
+    checkpoint.save(tmp_path, random_params(config), config)
     checkpoint.load(tmp_path)
 
 
 def test_has_weights(tmp_path: Path) -> None:
     assert not checkpoint.has_weights(tmp_path)
     config = tiny_config()
-    checkpoint.save(tmp_path, decoder.init(config, jax.random.key(0)), config)
+    checkpoint.save(tmp_path, random_params(config), config)
     assert checkpoint.has_weights(tmp_path)
 
 

@@ -1,8 +1,10 @@
 """The whole thing with real processes: trainer here, gateway and engines elsewhere, weights over shared memory."""
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import (
     ChecksumMismatch,
     ConfigError,
+    DeadlineExceeded,
     EngineLost,
     GatewayLost,
     InvalidPrompt,
@@ -26,8 +29,10 @@ from slipstream.errors import (
 )
 from slipstream.model import checkpoint, decoder
 from slipstream.rl.tokens import write_small_model
+from slipstream.topology import read_run_dir
 from slipstream.types import SamplingParams
 from slipstream.weights import publisher
+from slipstream.weights.transports import shm
 
 PROMPTS = ["123=", (20, 21, 22), "7="]
 SAMPLING = SamplingParams(max_tokens=5, n=2, seed=3)
@@ -49,7 +54,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fleet(model, tmp_path_factory):
-    """Two engines, one of them split over two devices' worth of ranks by the next test module's needs."""
+    """Two engines and a gateway; tests leave it whole."""
     with slipstream.launch(
         model[0], engines=2, engine=OPTIONS, run_dir=tmp_path_factory.mktemp("run"), timeout=20
     ) as bridge:
@@ -68,7 +73,7 @@ def reference(model, params):
 
 
 def segments():
-    return sorted(p.name for p in slipstream.weights.transports.shm.directory().glob(f"slipstream-{os.getuid()}-*"))
+    return sorted(p.name for p in shm.directory().glob(f"slipstream-{os.getuid()}-*"))
 
 
 def test_after_a_sync_every_engine_speaks_with_the_new_weights(model, fleet):
@@ -162,7 +167,8 @@ def test_connect_by_directory_and_by_address(model, fleet):
     fleet.sync(model[2][0])
     with slipstream.connect(fleet.run_dir) as other:
         assert other.version == fleet.version and tokens(other) == tokens(fleet)
-    address, token = slipstream.topology.read_run_dir(fleet_dir := __import__("pathlib").Path(fleet.run_dir))
+    run_dir = Path(fleet.run_dir)
+    address, token = read_run_dir(run_dir)
     with slipstream.connect(f"grpc://{address}", token=token) as other:
         assert tokens(other) == tokens(fleet)
     with pytest.raises(Unauthorized):
@@ -171,7 +177,7 @@ def test_connect_by_directory_and_by_address(model, fleet):
         slipstream.connect(address)
     with pytest.raises(ConfigError, match="neither a run directory"):
         slipstream.connect("nowhere")
-    assert (fleet_dir / "token").stat().st_mode & 0o777 == 0o600
+    assert (run_dir / "token").stat().st_mode & 0o777 == 0o600
 
 
 def test_bad_requests_are_typed_and_the_fleet_goes_on(model, fleet):
@@ -185,7 +191,7 @@ def test_bad_requests_are_typed_and_the_fleet_goes_on(model, fleet):
         (lambda: fleet.generate([[5] * 200], SAMPLING), InvalidPrompt, "prompt 0 of 1"),
         (lambda: fleet.generate(["1="] * 2, [SAMPLING]), InvalidSampling, "1 sampling parameters for 2 prompts"),
         (lambda: fleet.generate(["1="], SAMPLING, engine="zebra"), UnknownEngine, "zebra"),
-        (lambda: fleet.score([[10**6, 1]]), InvalidPrompt, ""),
+        (lambda: fleet.score([[10**6, 1]]), InvalidPrompt, "1000000"),
         (lambda: SamplingParams(n=0), InvalidSampling, "n must be"),
         (lambda: SamplingParams(top_p=0), InvalidSampling, "top_p"),
         (lambda: SamplingParams(temperature=float("nan")), InvalidSampling, "temperature"),
@@ -249,17 +255,39 @@ def test_an_engine_killed_while_generating(model, tmp_path):
 def test_a_gateway_killed_is_a_typed_error_and_takes_its_engines_along(model, tmp_path):
     with slipstream.launch(model[0], engine=OPTIONS, run_dir=tmp_path, timeout=5) as bridge:
         engine = bridge.status().engines[0].info.pid
-        gateway = __import__("json").loads((tmp_path / "gateway.json").read_text())["pid"]
+        gateway = json.loads((tmp_path / "gateway.json").read_text())["pid"]
         os.kill(gateway, signal.SIGKILL)
         with pytest.raises(GatewayLost, match=r"127\.0\.0\.1"):
             bridge.generate(["1="], SAMPLING)
         with pytest.raises(GatewayLost):
             bridge.sync(model[2][0])
-        deadline = time.monotonic() + 15
-        while _alive(engine) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not _alive(engine)
+        _until(lambda: not _alive(engine))
     assert segments() == []
+
+
+def test_an_engine_that_was_stopped_is_lost_and_comes_back(model, tmp_path):
+    gateway = slipstream.GatewayConfig(lease_seconds=1.0)
+    with slipstream.launch(model[0], engine=OPTIONS, gateway=gateway, run_dir=tmp_path, timeout=3) as bridge:
+        before = tokens(bridge)
+        (engine,) = bridge.status().engines
+        os.kill(engine.info.pid, signal.SIGSTOP)
+        with pytest.raises((EngineLost, DeadlineExceeded), match="engine-0"):
+            bridge.sync(model[2][0])
+        _until(lambda: bridge.status().engines[0].state == "lost")
+        with pytest.raises(NotReady, match="engine-0: lost"):
+            bridge.generate(["1="], SAMPLING)
+        os.kill(engine.info.pid, signal.SIGCONT)
+        _until(lambda: bridge.status().engines[0].state == "ready")
+        assert tokens(bridge) == before
+        bridge.sync(model[2][0])
+        assert tokens(bridge) == reference(model, model[2][0])
+
+
+def _until(done, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _alive(pid):

@@ -117,14 +117,14 @@ async def serve_engine(
     on_registered: Callable[[], None] | None = None,
 ) -> None:
     """Keeps an engine attached to its gateway until cancelled. A gateway that restarts within `patience` seconds finds
-    the engine again; after that, `GatewayLost`."""
+    the engine again, and so does one that gave it up for lost; after that, `GatewayLost`."""
     last_contact = time.monotonic()
     async with grpc.aio.insecure_channel(address, options=wire.options(max_message_bytes)) as channel:
         while True:
             session = EngineSession(engine, GatewayStub(channel), token, address, on_registered)
             try:
                 await session.run()
-            except GatewayLost as lost:
+            except (GatewayLost, EngineLost) as lost:  # no gateway, or one that gave up on us: a stopped engine goes on
                 last_contact = max(last_contact, session.last_contact)
                 if time.monotonic() - last_contact > patience:
                     raise GatewayLost(

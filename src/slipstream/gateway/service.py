@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from slipstream.errors import NotReady, ProtocolMismatch, SlipstreamError, UpdateInProgress
+from slipstream.errors import EngineLost, ProtocolMismatch, SlipstreamError, UpdateInProgress
 from slipstream.gateway import convert, wire
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.attach import EngineLink
@@ -130,6 +130,8 @@ class Service(GatewayServicer):
             writer = asyncio.create_task(_write(link, context))
             try:
                 async for message in messages:
+                    if why := self._registry.get(info.name).lost:
+                        raise EngineLost(f"engine {info.name!r} was given up: {why}; it may register again")
                     self._registry.heard(info.name, time.monotonic())
                     link.deliver(message)
             finally:
@@ -141,11 +143,6 @@ class Service(GatewayServicer):
         log.warning("engine %s lost: %s", name, why)
         self._registry.lose(name, why)
         self._links[name].lose(why)
-
-    def check_ready(self) -> None:
-        """Raises `NotReady` unless some engine serves a committed version."""
-        if not self._registry.ready():
-            raise NotReady(str(self._registry.why_not_ready()))
 
 
 async def _write(link: EngineLink, context: grpc.aio.ServicerContext) -> None:

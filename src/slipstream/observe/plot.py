@@ -19,7 +19,7 @@ def write_curve(path: Path, steps: Sequence[StepRecord], evaluations: Sequence[E
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise Unsupported("no plot: matplotlib is not installed; get it with: pip install 'slipstream-rl[plot]'") from None
+        raise Unsupported("no plot without matplotlib; get it with: pip install 'slipstream-rl[plot]'") from None
 
     # Not through pyplot, whose global state and choice of backend belong to the user's own program.
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -90,7 +90,10 @@ def describe_step(record: StepRecord) -> str:
 
 
 def describe_evaluation(record: Evaluation) -> str:
-    line = f"evaluation after {record.step} steps: training prompts {record.sampled_train:.3f} sampled, {record.greedy_train:.3f} greedy"
+    def both(sampled: float, greedy: float) -> str:
+        return f"{sampled:.3f} sampled, {greedy:.3f} greedy"
+
+    line = f"evaluation after {record.step} steps: training prompts {both(record.sampled_train, record.greedy_train)}"
     if record.sampled_heldout is not None and record.greedy_heldout is not None:
-        line += f"; held-out {record.sampled_heldout:.3f} sampled, {record.greedy_heldout:.3f} greedy"
+        line += f"; held-out {both(record.sampled_heldout, record.greedy_heldout)}"
     return line

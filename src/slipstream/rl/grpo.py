@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation (Shao et al., 2024, arXiv:2402.03300), with the outcome reward and without the KL term.
+"""Group-relative policy optimisation (Shao et al., 2024, arXiv:2402.03300), outcome rewards, no KL term.
 
 For each prompt the policy draws a group of G completions o_1 … o_G with rewards r_1 … r_G. Then
 
@@ -26,11 +26,12 @@ from slipstream.model.config import ModelConfig
 from slipstream.types import Completion
 
 OptState: TypeAlias = Any
-TrainStep: TypeAlias = Callable[[decoder.Params, OptState, "Batch"], tuple[decoder.Params, OptState, dict[str, jax.Array]]]
+StepResult: TypeAlias = tuple[decoder.Params, OptState, dict[str, jax.Array]]
+TrainStep: TypeAlias = Callable[[decoder.Params, OptState, "Batch"], StepResult]
 
 _EPSILON = 1e-6
 _LENGTH_STEP = 8
-"""Sequences are padded to a multiple of this, so that batches whose longest sequence differs a little share a program."""
+"""Sequences are padded to a multiple of this, so that batches of almost the same length share a program."""
 
 
 class Batch(NamedTuple):
@@ -134,12 +135,12 @@ def make_train_step(model: ModelConfig, config: GrpoConfig) -> TrainStep:
     adam = optimiser(config)
 
     def loss(params: decoder.Params, batch: Batch) -> tuple[jax.Array, Objective]:
-        found = objective(decoder.logprobs(params, model, batch.tokens, config.temperature), batch, config.clip)
+        found = objective(
+            decoder.logprobs(params, model, jnp.asarray(batch.tokens), config.temperature), batch, config.clip
+        )
         return found.loss, found
 
-    def train_step(
-        params: decoder.Params, opt_state: OptState, batch: Batch
-    ) -> tuple[decoder.Params, OptState, dict[str, jax.Array]]:
+    def train_step(params: decoder.Params, opt_state: OptState, batch: Batch) -> StepResult:
         gradients, found = jax.grad(loss, has_aux=True)(params, batch)
         updates, opt_state = adam.update(gradients, opt_state, params)
         metrics = {**found._asdict(), "gradient_norm": optax.global_norm(gradients)}

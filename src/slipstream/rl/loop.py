@@ -10,6 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ from slipstream.rl.records import (
     WarmupRecord,
     json_lines,
 )
-from slipstream.rl.tasks import Task, task_named
+from slipstream.rl.tasks import Split, Task, task_named
 from slipstream.rl.tokens import Codec, init_small
 from slipstream.types import Completion, SamplingParams
 
@@ -58,7 +59,9 @@ def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -
 def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -> Iterator[Record]:
     model, codec, task = ModelConfig.read(model_dir), Codec(model_dir), task_named(config.task)
     params = _starting_params(config, model, model_dir)
-    for step, (params, loss) in enumerate(_warm_up(config, params, model, task, codec), start=1):
+    warm_up = supervised.warm_up(params, model, task, codec, steps=config.warmup_steps, seed=(config.seed, _WARMUP))
+    for step, (warmed, loss) in enumerate(warm_up, start=1):
+        params = warmed
         yield WarmupRecord(step, loss)
 
     train_step, opt_state = grpo.make_train_step(model, config.grpo), grpo.optimiser(config.grpo).init(params)
@@ -108,18 +111,22 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) ->
 
 def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step: int) -> Evaluation:
     """Accuracy of the policy that serves now, always on the same prompts."""
-    rng, seeds = (np.random.default_rng([config.seed, _EVAL_PROMPTS]), np.random.default_rng([config.seed, _EVAL_SAMPLES, step]))
-    sampled = {"n": EVAL_SAMPLES, "temperature": config.grpo.temperature}
-    accuracy: dict[str, float | None] = {}
-    for split in ("train", "heldout"):
-        prompts = list(dict.fromkeys(task.prompts(rng, EVAL_PROMPTS, split)))  # a small split repeats itself
-        for name, how in (("sampled", sampled), ("greedy", {"n": 1, "temperature": 0.0})):
-            sampling = [SamplingParams(max_tokens=config.grpo.max_tokens, seed=_draw(seeds), **how) for _ in prompts]
-            completions = bridge.generate(codec.prompts(prompts), sampling)
-            require_version(completions, bridge.version)
-            rewards = _rewards(task, codec, prompts, completions)
-            accuracy[f"{name}_{split}"] = float((rewards >= 1).mean()) if prompts else None
-    return Evaluation(step=step, version=bridge.version, **accuracy)
+    prompt_rng = np.random.default_rng([config.seed, _EVAL_PROMPTS])
+    sample_rng = np.random.default_rng([config.seed, _EVAL_SAMPLES, step])
+    version = bridge.version
+
+    def accuracy(prompts: Sequence[str], temperature: float, n: int) -> float:
+        how = [SamplingParams(config.grpo.max_tokens, temperature, n=n, seed=_draw(sample_rng)) for _ in prompts]
+        completions = bridge.generate(codec.prompts(prompts), how)
+        require_version(completions, version)
+        return float((_rewards(task, codec, prompts, completions) >= 1).mean())
+
+    found: dict[Split, tuple[float, float] | tuple[None, None]] = {"heldout": (None, None)}
+    for split in get_args(Split):
+        prompts = list(dict.fromkeys(task.prompts(prompt_rng, EVAL_PROMPTS, split)))  # a small split repeats itself
+        if prompts:
+            found[split] = accuracy(prompts, config.grpo.temperature, EVAL_SAMPLES), accuracy(prompts, 0.0, 1)
+    return Evaluation(step, version, *found["train"], *found["heldout"])
 
 
 def require_version(completions: Sequence[Completion], version: int) -> None:
@@ -137,13 +144,7 @@ def require_version(completions: Sequence[Completion], version: int) -> None:
 def _starting_params(config: TrainConfig, model: ModelConfig, model_dir: Path) -> decoder.Params:
     if checkpoint.has_weights(model_dir):
         return checkpoint.load(model_dir, model)
-    return init_small(model, jax.random.key(config.seed))
-
-
-def _warm_up(
-    config: TrainConfig, params: decoder.Params, model: ModelConfig, task: Task, codec: Codec
-) -> Iterator[tuple[decoder.Params, float]]:
-    return supervised.warm_up(params, model, task, codec, steps=config.warmup_steps, seed=(config.seed, _WARMUP))
+    return init_small(model, config.seed)
 
 
 def _sampling(config: TrainConfig, step: int) -> list[SamplingParams]:
@@ -171,6 +172,7 @@ def _reached(config: TrainConfig, step: int, recent: Sequence[float]) -> bool:
 def _save(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:
     """The trained model, with its tokenizer's files, ready for any engine to load."""
     checkpoint.save(directory, params, model)
-    for path in (*model_dir.glob("tokenizer*"), *model_dir.glob("special_tokens_map.json"), *model_dir.glob("generation_config.json")):
-        shutil.copy(path, directory / path.name)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        if (model_dir / name).exists():
+            shutil.copy(model_dir / name, directory / name)
     return Saved(str(directory))

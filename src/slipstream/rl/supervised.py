@@ -1,6 +1,6 @@
 """The supervised warm-up: a few steps of imitation, so that a random model answers right now and then.
 
-Reinforcement learning climbs a reward that it sometimes gets; a model that never answers right has no slope to climb."""
+Reinforcement learning climbs a reward that it sometimes gets; a model that is never right has no slope to climb."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def cross_entropy(logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     return -jnp.sum(logprobs * mask) / jnp.sum(mask)
 
 
-def make_examples(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], eos_id: int) -> tuple[np.ndarray, np.ndarray]:
+def make_examples(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], eos_id: int
+) -> tuple[np.ndarray, np.ndarray]:
     """`tokens` [B, T], padded, and `mask` [B, T − 1] of the answers, end-of-sequence token included."""
     longest = max(len(p) + len(a) + 1 for p, a in zip(prompts, answers))
     length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP

@@ -80,9 +80,9 @@ MAX_DIGITS = 9
 class DigitTask:
     """Prompts `r123=`, `s312=`, `a012+034=` with answers `321`, `123`, `0046`: always the same length, zeros kept.
 
-    Prompt number i, of N = 10^digits, is held out when (i · STRIDE) mod N is below the number to hold out. STRIDE has no
-    factor in common with 10, so that this permutes the prompts: each split has exactly its share, spread evenly, and
-    a prompt of either is drawn directly by the inverse permutation."""
+    Prompt number i of N is held out when its rank (i · STRIDE) mod N is below the number to hold out. N is a power of 10
+    and STRIDE has no factor in common with it, so that this permutes the prompts: each split has exactly its share,
+    spread evenly, and the inverse permutation draws a prompt of either directly."""
 
     name: str
     digits: int = 3

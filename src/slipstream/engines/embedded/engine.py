@@ -11,8 +11,7 @@ from typing import Any
 
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded.intake import Intake
-from slipstream.engines.embedded.placement import Placement
-from slipstream.engines.embedded.programs import Programs
+from slipstream.engines.embedded.programs import programs_for
 from slipstream.engines.embedded.scheduler import Failed, Sample, Ticket, plan_scoring
 from slipstream.engines.embedded.worker import Policy, Worker
 from slipstream.errors import ConfigError, EngineLost, NotReady, UnknownVersion
@@ -62,7 +61,9 @@ class EmbeddedEngine:
         options = options or EngineConfig()
         self._model, self._name, self._options = model, name, options
         self._max_length = _max_length(model, options)
-        self._placement = Placement(model, options.tp, options.dtype)
+        slots = options.max_concurrency
+        programs = programs_for(model, options.tp, options.dtype, slots, self._max_length)
+        self._placement = programs.placement
         self._tensors = families.tensors(model)
         self._parameters = families.parameters(model, options.tp)
         self._intake = Intake(model, tokenizer, self._max_length, name)
@@ -70,8 +71,7 @@ class EmbeddedEngine:
         self._shadow: Policy | None = None
         """A version that is staged and not committed."""
         policy = None if params is None else Policy(self._placement.place(params), version or 0)
-        programs = Programs(model, self._placement, options.max_concurrency, self._max_length)
-        self._worker = Worker(programs, options.max_concurrency, policy, name)
+        self._worker = Worker(programs, slots, policy, name)
 
     @classmethod
     def from_directory(

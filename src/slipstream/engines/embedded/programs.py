@@ -31,9 +31,17 @@ MAX_SCORE_LOGITS = 1 << 25
 _sample = jax.jit(sample)
 
 
+@functools.lru_cache(maxsize=16)
+def programs_for(config: ModelConfig, tp: int, dtype: str, num_slots: int, max_length: int) -> Programs:
+    """Engines of one shape in one process share what is compiled."""
+    return Programs(config, Placement(config, tp, dtype), num_slots, max_length)
+
+
 class Programs:
+    """Holds no weights and no cache: both are arguments."""
+
     def __init__(self, config: ModelConfig, placement: Placement, num_slots: int, max_length: int) -> None:
-        self._config, self._placement = config, placement
+        self._config, self.placement = config, placement
         self._num_slots, self._max_length = num_slots, max_length
         cache, replicated = placement.cache, placement.replicated
         self._prefill = jax.jit(self._prefill_program, donate_argnums=1, out_shardings=cache)
@@ -46,14 +54,14 @@ class Programs:
     # --- called by the worker, with host arrays ---
 
     def new_cache(self, length: int) -> Cache:
-        config, placement = self._config, self._placement
+        config, placement = self._config, self.placement
         shape = (self._num_slots, config.num_kv_heads, self.length_bucket(length), config.head_dim)
         zeros = functools.partial(jnp.zeros, shape, placement.dtype, device=placement.cache)
         return [(zeros(), zeros()) for _ in range(config.num_layers)]
 
     def fitted(self, cache: Cache, length: int) -> Cache:
-        """The same first `length` positions, with room for them and not much more: a step reads all of the cache. The gap
-        between growing and shrinking keeps it from doing both in turn."""
+        """The same first `length` positions, with room for them and not much more, as a step reads all of the cache. The
+        gap between growing and shrinking keeps it from doing both in turn."""
         length, now = self.length_bucket(length), cache[0][0].shape[2]
         return self._resize(cache, length) if length > now or 4 * length <= now else cache
 

@@ -1,0 +1,450 @@
+"""What is the embedded engine's own: Hugging Face parity, text, swaps in mid-flight, failures, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from slipstream.config import EngineConfig
+from slipstream.engines.embedded import EmbeddedEngine
+from slipstream.errors import (
+    ConfigError,
+    EngineFailure,
+    EngineLost,
+    InvalidPrompt,
+    MappingError,
+    NotReady,
+    UnknownVersion,
+)
+from slipstream.model import checkpoint
+from slipstream.model.config import ModelConfig
+from slipstream.types import Completion, Failure, Request, VersionSpan
+from tests.conformance.engines import Subject, greedy_reference, log_softmax, offer_of, other_params, request
+from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config, write_tokenizer
+
+Make = Callable[..., Subject]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes engines and closes them."""
+    made: list[Subject] = []
+
+    def make(config: ModelConfig | None = None, params: Any = "random", **options: Any) -> Subject:
+        config = config or tiny_config(num_layers=1)
+        params = random_params(config) if isinstance(params, str) else params
+        engine = EmbeddedEngine(config, params, options=EngineConfig(**({"max_concurrency": 2} | options)))
+        made.append(Subject(engine, config, params))
+        return made[-1]
+
+    yield make
+    for subject in made:
+        subject.runner.run(subject.engine.close())
+        subject.runner.close()
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_generation_equals_transformers(name: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = hf_directory(tmp_path, name, seed=3)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    engine = EmbeddedEngine.from_directory(directory, options=EngineConfig(max_concurrency=4))
+    subject = Subject(engine, ModelConfig.read(directory), checkpoint.load(directory))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 96, n).tolist() for n in (1, 4, 7, 11)]
+    requests = [
+        request(str(i), prompt, temperature=0, max_tokens=24, ignore_eos=False) for i, prompt in enumerate(prompts)
+    ]
+    found = {o.request_id: o for o in subject.generate(*requests) if isinstance(o, Completion)}
+    for i, prompt in enumerate(prompts):
+        with torch.no_grad():
+            out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
+        assert list(found[str(i)].token_ids) == out[0, len(prompt) :].tolist()
+    subject.runner.run(engine.close())
+
+
+def test_bfloat16_weights_and_cache(make: Make) -> None:
+    config = tiny_config(num_layers=1)
+    exact = random_params(config)
+    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), exact)
+    subject = make(config, exact, dtype="bfloat16")
+    completion = subject.complete(subject.prompts[4])
+    tokens = completion.prompt_token_ids + completion.token_ids
+    rows = subject.logprobs(tokens, rounded)[len(completion.prompt_token_ids) - 1 : -1]
+    np.testing.assert_allclose(completion.raw_logprobs, rows[np.arange(8), completion.token_ids], atol=0.15)
+    assert subject.engine.describe().dtype == "bfloat16"
+
+
+def test_kv_heads_that_do_not_divide_are_held_by_every_rank(make: Make) -> None:
+    config = tiny_config("qwen3", num_kv_heads=1, vocab_size=95)
+    subject = make(config, tp=2)
+    prompt = subject.prompts[4]
+    assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8)
+    new = other_params(subject)
+    subject.publish(new)
+    assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8, new)
+
+
+def test_too_few_devices_for_tp_says_how_to_get_more() -> None:
+    with pytest.raises(ConfigError, match="xla_force_host_platform_device_count=8"):
+        EmbeddedEngine(tiny_config(num_heads=8, num_kv_heads=8), None, options=EngineConfig(tp=8))
+
+
+def test_a_context_longer_than_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="128 positions"):
+        EmbeddedEngine(tiny_config(), None, options=EngineConfig(max_model_len=129))
+
+
+def test_parameters_of_another_shape_are_refused() -> None:
+    with pytest.raises(MappingError, match="embed_tokens"):
+        EmbeddedEngine(tiny_config(), random_params(tiny_config(vocab_size=50)))
+
+
+def test_the_engine_keeps_its_weights_when_the_trainer_donates_its_own(make: Make) -> None:
+    config = tiny_config(num_layers=1)
+    params = random_params(config)
+    subject = make(config, params)
+    subject.params = random_params(config)  # the same, for reference
+    jax.jit(lambda tree: jax.tree.map(lambda p: p * 0, tree), donate_argnums=0)(params)
+    prompt = subject.prompts[3]
+    assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8)
+
+
+# --- lengths ---
+
+
+def test_the_cache_grows_and_shrinks_with_the_sequences(make: Make) -> None:
+    subject = make(max_model_len=100)
+    prompt = subject.prompts[3]
+    long = subject.complete(prompt, temperature=0, max_tokens=1000)
+    assert long.prompt_token_ids + long.token_ids == prompt + greedy_reference(subject, prompt, 95)
+    assert subject.complete(prompt, temperature=0).token_ids == long.token_ids[:8]
+    first, second = subject.generate(
+        request("long", prompt, temperature=0, max_tokens=60), request("short", prompt, temperature=0, max_tokens=3)
+    )
+    assert isinstance(first, Completion) and isinstance(second, Completion)
+    assert {first.token_ids, second.token_ids} == {long.token_ids[:3], long.token_ids[:60]}
+
+
+def test_scores_in_many_chunks_come_back_in_order(make: Make) -> None:
+    subject = make()
+    rng = np.random.default_rng(0)
+    sequences = [tuple(rng.integers(3, 96, rng.integers(2, 128)).tolist()) for _ in range(300)]
+    scores = subject.score(*sequences)
+    assert [s.token_ids for s in scores] == sequences
+    for i in (0, 150, 299):
+        expected = subject.logprobs(sequences[i])[np.arange(len(sequences[i]) - 1), sequences[i][1:]]
+        np.testing.assert_allclose(scores[i].logprobs, expected, atol=1e-5)
+
+
+def test_scoring_in_blocks_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.engines.embedded import programs
+
+    subject = make(
+        tiny_config(num_layers=1, vocab_size=97)
+    )  # a model of its own: others' programs are compiled already
+    tokens = tuple(np.random.default_rng(0).integers(3, 96, 60).tolist())
+    monkeypatch.setattr(programs, "MAX_SCORE_LOGITS", 97 * 8)
+    (score,) = subject.score(tokens)
+    np.testing.assert_allclose(score.logprobs, subject.logprobs(tokens)[np.arange(59), tokens[1:]], atol=1e-5)
+
+
+# --- text ---
+
+
+def test_text_prompts_and_completions(tmp_path: Path) -> None:
+    directory = write_tokenizer(hf_directory(tmp_path, "llama", num_layers=1))
+    engine = EmbeddedEngine.from_directory(directory, options=EngineConfig(max_concurrency=2))
+    subject = Subject(engine, ModelConfig.read(directory), checkpoint.load(directory))
+    letters = "abc"
+    (by_text,) = subject.generate(request("t", letters, temperature=0, max_tokens=12))
+    by_ids = subject.complete([4, 5, 6], temperature=0, max_tokens=12)
+    assert isinstance(by_text, Completion)
+    assert (by_text.prompt_token_ids, by_text.token_ids) == ((4, 5, 6), by_ids.token_ids)
+    characters = dict(enumerate("abcdefghijklmnopqrstuvwxyz0123456789 ", start=4))
+    assert by_text.text == "".join(characters.get(t, "") for t in by_ids.token_ids)
+
+    letter = next(t for t in by_ids.token_ids if t in characters)
+    stopped = subject.complete([4, 5, 6], temperature=0, max_tokens=12, stop_token_ids=(letter,))
+    assert stopped.token_ids[-1] == letter
+    assert characters[letter] not in stopped.text
+    subject.runner.run(engine.close())
+
+
+def test_text_without_a_tokenizer_fails_and_says_what_is_missing(make: Make) -> None:
+    subject = make()
+    text, ids = sorted(subject.generate(request("a", "hello"), request("b", [5, 6])), key=lambda o: o.request_id)
+    assert isinstance(text, Failure) and isinstance(text.error, InvalidPrompt) and "tokenizer" in str(text.error)
+    assert isinstance(ids, Completion) and ids.text == ""
+
+
+def test_eos_ends_a_completion_unless_ignored(make: Make) -> None:
+    config = tiny_config(num_layers=1)
+    probe = make(config).complete([5, 6, 7], temperature=0, max_tokens=10)
+    eos = probe.token_ids[3]
+    subject = make(tiny_config(num_layers=1, eos_token_ids=(eos, 0)), random_params(config))
+    ended = subject.complete([5, 6, 7], temperature=0, max_tokens=10, ignore_eos=False)
+    assert ended.token_ids == probe.token_ids[: probe.token_ids.index(eos) + 1]
+    assert ended.finish_reason == "stop"
+    assert subject.complete([5, 6, 7], temperature=0, max_tokens=10).token_ids == probe.token_ids
+
+
+# --- updates while requests run ---
+
+
+def silent(params: Any) -> Any:
+    """Weights under which every token has logprob -log(vocab) and the greedy one is 0: the final norm is zero."""
+    named = checkpoint.flatten(params)
+    named["model.norm.weight"] = jnp.zeros_like(named["model.norm.weight"])
+    return checkpoint.unflatten(named)
+
+
+class Hold:
+    """Stops the compute thread before its decode step number `step`, until told to go on."""
+
+    def __init__(self, subject: Subject, step: int) -> None:
+        self.held, self.go_on = threading.Event(), threading.Event()
+        worker = subject.engine._worker  # type: ignore[attr-defined]
+        decode, calls = worker._decode, []
+
+        def held_decode() -> None:
+            calls.append(1)
+            if len(calls) == step:
+                self.held.set()
+                assert self.go_on.wait(60), "the test never let go"
+            decode()
+
+        worker._decode = held_decode
+
+
+async def commit_in_mid_flight(subject: Subject, in_flight: Any) -> tuple[list[Completion], int, int]:
+    """Two requests start; before the long one's 20th token a staged version is committed, and a third request comes.
+    The three completions, and the old and new version."""
+    engine, old = subject.engine, subject.engine.describe().version
+    offer, manifests = offer_of(engine.describe(), silent(subject.params), old + 1)
+    await engine.begin(old + 1, offer)
+    await engine.stage(old + 1, manifests)
+    hold = Hold(subject, 20)
+    batches = engine.generate([request("short", [5, 6], max_tokens=2), request("long", [7, 8], max_tokens=40)])
+    outcomes = list(await anext(batches))
+    await asyncio.to_thread(hold.held.wait)
+    commit = asyncio.create_task(engine.commit(old + 1, in_flight))
+    await asyncio.sleep(0)  # the commit has reached the compute thread's queue
+    hold.go_on.set()
+    async for batch in engine.generate([request("late", [9, 9], max_tokens=3)]):
+        outcomes += batch
+    await commit
+    async for batch in batches:
+        outcomes += batch
+    by_id = {o.request_id: o for o in outcomes if isinstance(o, Completion)}
+    return [by_id["short"], by_id["long"], by_id["late"]], old, old + 1
+
+
+def is_silent(completion: Completion) -> list[bool]:
+    """Of each token, whether its logprob is that of the silent weights."""
+    return [abs(p + np.log(96)) < 1e-5 for p in completion.raw_logprobs]
+
+
+def test_commit_keep_switches_running_requests_at_a_token(make: Make) -> None:
+    subject = make()
+    alone = subject.complete([7, 8], max_tokens=40)
+    (short, long, late), old, new = subject.runner.run(commit_in_mid_flight(subject, "keep"))
+    assert short.spans == (VersionSpan(old, 0, 2),)
+    assert long.spans == (VersionSpan(old, 0, 20), VersionSpan(new, 20, 40))
+    assert is_silent(long) == [False] * 20 + [True] * 20
+    assert long.token_ids[:20] == alone.token_ids[:20]
+    assert long.version == old
+    assert late.spans == (VersionSpan(new, 0, 3),)
+    assert subject.engine.describe().version == new
+
+
+def test_commit_finish_lets_running_requests_end_under_the_old_weights(make: Make) -> None:
+    subject = make()
+    alone = subject.complete([7, 8], max_tokens=40)
+    (_, long, late), old, new = subject.runner.run(commit_in_mid_flight(subject, "finish"))
+    assert long.spans == (VersionSpan(old, 0, 40),)
+    assert long.token_ids == alone.token_ids
+    assert late.spans == (VersionSpan(new, 0, 3),)
+    assert is_silent(late) == [True] * 3
+    assert subject.engine.describe().version == new
+
+
+def test_rollback_calls_off_a_commit_that_waits(make: Make) -> None:
+    subject = make()
+    engine, old = subject.engine, subject.engine.describe().version
+
+    async def scenario() -> list[Completion | Failure]:
+        offer, manifests = offer_of(engine.describe(), silent(subject.params), old + 1)
+        await engine.begin(old + 1, offer)
+        await engine.stage(old + 1, manifests)
+        hold = Hold(subject, 5)
+        batches = engine.generate([request("short", [5, 6], max_tokens=1), request("long", [7, 8], max_tokens=10)])
+        outcomes = list(await anext(batches))
+        await asyncio.to_thread(hold.held.wait)
+        commit = asyncio.create_task(engine.commit(old + 1, "finish"))
+        rollback = asyncio.create_task(engine.rollback(old + 1))
+        await asyncio.sleep(0)
+        hold.go_on.set()
+        await rollback
+        with pytest.raises(UnknownVersion, match="rolled back"):
+            await commit
+        return outcomes + [o async for batch in batches for o in batch]
+
+    outcomes = subject.runner.run(scenario())
+    assert len(outcomes) == 2
+    assert all(isinstance(o, Completion) and {s.version for s in o.spans} == {old} for o in outcomes)
+    assert engine.describe().version == old
+    subject.publish(subject.params)  # and the next update finds the way free
+
+
+def test_a_cancelled_commit_does_not_swap_and_the_engine_goes_on(make: Make) -> None:
+    subject = make()
+    engine, old = subject.engine, subject.engine.describe().version
+
+    async def scenario() -> list[Completion | Failure]:
+        offer, manifests = offer_of(engine.describe(), silent(subject.params), old + 1)
+        await engine.begin(old + 1, offer)
+        await engine.stage(old + 1, manifests)
+        hold = Hold(subject, 5)
+        generating = asyncio.create_task(collect(subject, request("r", [7, 8], max_tokens=10)))
+        await asyncio.to_thread(hold.held.wait)
+        commit = asyncio.create_task(engine.commit(old + 1))
+        await asyncio.sleep(0)
+        commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        hold.go_on.set()
+        return await generating
+
+    (outcome,) = subject.runner.run(scenario())
+    assert isinstance(outcome, Completion) and outcome.spans == (VersionSpan(old, 0, 10),)
+    assert engine.describe().version == old
+    subject.runner.run(engine.commit(old + 1))  # still staged
+    assert engine.describe().version == old + 1
+
+
+async def collect(subject: Subject, *requests: Request) -> list[Completion | Failure]:
+    return [o async for batch in subject.engine.generate(requests) for o in batch]
+
+
+def test_an_engine_without_weights_waits_for_its_first_update(make: Make, tmp_path: Path) -> None:
+    subject = make(params=None)
+    assert subject.engine.describe().version == -1
+    (failure,) = subject.generate(request("r", [5, 6]))
+    assert isinstance(failure, Failure) and isinstance(failure.error, NotReady)
+    with pytest.raises(NotReady):
+        subject.score([5, 6])
+    subject.params = random_params(subject.config)
+    assert subject.publish(subject.params) == 0
+    assert subject.complete([5, 6], temperature=0).token_ids == greedy_reference(subject, [5, 6], 8)
+
+
+def test_a_directory_with_weights_is_version_0_and_without_is_empty(tmp_path: Path) -> None:
+    config = tiny_config(num_layers=1)
+    checkpoint.save(tmp_path, random_params(config), config)
+    for expected in (0, -1):
+        engine = EmbeddedEngine.from_directory(tmp_path, name="x")
+        assert engine.describe().version == expected
+        asyncio.run(engine.close())
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+
+
+def test_a_version_without_weights_makes_no_sense() -> None:
+    with pytest.raises(ConfigError, match="without params"):
+        EmbeddedEngine(tiny_config(), None, version=3)
+
+
+# --- cancellation, failure, end ---
+
+
+def test_cancelled_requests_free_their_slots(make: Make) -> None:
+    subject = make(tiny_config(num_layers=1, max_position_embeddings=4096))
+
+    async def scenario() -> None:
+        batches = subject.engine.generate(
+            [request("short", [5], max_tokens=1), request("long", [7], n=9, max_tokens=4000)]
+        )
+        await anext(batches)
+        await batches.aclose()  # type: ignore[attr-defined]
+        await subject.engine.score([[5, 6]])  # a later command: the cancellation has been carried out
+
+    subject.runner.run(scenario())
+    scheduler = subject.engine._worker._scheduler  # type: ignore[attr-defined]
+    assert not scheduler.running and not scheduler.waiting
+    assert len(subject.complete([5, 6]).token_ids) == 8
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_survives(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make()
+    programs = subject.engine._worker._programs  # type: ignore[attr-defined]
+    expected, decode, calls = subject.complete([5, 6]).token_ids, programs.decode, []
+
+    def broken(*args: Any) -> Any:
+        calls.append(1)
+        drawn, cache = decode(*args)  # the donated cache is gone by now
+        if len(calls) == 2:
+            raise ValueError("no luck")
+        return drawn, cache
+
+    monkeypatch.setattr(programs, "decode", broken)
+    outcomes = subject.generate(request("a", [5, 6], n=3), request("b", [5, 6]))
+    failures = [o for o in outcomes if isinstance(o, Failure)]
+    assert [f.request_id for f in failures] == ["a"]  # b was still waiting: two slots
+    assert isinstance(failures[0].error, EngineFailure) and "no luck" in str(failures[0].error)
+    (completion,) = [o for o in outcomes if isinstance(o, Completion)]
+    assert (completion.request_id, completion.token_ids) == ("b", expected)
+    assert subject.complete([5, 6]).token_ids == expected
+
+
+def test_closing_fails_what_is_unfinished_and_ends_the_thread() -> None:
+    config = tiny_config(num_layers=1, max_position_embeddings=4096)
+
+    async def scenario() -> None:
+        engine = EmbeddedEngine(config, random_params(config), name="closing", options=EngineConfig(max_concurrency=2))
+        batches = engine.generate([request("short", [5], max_tokens=1), request("long", [7], n=3, max_tokens=4000)])
+        await anext(batches)
+        await engine.close()
+        (failure,) = [o async for batch in batches for o in batch]
+        assert isinstance(failure, Failure) and failure.request_id == "long" and isinstance(failure.error, EngineLost)
+        assert not [t for t in threading.enumerate() if t.name == "slipstream-closing"]
+        (failure,) = [o async for batch in engine.generate([request("after", [5])]) for o in batch]
+        assert isinstance(failure, Failure) and isinstance(failure.error, EngineLost)
+        with pytest.raises(EngineLost):
+            await engine.score([[5, 6]])
+        await engine.rollback(1)
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_requests_from_two_callers_share_the_batch(make: Make) -> None:
+    subject = make()
+
+    async def both() -> list[list[Completion | Failure]]:
+        async def one(seed: int) -> list[Completion | Failure]:
+            requests = [request("same id", subject.prompts[i], seed=seed) for i in range(4)]
+            return [o async for batch in subject.engine.generate(requests) for o in batch]
+
+        return await asyncio.gather(one(1), one(2))
+
+    first, second = subject.runner.run(both())
+    assert len(first) == len(second) == 4
+    for outcome in first:
+        assert isinstance(outcome, Completion)
+        assert outcome.token_ids == subject.complete(outcome.prompt_token_ids, seed=1).token_ids
+        index = np.arange(8), outcome.token_ids
+        rows = subject.logprobs(outcome.prompt_token_ids + outcome.token_ids)[len(outcome.prompt_token_ids) - 1 : -1]
+        np.testing.assert_allclose(outcome.logprobs, log_softmax(rows)[index], atol=1e-5)
