@@ -96,7 +96,9 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
     if not config.model:
         write_small_model(model_dir)
     where = f"{config.engines} engine process(es)" if config.engines else "an engine inside this process"
-    console.print(f"Task [bold]{config.task.name}[/], rollouts by {where}; logs in {outcome.run_dir}", soft_wrap=True)
+    console.print(
+        f"task {config.task.name}, rollouts by {where}; logs in {outcome.run_dir}", markup=False, soft_wrap=True
+    )
     try:
         with _open_bridge(config, model_dir, outcome.run_dir) as bridge:
             console.print(f"engines up after {time.perf_counter() - started:.1f} s; compiling and warming up")
@@ -105,7 +107,10 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
                     outcome.add(record)
                     display.show(record)
     except KeyboardInterrupt:
-        console.print(f"interrupted after {len(outcome.steps)} steps; records are in {outcome.run_dir}/metrics.jsonl")
+        where = f"{outcome.run_dir}/metrics.jsonl"
+        console.print(
+            f"interrupted after {len(outcome.steps)} steps; records are in {where}", markup=False, soft_wrap=True
+        )
         return None
     outcome.seconds = time.perf_counter() - started
     console.print(_summary(outcome))
@@ -161,6 +166,10 @@ def _print_files(outcome: Outcome, config: TrainConfig, console: Console) -> Non
         curve = str(write_curve(outcome.run_dir / "curve.png", outcome.steps, outcome.evaluations, title))
     except Unsupported as missing:
         curve = str(missing)
-    console.print(f"curve       {curve}", soft_wrap=True)
-    console.print(f"records     {outcome.run_dir / 'metrics.jsonl'}", soft_wrap=True)
-    console.print(f"checkpoint  {outcome.checkpoint}", soft_wrap=True)
+    # Not as markup: paths and the hint for a missing package may have square brackets.
+    for label, text in (
+        ("curve", curve),
+        ("records", f"{outcome.run_dir}/metrics.jsonl"),
+        ("checkpoint", outcome.checkpoint),
+    ):
+        console.print(f"{label:10}  {text}", markup=False, soft_wrap=True)

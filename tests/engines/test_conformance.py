@@ -16,9 +16,10 @@ from tests.tiny import random_params, tiny_config
 @pytest.fixture(scope="module", params=["tp=1", "tp=2"])
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """Few slots, so that there is a queue; a context that is no power of two, so that buckets meet their cap."""
-    config = tiny_config("qwen2", max_position_embeddings=100)
+    tp = int(request.param[-1])
+    config = tiny_config("qwen2", max_position_embeddings=60, num_layers=3 - tp)
     params = random_params(config)
-    options = EngineConfig(max_concurrency=4, tp=int(request.param[-1]))
+    options = EngineConfig(max_concurrency=4, tp=tp)
     subject = Subject(EmbeddedEngine(config, params, options=options), config, params)
     yield subject
     subject.runner.run(subject.engine.close())

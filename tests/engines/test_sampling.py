@@ -26,10 +26,12 @@ def settings_for(rows: list[dict[str, Any]]) -> Settings:
 
 
 def draw(logits: np.ndarray, rows: list[dict[str, Any]], positions: Any = 5) -> Drawn:
-    filled = np.broadcast_to(np.asarray(positions, np.int32), len(rows))
-    return Drawn(
-        *map(np.asarray, _sample(np.broadcast_to(logits, (len(rows), logits.shape[-1])), filled, settings_for(rows)))
-    )
+    """One draw per row from the same logits, always in a batch of 128 (greedy rows fill up): compiled once."""
+    padded = np.zeros(128, np.int32)
+    padded[: len(rows)] = positions
+    settings = settings_for(rows + [{"temperature": 0}] * (128 - len(rows)))
+    drawn = _sample(np.broadcast_to(logits, (128, len(logits))), padded, settings)
+    return Drawn(*(np.asarray(column)[: len(rows)] for column in drawn))
 
 
 def logits_of(seed: int, vocab: int = 24) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream.model import checkpoint, decoder
-from slipstream.model.config import ModelConfig
+from slipstream.model.config import FAMILIES, ModelConfig
 from slipstream.weights.families import tensors
 from tests.tiny import VARIANTS, hf_model, random_params, tiny_config, variant
 
@@ -38,10 +38,10 @@ def test_logits_equal_transformers(name: str) -> None:
     np.testing.assert_allclose(ours, hf_logits(hf_model(config), tokens), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_logits_depend_on_every_tensor(name: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_depend_on_every_tensor(family: str) -> None:
     """A tensor that is loaded and then ignored would survive a comparison in which it happens not to matter."""
-    config = variant(name)
+    config = tiny_config(family, num_layers=1)
     params = random_params(config)
     tokens = jnp.asarray(random_tokens(config, 1, 12))
     grads = jax.jit(jax.grad(lambda p: jnp.square(decoder.forward(p, config, tokens)).sum()))(params)
@@ -92,13 +92,12 @@ def test_init_makes_every_tensor_of_the_family(name: str) -> None:
     assert all((flat[n] == again[n]).all() for n in flat)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_bfloat16_is_as_exact_as_in_transformers(name: str) -> None:
+def test_bfloat16_is_as_exact_as_in_transformers() -> None:
     """Both round, each in its own places; ours must not lose more against float32 with the same rounded weights."""
     import torch
 
-    config = variant(name)
-    tokens = random_tokens(config, 4, 32)
+    config = variant("qwen3")
+    tokens = random_tokens(config, 3, 40)
     rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_params(config))
     ours = forward(rounded, config, tokens)
     exact = forward(jax.tree.map(lambda p: p.astype(jnp.float32), rounded), config, tokens)

@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -18,6 +17,9 @@ from slipstream.errors import ConfigError, MappingError
 from slipstream.model.config import ModelConfig
 from slipstream.model.tree import flatten, unflatten
 from slipstream.weights.families import tensors
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

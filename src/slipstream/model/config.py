@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,24 @@ class ModelConfig:
 
     @classmethod
     def read(cls, directory: str | Path) -> ModelConfig:
+        """From a model directory. Chat models name further end-of-sequence tokens in `generation_config.json`."""
         path = Path(directory) / "config.json"
-        try:
-            return cls.from_hf(json.loads(path.read_text()))
-        except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist; a model is a directory with an HF config.json") from None
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from None
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; a model is a directory with an HF config.json")
+        config = cls.from_hf(_read_json(path))
+        generation = Path(directory) / "generation_config.json"
+        more = _ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()
+        return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object, found {type(found).__name__}")
+    return found
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from slipstream.model.config import ModelConfig
 from slipstream.model.tree import unflatten
 from slipstream.weights.families import tensors
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 Params: TypeAlias = dict[str, Any]
 """Nested dicts (a list for the layers); joining a leaf's path with dots gives its HF name."""

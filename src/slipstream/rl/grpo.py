@@ -11,6 +11,7 @@ trainer and engine, in numerics or in policy version, is corrected instead of ig
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -127,8 +128,9 @@ def optimiser(config: GrpoConfig) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(config.gradient_clip), optax.adam(config.learning_rate))
 
 
+@functools.cache
 def make_train_step(model: ModelConfig, config: GrpoConfig) -> TrainStep:
-    """`train_step(params, opt_state, batch) -> (params, opt_state, metrics)`, compiled once per shape of batch.
+    """`train_step(params, opt_state, batch) -> (params, opt_state, metrics)`, compiled once per process and shape.
 
     The optimiser's state is donated: do not use the old one again. The parameters are not, since an engine in this
     process may still be generating with them."""
@@ -143,7 +145,11 @@ def make_train_step(model: ModelConfig, config: GrpoConfig) -> TrainStep:
     def train_step(params: decoder.Params, opt_state: OptState, batch: Batch) -> StepResult:
         gradients, found = jax.grad(loss, has_aux=True)(params, batch)
         updates, opt_state = adam.update(gradients, opt_state, params)
-        metrics = {**found._asdict(), "gradient_norm": optax.global_norm(gradients)}
+        metrics = {**found._asdict(), "gradient_norm": _norm(gradients)}
         return optax.apply_updates(params, updates), opt_state, metrics
 
     return jax.jit(train_step, donate_argnames="opt_state")
+
+
+def _norm(tree: decoder.Params) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))

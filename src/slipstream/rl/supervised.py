@@ -4,7 +4,8 @@ Reinforcement learning climbs a reward that it sometimes gets; a model that is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +46,26 @@ def warm_up(
     params: decoder.Params, model: ModelConfig, task: Task, codec: Codec, *, steps: int, seed: Sequence[int]
 ) -> Iterator[tuple[decoder.Params, float]]:
     """Yields the parameters and the cross-entropy after each step of Adam, each on fresh training prompts."""
-    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
+    step, state = _make_step(model), _optimiser().init(params)
+    for index in range(steps):
+        prompts = task.prompts(np.random.default_rng([*seed, index]), BATCH)
+        answers = [task.answer(prompt) for prompt in prompts]
+        tokens, mask = make_examples(codec.prompts(prompts), codec.answers(answers), model.eos_token_ids[0])
+        params, state, loss = step(params, state, tokens, mask)
+        yield params, float(loss)
+
+
+def _optimiser() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
+
+
+@functools.cache
+def _make_step(model: ModelConfig) -> Callable[..., tuple[decoder.Params, optax.OptState, jax.Array]]:
+    adam = _optimiser()
 
     def loss(params: decoder.Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         return cross_entropy(decoder.logprobs(params, model, tokens), mask)
 
-    @jax.jit
     def step(
         params: decoder.Params, state: optax.OptState, tokens: jax.Array, mask: jax.Array
     ) -> tuple[decoder.Params, optax.OptState, jax.Array]:
@@ -58,10 +73,4 @@ def warm_up(
         updates, state = adam.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state = adam.init(params)
-    for index in range(steps):
-        prompts = task.prompts(np.random.default_rng([*seed, index]), BATCH)
-        answers = [task.answer(prompt) for prompt in prompts]
-        tokens, mask = make_examples(codec.prompts(prompts), codec.answers(answers), model.eos_token_ids[0])
-        params, state, value = step(params, state, tokens, mask)
-        yield params, float(value)
+    return jax.jit(step)

@@ -58,6 +58,8 @@ class EmbeddedEngine:
         version of `params`, 0 unless given."""
         if params is None and version is not None:
             raise ConfigError(f"version {version} was given without params: an engine without weights has no version")
+        if version is not None and version < 0:
+            raise ConfigError(f"version must be 0 or more, got {version}")
         options = options or EngineConfig()
         self._model, self._name, self._options = model, name, options
         self._max_length = _max_length(model, options)

@@ -54,8 +54,10 @@ class Placement:
     def assemble(self, ranks: Mapping[str, Sequence[np.ndarray]]) -> Params:
         """A tree from each rank's local arrays, which it takes over. Blocks until they are on the devices."""
         devices = list(self._mesh.devices.flat)
+        # One call for all: the cost of a transfer of small arrays is the call.
+        shards = iter(jax.device_put([a for arrays in ranks.values() for a in arrays], devices * len(ranks)))
         leaves = {}
-        for name, arrays in ranks.items():
-            shards = [jax.device_put(array, device) for array, device in zip(arrays, devices, strict=True)]
-            leaves[name] = jax.make_array_from_single_device_arrays(self._shapes[name], self.sharding(name), shards)
+        for name in ranks:
+            local = [next(shards) for _ in devices]
+            leaves[name] = jax.make_array_from_single_device_arrays(self._shapes[name], self.sharding(name), local)
         return unflatten(jax.block_until_ready(leaves))

@@ -1,0 +1,161 @@
+"""The training loop with a real engine in this process: learning, repeatability, and what it refuses."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import slipstream
+from slipstream.config import EngineConfig, GrpoConfig, TaskConfig, TrainConfig
+from slipstream.errors import InvalidPrompt, VersionError
+from slipstream.model import checkpoint
+from slipstream.rl.loop import _sampling, evaluate, require_version, train
+from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord
+from slipstream.rl.tasks import task_named
+from slipstream.rl.tokens import Codec, init_small, small_model, write_small_model
+from slipstream.types import Completion, SamplingParams, VersionSpan
+
+CONFIG = TrainConfig(
+    steps=30,
+    warmup_steps=20,
+    eval_every=15,
+    seed=3,
+    engines=0,
+    task=TaskConfig(digits=2),
+    grpo=GrpoConfig(prompts=16, group=8, max_tokens=4),
+    engine=EngineConfig(max_concurrency=128, max_model_len=16),
+)
+
+
+def records_of(config, model_dir, run_dir):
+    with slipstream.inprocess(model_dir, engine=config.engine) as bridge:
+        return list(train(config, bridge, model_dir, run_dir))
+
+
+def of_kind(kind, records):
+    return [r for r in records if isinstance(r, kind)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_small_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(model_dir, tmp_path_factory):
+    """`(records, run directory)` of one run of CONFIG."""
+    run_dir = tmp_path_factory.mktemp("run")
+    return records_of(CONFIG, model_dir, run_dir), run_dir
+
+
+def test_accuracy_rises(run):
+    before, *_, after = of_kind(Evaluation, run[0])
+    assert before.step == 0 and after.step == CONFIG.steps
+    assert after.sampled_train > before.sampled_train + 0.2
+    assert after.sampled_heldout > before.sampled_heldout
+    steps = of_kind(StepRecord, run[0])
+    assert np.mean([s.accuracy for s in steps[-5:]]) > np.mean([s.accuracy for s in steps[:5]]) + 0.2
+
+
+def test_every_step_is_on_policy_and_ends_with_a_new_version(run):
+    steps = of_kind(StepRecord, run[0])
+    assert [s.step for s in steps] == list(range(1, CONFIG.steps + 1))
+    assert [s.version for s in steps] == list(range(CONFIG.steps))
+    assert [s.sync.version for s in steps] == list(range(1, CONFIG.steps + 1))
+    for s in steps:
+        assert s.metrics.ratio == pytest.approx(1, abs=1e-4)  # engine and trainer agree on what the tokens' odds were
+        assert s.metrics.kl == pytest.approx(0, abs=1e-6) and s.metrics.clip_share == 0
+        assert 128 <= s.num_tokens <= 128 * 4 and s.reward == s.accuracy
+        assert min(dataclasses.astuple(s.seconds)) >= 0 and s.tokens_per_second > 0
+
+
+def test_records_come_in_order_and_are_logged(run):
+    records, run_dir = run
+    kinds = [type(r) for r in records]
+    assert kinds == (
+        [WarmupRecord] * 20 + [Evaluation] + ([StepRecord] * 15 + [Evaluation]) * 2 + [Saved]
+    )  # the last evaluation is not repeated
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line.pop("kind") for line in lines] == [kind.__name__ for kind in kinds]
+    assert lines == [json.loads(json.dumps(dataclasses.asdict(r))) for r in records]
+
+
+def test_the_checkpoint_is_the_policy_that_was_evaluated_last(run):
+    records, run_dir = run
+    directory = run_dir / "checkpoint"
+    assert records[-1] == Saved(str(directory)) and checkpoint.has_weights(directory)
+    with slipstream.inprocess(directory, engine=CONFIG.engine) as bridge:
+        again = evaluate(CONFIG, bridge, task_named(CONFIG.task), Codec(directory), CONFIG.steps)
+    assert dataclasses.replace(again, version=CONFIG.steps) == of_kind(Evaluation, records)[-1]
+
+
+def test_the_same_config_makes_the_same_records(run, model_dir, tmp_path):
+    short = dataclasses.replace(CONFIG, steps=4, eval_every=2)
+    other = dataclasses.replace(short, seed=4)
+
+    def facts(records):
+        """All that a record says but for what a clock told."""
+        found = []
+        for record in records:
+            fields = dataclasses.asdict(record)
+            for clocked in ("seconds", "sync", "directory"):
+                fields.pop(clocked, None)
+            found.append(fields)
+        return found
+
+    first = facts(records_of(short, model_dir, tmp_path / "a"))
+    assert facts(records_of(short, model_dir, tmp_path / "b")) == first
+    steps = [r for r in facts(run[0]) if "metrics" in r]
+    assert [r for r in first if "metrics" in r] == steps[:4]  # a step's numbers do not depend on evaluations before it
+    assert facts(records_of(other, model_dir, tmp_path / "c")) != first
+
+
+def test_a_target_that_is_not_reached_runs_all_the_steps(model_dir, tmp_path):
+    config = dataclasses.replace(CONFIG, warmup_steps=0, steps=2, target_accuracy=0.5)
+    records = records_of(config, model_dir, tmp_path)
+    assert len(of_kind(StepRecord, records)) == 2 and of_kind(Evaluation, records)[-1].step == 2
+
+
+def test_weights_in_the_model_directory_are_where_training_starts(run, tmp_path):
+    config = dataclasses.replace(CONFIG, warmup_steps=0, steps=12, min_steps=11, target_accuracy=0.01)
+    records = records_of(config, run[1] / "checkpoint", tmp_path)
+    start, end = of_kind(Evaluation, run[0])[-1], of_kind(Evaluation, records)[0]
+    assert abs(end.greedy_train - start.greedy_train) < 1e-9  # the same weights and prompts; sampling seeds differ
+    assert len(of_kind(StepRecord, records)) == 11  # far above its target all along, stopped when allowed to
+    assert not of_kind(WarmupRecord, records)
+
+
+def test_a_run_without_held_out_prompts_says_so(model_dir):
+    config = dataclasses.replace(CONFIG, task=TaskConfig(digits=1, holdout=0.0))
+    with slipstream.inprocess(model_dir, engine=CONFIG.engine) as bridge:
+        bridge.sync(init_small(small_model(), 0))
+        found = evaluate(config, bridge, task_named(config.task), Codec(model_dir), 0)
+    assert found.sampled_heldout is None and found.greedy_heldout is None and 0 <= found.sampled_train <= 1
+
+
+def test_tokens_of_another_version_are_refused():
+    def completion(*spans):
+        return Completion("r", 5, (1,), (1, 2), "", (), (), "stop", spans, "engine-7", prompt_index=2)
+
+    require_version([completion(VersionSpan(3, 0, 2))], 3)
+    for spans in ((VersionSpan(2, 0, 2),), (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))):
+        with pytest.raises(VersionError, match=r"version 3, but sample 5 of prompt 2 .* engine 'engine-7'"):
+            require_version([completion(VersionSpan(3, 0, 2)), completion(*spans)], 3)
+
+
+def test_a_rollout_that_fails_ends_the_run_and_is_no_reward_of_zero(model_dir, tmp_path):
+    task = TaskConfig(name="add", digits=9)  # too long for max_model_len
+    config = dataclasses.replace(CONFIG, task=task, warmup_steps=1)
+    with pytest.raises(InvalidPrompt, match="prompt 0 of"):
+        records_of(config, model_dir, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {line["kind"] for line in lines} == {"WarmupRecord"}
+
+
+def test_equal_prompts_in_a_step_get_samples_of_their_own():
+    seeds = [[s.seed for s in _sampling(CONFIG, step)] for step in (1, 2)]
+    assert len({*seeds[0], *seeds[1]}) == 2 * CONFIG.grpo.prompts
+    assert _sampling(CONFIG, 1)[0] == SamplingParams(max_tokens=4, n=8, temperature=1.0, seed=seeds[0][0])
