@@ -30,8 +30,8 @@ PROTOCOL_VERSION = 1
 class SamplingParams:
     """How to draw completions. `SamplingParams(max_tokens=64, temperature=0.8, n=8, seed=7)`.
 
-    The tokens of a request depend on its prompt, its parameters and the weights, never on what else is in the batch:
-    sample `i` of a request draws its token at position `p` from a key made of `(seed, i, p)`."""
+    Sample `i` of a request draws its token at position `p` from a key made of `(seed, i, p)`, so what else is in the
+    batch does not enter into it. (It may enter through the last bits of float rounding, when batch shapes differ.)"""
 
     max_tokens: int = 64
     """Most tokens to generate, the stop token included."""
@@ -177,7 +177,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle of a named tensor, and where it lands in an engine's local parameter."""
+    """A rectangle of a named tensor, and where it lands in an engine's local parameter.
+
+    The local box may have leading dimensions of size 1 more than the tensor's: the matrix of expert 3 lands in
+    `((3, 4), (0, 48), (0, 32))` of a parameter that stacks the experts."""
 
     tensor: str
     tensor_box: Box
@@ -194,6 +197,8 @@ class Parameter:
     shape: tuple[int, ...]
     """Local shape on this rank."""
     parts: tuple[Part, ...]
+    padding: tuple[Box, ...] = ()
+    """Local rectangles that no tensor fills (rows of a padded vocabulary); they are zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,25 @@ def test_a_fused_parameter_has_several_parts():
     np.testing.assert_array_equal(execute(plan, arrays, [fused])["qkv", 0], expected)
 
 
+def test_experts_stack_and_a_padded_vocabulary_is_covered():
+    tensors = [TensorSpec("e0", (2, 3)), TensorSpec("e1", (2, 3)), TensorSpec("head", (5, 2))]
+    whole_expert = ((0, 2), (0, 3))
+    stacked = Parameter("experts", 0, (2, 2, 3), tuple(Part(f"e{i}", whole_expert, ((i, i + 1), *whole_expert)) for i in range(2)))
+    padded = Parameter("head", 0, (8, 2), (Part("head", ((0, 5), (0, 2)), ((0, 5), (0, 2))),), padding=(((5, 8), (0, 2)),))
+    sources = replicated(tensors)
+    sources["e0"] = Source((2, 3), "float32", ((0, ((0, 1), (0, 3))), (1, ((1, 2), (0, 3)))))  # rows of two ranks
+    plan = make_plan(sources, tensors, [stacked, padded], "float32")
+    rng = np.random.default_rng(0)
+    arrays = {t.name: rng.standard_normal(t.shape, np.float32) for t in tensors}
+    local = {("experts", 0): np.zeros((2, 2, 3), np.float32), ("head", 0): np.zeros((8, 2), np.float32)}
+    for move in plan.moves:
+        local[move.parameter, 0][slices(move.local_box)] = arrays[move.tensor][slices(move.tensor_box)]
+    np.testing.assert_array_equal(local["experts", 0], np.stack([arrays["e0"], arrays["e1"]]))
+    np.testing.assert_array_equal(local["head", 0][:5], arrays["head"])
+    with pytest.raises(MappingError, match="not written"):
+        make_plan(sources, tensors, [stacked, Parameter("head", 0, (8, 2), padded.parts)], "float32")
+
+
 def test_pieces_are_aligned_and_do_not_overlap_in_their_stream():
     config = model(hidden_size=33)
     tensors = families.tensors(config)

@@ -247,12 +247,14 @@ def _parameter_to_pb(parameter: Parameter) -> pb.Parameter:
         pb.Part(tensor=p.tensor, tensor_box=_box_to_pb(p.tensor_box), local_box=_box_to_pb(p.local_box))
         for p in parameter.parts
     ]
-    return pb.Parameter(name=parameter.name, rank=parameter.rank, shape=parameter.shape, parts=parts)
+    padding = [pb.Box(spans=_box_to_pb(box)) for box in parameter.padding]
+    return pb.Parameter(name=parameter.name, rank=parameter.rank, shape=parameter.shape, parts=parts, padding=padding)
 
 
 def _parameter_from_pb(message: pb.Parameter) -> Parameter:
     parts = tuple(Part(p.tensor, _box_from_pb(p.tensor_box), _box_from_pb(p.local_box)) for p in message.parts)
-    return Parameter(message.name, message.rank, tuple(message.shape), parts)
+    padding = tuple(_box_from_pb(box.spans) for box in message.padding)
+    return Parameter(message.name, message.rank, tuple(message.shape), parts, padding)
 
 
 def _box_to_pb(box: Box) -> list[pb.Span]:

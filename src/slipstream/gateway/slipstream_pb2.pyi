@@ -165,16 +165,24 @@ class Part(_message.Message):
     def __init__(self, tensor: _Optional[str] = ..., tensor_box: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., local_box: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
 class Parameter(_message.Message):
-    __slots__ = ("name", "rank", "shape", "parts")
+    __slots__ = ("name", "rank", "shape", "parts", "padding")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     name: str
     rank: int
     shape: _containers.RepeatedScalarFieldContainer[int]
     parts: _containers.RepeatedCompositeFieldContainer[Part]
-    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+    padding: _containers.RepeatedCompositeFieldContainer[Box]
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[Box, _Mapping]]] = ...) -> None: ...
+
+class Box(_message.Message):
+    __slots__ = ("spans",)
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_concurrency", "version", "pid", "protocol")

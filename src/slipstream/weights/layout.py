@@ -35,6 +35,13 @@ def place(box: Box, frame: Box) -> Box:
     return tuple((start + origin, stop + origin) for (start, stop), (origin, _) in zip(box, frame, strict=True))
 
 
+def land(box: Box, tensor_box: Box, local_box: Box) -> Box:
+    """Where `box`, a piece of `tensor_box`, comes to lie when `tensor_box` is laid into `local_box`. Leading dimensions
+    that only `local_box` has are kept as they are."""
+    extra = len(local_box) - len(tensor_box)
+    return (*local_box[:extra], *place(shift(box, tensor_box), local_box[extra:]))
+
+
 def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 

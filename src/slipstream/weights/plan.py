@@ -14,7 +14,7 @@ from functools import cached_property
 
 from slipstream.errors import MappingError, PlanMismatch
 from slipstream.types import Box, Parameter, TensorSpec
-from slipstream.weights.layout import exact_cover, inside, intersect, place, shift, volume, whole
+from slipstream.weights.layout import exact_cover, inside, intersect, land, volume, whole
 
 ALIGNMENT = 64
 """Pieces start at multiples of this in their stream, so that a receiver can look at them as arrays where they lie."""
@@ -126,7 +126,7 @@ def make_plan(
             for sender, box in _share_out(sources[part.tensor], part.tensor_box, sent):
                 size = volume(box) * DTYPE_BYTES[dtype]
                 offset = -(-ends[sender, parameter.rank] // ALIGNMENT) * ALIGNMENT
-                local = place(shift(box, part.tensor_box), part.local_box)
+                local = land(box, part.tensor_box, part.local_box)
                 moves.append(Move(part.tensor, box, sender, parameter.name, local, parameter.rank, offset, size))
                 ends[sender, parameter.rank] = offset + size
                 sent[sender] += size
@@ -173,7 +173,7 @@ def check_cover(plan: Plan, parameters: Sequence[Parameter]) -> None:
     for move in plan.moves:
         written[move.parameter, move.receiver].append(move.local_box)
     for parameter in parameters:
-        boxes = written.pop((parameter.name, parameter.rank), [])
+        boxes = [*written.pop((parameter.name, parameter.rank), []), *parameter.padding]
         frame = whole(parameter.shape)
         outside = next((b for b in boxes if not inside(b, parameter.shape)), None)
         problem = f"{outside} is outside {frame}" if outside is not None else exact_cover(boxes, frame)

@@ -118,6 +118,9 @@ class Inbox:
         dtype = numpy_dtype(self._dtype)
         shapes = {(p.name, p.rank): p.shape for p in self._parameters}
         arrays: dict[tuple[str, int], np.ndarray] = {key: np.empty(shape, dtype) for key, shape in shapes.items()}
+        for parameter in self._parameters:
+            for box in parameter.padding:
+                arrays[parameter.name, parameter.rank][slices(box)] = 0
         for rank, (receiver, manifest) in enumerate(streams):
             moves = update.plan.streams.get((TRAINER_RANK, rank), ())
             for move, expected in zip(moves, unpack_manifest(manifest, version, len(moves))):
