@@ -16,7 +16,7 @@ _MAGIC = b"SSM1"
 
 def checksum(data: np.ndarray) -> int:
     """xxh3, 64 bits, of a contiguous array's bytes."""
-    return xxhash.xxh3_64_intdigest(data.data)
+    return xxhash.xxh3_64_intdigest(data.reshape(-1).view(np.uint8).data)
 
 
 def pack_manifest(version: int, checksums: Sequence[int]) -> bytes:
