@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class EmbeddedEngine:
 
     # --- rollouts ---
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[list[Completion | Failure]]:
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
         try:
             self._check_ready()
             job = _Job()
