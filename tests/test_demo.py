@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from slipstream import demo
-from slipstream.config import EngineConfig, GrpoConfig, TaskConfig, TrainConfig
+from slipstream.config import EngineConfig, GrpoConfig, TaskConfig, TrainConfig, load
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.model import checkpoint
 from slipstream.observe import plot
@@ -105,6 +106,13 @@ def test_without_a_directory_a_run_makes_its_own(tmp_path, monkeypatch):
     assert demo.run_train(dataclasses.replace(SMALL, steps=1), console()) == 0
     (made,) = (tmp_path / "runs").iterdir()
     assert {"metrics.jsonl", "curve.png", "checkpoint", "model"} <= {p.name for p in made.iterdir()}
+
+
+def test_the_example_config_is_one():
+    path = Path(__file__).parents[1] / "examples" / "train.toml"
+    config = load(TrainConfig, path, ["seed=3", "task.name=sort"])
+    assert (config.seed, config.task.name) == (3, "sort")
+    assert config.grpo.prompts * config.grpo.group <= config.engine.max_concurrency
 
 
 def test_plain_lines_where_there_is_no_terminal():

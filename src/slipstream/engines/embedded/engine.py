@@ -163,8 +163,11 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._inbox.begin, self._worker.version, version, offer)
 
     async def stage(self, version: int, manifests: Sequence[bytes]) -> StageReport:
-        arrays, report = await asyncio.to_thread(self._inbox.receive, version, manifests)
-        params = await asyncio.to_thread(self._placement.assemble, arrays)
+        def receive() -> tuple[Params, StageReport]:
+            arrays, report = self._inbox.receive(version, manifests)
+            return self._placement.assemble(arrays), report
+
+        params, report = await asyncio.to_thread(receive)
         self._inbox.check(version)  # a rollback may have come meanwhile
         self._shadow = Policy(params, version)
         return report
