@@ -232,13 +232,27 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a trainer sends an engine to begin an update: how the bytes will come, and the plan for them."""
+    """What a trainer sends an engine to begin an update: the plan, and how the bytes will come."""
 
     plan: bytes
     """The serialised plan, or empty when the engine has it already (it is kept by fingerprint)."""
     fingerprint: str
-    links: tuple[bytes, ...]
-    """One transport description per receiving rank, made by the sender, opened by the receiver."""
+    transport: str
+    """`memory`, `shm`, `tcp` or `disk:/directory`."""
+    fresh: bool = True
+    """The trainer has no links to this engine: old landings are of no use to it."""
+    hashed: bool = True
+    """Whether the bytes are checksummed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Berths:
+    """Where an engine wants an update to land."""
+
+    links: tuple[tuple[bytes, ...], ...]
+    """Per rank, per slot: the description that opens a landing; empty where there is none (yet)."""
+    slots: bytes
+    """Per parameter, in the order of their names' first appearance: the slot to write, 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from slipstream.types import (
+    Berths,
     CommitReport,
     Completion,
     EngineInfo,
@@ -42,15 +43,16 @@ class Engine(Protocol):
         """Raw logprobs of given token sequences, in order. Raises `InvalidPrompt` for sequences it cannot take."""
         ...
 
-    async def begin(self, version: int, offer: Offer) -> None:
-        """Checks plan, fingerprint and links, and opens the receiving half. Raises without side effects.
+    async def begin(self, version: int, offer: Offer) -> Berths:
+        """Checks the plan and makes room for the version: says where it wants it. Raises without side effects.
 
         `VersionError` unless `version` is greater than the one that serves; `UpdateInProgress` while another is
         under way."""
         ...
 
-    async def stage(self, version: int, manifests: Sequence[bytes]) -> StageReport:
-        """Receives into a shadow and verifies coverage and checksums (one manifest per rank). Generation goes on."""
+    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
+        """Receives into a shadow and verifies coverage and checksums: per rank, a manifest from each trainer rank.
+        Generation goes on."""
         ...
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from slipstream.engines.base import Engine
 from slipstream.errors import UnknownEngine
 from slipstream.types import (
+    Berths,
     CommitReport,
     Completion,
     EngineInfo,
@@ -27,6 +28,8 @@ class LocalFleet:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._started = engine, time.monotonic()
         self._num_completions = self._num_requests = 0
+        self._begun: dict[str, Berths] = {}
+        self._staged: dict[str, StageReport] = {}
 
     async def status(self) -> FleetStatus:
         info = self._engine.describe()
@@ -54,13 +57,19 @@ class LocalFleet:
         self._check(engine)
         return await self._engine.score(sequences)
 
-    async def begin(self, version: int, offers: Mapping[str, Offer]) -> None:
+    async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None:
         for name in offers:
             self._check(name)
-            await self._engine.begin(version, offers[name])
+        self._begun = {name: await self._engine.begin(version, offer) for name, offer in offers.items()}
 
-    async def stage(self, version: int, manifests: Mapping[str, Sequence[bytes]]) -> dict[str, StageReport]:
-        return {name: await self._engine.stage(version, ranks) for name, ranks in manifests.items()}
+    async def begun(self) -> dict[str, Berths]:
+        return self._begun
+
+    async def stage(self, version: int, manifests: Mapping[str, Sequence[Sequence[bytes]]]) -> None:
+        self._staged = {name: await self._engine.stage(version, ranks) for name, ranks in manifests.items()}
+
+    async def staged(self) -> dict[str, StageReport]:
+        return self._staged
 
     async def commit(self, version: int, in_flight: InFlight) -> dict[str, CommitReport]:
         return {self._engine.describe().name: await self._engine.commit(version, in_flight)}

@@ -235,12 +235,12 @@ class EngineSession:
         return pb.FromEngine(scores=convert.scores_to_pb(scores))
 
     async def _on_begin(self, message: pb.ToEngine) -> pb.FromEngine:
-        await self._engine.begin(message.begin.version, convert.offer_from_pb(message.begin.offer))
+        berths = await self._engine.begin(message.begin.version, convert.offer_from_pb(message.begin.offer))
         self._begun = message.begin.version
-        return pb.FromEngine(done=pb.Done())
+        return pb.FromEngine(begun=convert.berths_to_pb(berths))
 
     async def _on_stage(self, message: pb.ToEngine) -> pb.FromEngine:
-        report = await self._engine.stage(message.stage.version, tuple(message.stage.manifests.ranks))
+        report = await self._engine.stage(message.stage.version, convert.manifests_from_pb(message.stage.manifests))
         return pb.FromEngine(staged=convert.stage_report_to_pb(report))
 
     async def _on_commit(self, message: pb.ToEngine) -> pb.FromEngine:

@@ -13,6 +13,7 @@ from slipstream.gateway import convert, wire
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
 from slipstream.types import (
+    Berths,
     CommitReport,
     Completion,
     EngineInfo,
@@ -74,35 +75,45 @@ class GatewayFleet:
 
     # --- weight updates: one stream, held open from update to update ---
 
-    async def begin(self, version: int, offers: Mapping[str, Offer]) -> None:
+    async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None:
         if self._updates is None:
             self._updates = self._stub.Update(metadata=self._metadata)
-        begin = pb.Begin(version=version, epoch=self._epoch)
+        begin = pb.Begin(version=version, epoch=self._epoch, drop_failed=drop_failed)
         for name, offer in offers.items():
             begin.offers[name].CopyFrom(convert.offer_to_pb(offer))
-        await self._step(pb.UpdateStep(begin=begin), answered=False)
+        await self._write(pb.UpdateStep(begin=begin))
 
-    async def stage(self, version: int, manifests: Mapping[str, Sequence[bytes]]) -> dict[str, StageReport]:
+    async def begun(self) -> dict[str, Berths]:
+        reply = await self._read("begin")
+        return {name: convert.berths_from_pb(b) for name, b in reply.begun.engines.items()}
+
+    async def stage(self, version: int, manifests: Mapping[str, Sequence[Sequence[bytes]]]) -> None:
         stage = pb.Stage(version=version)
         for name, ranks in manifests.items():
-            stage.manifests[name].ranks.extend(ranks)
-        reply = await self._step(pb.UpdateStep(stage=stage))
+            stage.manifests[name].CopyFrom(convert.manifests_to_pb(ranks))
+        await self._write(pb.UpdateStep(stage=stage))
+
+    async def staged(self) -> dict[str, StageReport]:
+        reply = await self._read("stage")
         return {name: convert.stage_report_from_pb(r) for name, r in reply.staged.engines.items()}
 
     async def commit(self, version: int, in_flight: InFlight) -> dict[str, CommitReport]:
-        reply = await self._step(pb.UpdateStep(commit=pb.Commit(version=version, in_flight=in_flight)))
+        await self._write(pb.UpdateStep(commit=pb.Commit(version=version, in_flight=in_flight)))
+        reply = await self._read("commit")
         return {name: convert.commit_report_from_pb(r) for name, r in reply.committed.engines.items()}
 
     async def rollback(self, version: int) -> None:
         """Never raises: when the gateway cannot be told, closing the stream tells it."""
         try:
             if self._updates is not None:
-                await self._step(pb.UpdateStep(rollback=pb.Rollback(version=version)))
+                await self._write(pb.UpdateStep(rollback=pb.Rollback(version=version)))
+                while not (await self._read("rollback")).HasField("rolled_back"):
+                    pass  # the answer to a step that was under way
         except Exception:
             self._drop_updates()
 
-    async def _step(self, step: pb.UpdateStep, answered: bool = True) -> pb.UpdateReply:
-        """Sends a step and waits for its answer. A stream that failed or fell silent is not used again."""
+    async def _write(self, step: pb.UpdateStep) -> None:
+        """A stream that failed is not used again."""
         step.timeout_seconds = self._timeout
         if self._updates is None:
             raise GatewayLost(f"the update's connection to the gateway at {self.address} is gone")
@@ -112,21 +123,30 @@ class GatewayFleet:
                     await self._updates.write(step)
                 except asyncio.InvalidStateError:  # the stream has ended; its status says why
                     await self._raise_end_of_stream()
-                if not answered:
-                    return pb.UpdateReply()
+        except BaseException:
+            self._drop_updates()
+            raise
+
+    async def _read(self, step: str) -> pb.UpdateReply:
+        """The answer to a step. After an error there may be answers to later steps under way: the stream is dropped, and
+        the gateway rolls back what it had begun."""
+        if self._updates is None:
+            raise GatewayLost(f"the update's connection to the gateway at {self.address} is gone")
+        try:
+            with self._errors("updating weights"):
                 reply = await asyncio.wait_for(self._updates.read(), self._timeout + GRACE_SECONDS)
                 if reply is grpc.aio.EOF:
                     await self._raise_end_of_stream()
         except TimeoutError:
             self._drop_updates()
-            what = step.WhichOneof("step")
             raise DeadlineExceeded(
-                f"the gateway at {self.address} did not answer {what} within {self._timeout:g} s"
+                f"the gateway at {self.address} did not answer {step} within {self._timeout:g} s"
             ) from None
         except BaseException:
             self._drop_updates()
             raise
         if reply.HasField("error"):
+            self._drop_updates()
             raise convert.error_from_pb(reply.error)
         return reply
 

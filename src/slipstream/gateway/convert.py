@@ -12,6 +12,7 @@ from slipstream import errors
 from slipstream.errors import InvalidPrompt, ProtocolMismatch
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.types import (
+    Berths,
     Box,
     CommitReport,
     Completion,
@@ -171,11 +172,27 @@ def scores_from_pb(message: pb.ScoreReply) -> list[Score]:
 
 
 def offer_to_pb(offer: Offer) -> pb.Offer:
-    return pb.Offer(plan=offer.plan, fingerprint=offer.fingerprint, links=offer.links)
+    return pb.Offer(**{field.name: getattr(offer, field.name) for field in dataclasses.fields(offer)})
 
 
 def offer_from_pb(message: pb.Offer) -> Offer:
-    return Offer(message.plan, message.fingerprint, tuple(message.links))
+    return Offer(message.plan, message.fingerprint, message.transport, message.fresh, message.hashed)
+
+
+def berths_to_pb(berths: Berths) -> pb.Berths:
+    return pb.Berths(ranks=[pb.Links(slots=slots) for slots in berths.links], slots=berths.slots)
+
+
+def berths_from_pb(message: pb.Berths) -> Berths:
+    return Berths(tuple(tuple(links.slots) for links in message.ranks), message.slots)
+
+
+def manifests_to_pb(manifests: Sequence[Sequence[bytes]]) -> pb.Manifests:
+    return pb.Manifests(ranks=[pb.RankManifests(senders=senders) for senders in manifests])
+
+
+def manifests_from_pb(message: pb.Manifests) -> list[tuple[bytes, ...]]:
+    return [tuple(rank.senders) for rank in message.ranks]
 
 
 def in_flight_from_pb(value: str) -> InFlight:

@@ -87,19 +87,17 @@ class Service(GatewayServicer):
             update = FleetUpdate(self._registry, self._links)
             try:
                 async for step in steps:
-                    if (reply := await self._step(update, step)) is not None:
-                        await context.write(reply)
+                    await context.write(await self._step(update, step))
             finally:
                 self._publisher = None
                 await asyncio.shield(update.rollback())
 
-    async def _step(self, update: FleetUpdate, step: pb.UpdateStep) -> pb.UpdateReply | None:
+    async def _step(self, update: FleetUpdate, step: pb.UpdateStep) -> pb.UpdateReply:
         timeout = min(step.timeout_seconds, MAX_STEP_SECONDS)
         try:
             match step.WhichOneof("step"):
                 case "begin":
-                    update.begin(step.begin, timeout)
-                    return None
+                    return await update.begin(step.begin, timeout)
                 case "stage":
                     return await update.stage(step.stage, timeout)
                 case "commit":

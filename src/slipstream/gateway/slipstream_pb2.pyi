@@ -261,17 +261,35 @@ class FleetStatus(_message.Message):
     def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("plan", "fingerprint", "links")
+    __slots__ = ("plan", "fingerprint", "transport", "fresh", "hashed")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    LINKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    FRESH_FIELD_NUMBER: _ClassVar[int]
+    HASHED_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
     fingerprint: str
-    links: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, plan: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., links: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    transport: str
+    fresh: bool
+    hashed: bool
+    def __init__(self, plan: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., fresh: bool = ..., hashed: bool = ...) -> None: ...
+
+class Links(_message.Message):
+    __slots__ = ("slots",)
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, slots: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Berths(_message.Message):
+    __slots__ = ("ranks", "slots")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[Links]
+    slots: bytes
+    def __init__(self, ranks: _Optional[_Iterable[_Union[Links, _Mapping]]] = ..., slots: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("version", "offers", "epoch")
+    __slots__ = ("version", "offers", "epoch", "drop_failed")
     class OffersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -282,16 +300,24 @@ class Begin(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DROP_FAILED_FIELD_NUMBER: _ClassVar[int]
     version: int
     offers: _containers.MessageMap[str, Offer]
     epoch: int
-    def __init__(self, version: _Optional[int] = ..., offers: _Optional[_Mapping[str, Offer]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    drop_failed: bool
+    def __init__(self, version: _Optional[int] = ..., offers: _Optional[_Mapping[str, Offer]] = ..., epoch: _Optional[int] = ..., drop_failed: bool = ...) -> None: ...
+
+class RankManifests(_message.Message):
+    __slots__ = ("senders",)
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    senders: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, senders: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Manifests(_message.Message):
     __slots__ = ("ranks",)
     RANKS_FIELD_NUMBER: _ClassVar[int]
-    ranks: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, ranks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankManifests]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankManifests, _Mapping]]] = ...) -> None: ...
 
 class Stage(_message.Message):
     __slots__ = ("version", "manifests")
@@ -354,6 +380,19 @@ class CommitReport(_message.Message):
     wait_seconds: float
     def __init__(self, pause_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
+class Begun(_message.Message):
+    __slots__ = ("engines",)
+    class EnginesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Berths
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Berths, _Mapping]] = ...) -> None: ...
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.MessageMap[str, Berths]
+    def __init__(self, engines: _Optional[_Mapping[str, Berths]] = ...) -> None: ...
+
 class Staged(_message.Message):
     __slots__ = ("engines",)
     class EnginesEntry(_message.Message):
@@ -385,16 +424,18 @@ class RolledBack(_message.Message):
     def __init__(self) -> None: ...
 
 class UpdateReply(_message.Message):
-    __slots__ = ("staged", "committed", "rolled_back", "error")
+    __slots__ = ("staged", "committed", "rolled_back", "error", "begun")
     STAGED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     staged: Staged
     committed: Committed
     rolled_back: RolledBack
     error: Error
-    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    begun: Begun
+    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("heartbeat_seconds", "fleet_version")
@@ -457,7 +498,7 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error")
+    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +508,7 @@ class FromEngine(_message.Message):
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     call: int
     register: EngineInfo
     heartbeat: Heartbeat
@@ -476,4 +518,5 @@ class FromEngine(_message.Message):
     committed: CommitReport
     done: Done
     error: Error
-    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    begun: Berths
+    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ...) -> None: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from slipstream.errors import EngineLost, FleetChanged, SlipstreamError, UnknownVersion
@@ -29,51 +29,38 @@ class FleetUpdate:
     def __init__(self, registry: Registry, links: Mapping[str, EngineLink]) -> None:
         self._registry, self._links = registry, links
         self._version: int | None = None
-        self._begins: dict[str, asyncio.Task[pb.FromEngine]] = {}
-        self._refused: SlipstreamError | None = None
+        self._engines: list[str] = []
+        self._drop_failed = False
 
-    def begin(self, step: pb.Begin, timeout: float) -> None:
-        """Starts the engines and does not wait: the trainer fills its buffers meanwhile. What is wrong is said at
-        `stage`, which has an answer."""
-        self._refused = None
-        try:
-            if step.epoch != self._registry.epoch:
-                raise FleetChanged("engines came or went since the trainer looked")
-            self._registry.check_version(step.version)
-            links = [self._link(name) for name in step.offers]
-        except SlipstreamError as error:
-            self._refused = error
-            return
-        self._version = step.version
-        for link in links:
-            message = pb.ToEngine(begin=pb.EngineBegin(version=step.version, offer=step.offers[link.name]))
-            call = link.ask(message, timeout, f"begin version {step.version}")
-            self._begins[link.name] = asyncio.create_task(call)
+    async def begin(self, step: pb.Begin, timeout: float) -> pb.UpdateReply:
+        if step.epoch != self._registry.epoch:
+            raise FleetChanged("engines came or went since the trainer looked")
+        self._registry.check_version(step.version)
+        for name in step.offers:
+            self._check_alive(name)
+        self._version, self._engines, self._drop_failed = step.version, list(step.offers), step.drop_failed
+
+        async def one(name: str) -> pb.Berths:
+            message = pb.ToEngine(begin=pb.EngineBegin(version=step.version, offer=step.offers[name]))
+            return (await self._links[name].ask(message, timeout, f"begin version {step.version}")).begun
+
+        return pb.UpdateReply(begun=pb.Begun(engines=await self._on_all(one, step.version, "begun")))
 
     async def stage(self, step: pb.Stage, timeout: float) -> pb.UpdateReply:
-        if self._refused is not None:
-            raise self._refused
         self._check(step.version)
 
         async def one(name: str) -> pb.StageReport:
-            await self._begins[name]
             if name not in step.manifests:
                 raise UnknownVersion(f"no checksums came for engine {name!r}, which began version {step.version}")
             message = pb.ToEngine(stage=pb.EngineStage(version=step.version, manifests=step.manifests[name]))
             answer = await self._links[name].ask(message, timeout, f"stage version {step.version}")
             return answer.staged
 
-        done, failed = await _each({name: one(name) for name in self._begins})
-        if failed:
-            raise _together(
-                failed,
-                f"version {step.version} was not staged; the fleet goes on with version {self._registry.version}",
-            )
-        return pb.UpdateReply(staged=pb.Staged(engines=done))
+        return pb.UpdateReply(staged=pb.Staged(engines=await self._on_all(one, step.version, "staged")))
 
     async def commit(self, step: pb.Commit, timeout: float) -> pb.UpdateReply:
         self._check(step.version)
-        names, self._version, self._begins = list(self._begins), None, {}
+        names, self._version, self._engines = self._engines, None, []
 
         async def one(name: str) -> pb.CommitReport:
             answer = await self._links[name].ask(pb.ToEngine(commit=step), timeout, f"commit version {step.version}")
@@ -94,22 +81,34 @@ class FleetUpdate:
         """Undoes what was begun, on every engine that still answers. Nothing to undo is fine."""
         if self._version is None:
             return
-        version, begins, self._version, self._begins = self._version, self._begins, None, {}
+        version, engines, self._version, self._engines = self._version, self._engines, None, []
+        await self._roll_back(version, engines)
 
+    async def _roll_back(self, version: int, engines: Iterable[str]) -> None:
         async def one(name: str) -> None:
-            await asyncio.wait([begins[name]])  # begun or not, it must have been decided before it can be undone
             message = pb.ToEngine(rollback=pb.Rollback(version=version))
             await self._links[name].ask(message, ROLLBACK_SECONDS, f"roll back version {version}")
 
-        _, failed = await _each({name: one(name) for name in begins})
+        _, failed = await _each({name: one(name) for name in engines})
         for name, error in failed.items():
             log.warning("engine %s did not roll back version %d: %s", name, version, error)
 
-    def _link(self, name: str) -> EngineLink:
-        member = self._registry.get(name)
-        if member.lost:
-            raise EngineLost(f"engine {name!r} is lost: {member.lost}")
-        return self._links[name]
+    async def _on_all(self, one: Callable[[str], Coroutine[Any, Any, T]], version: int, what: str) -> dict[str, T]:
+        """A step on every engine. Those that fail end the update for all, or, if so asked, are left behind."""
+        done, failed = await _each({name: one(name) for name in self._engines})
+        if failed and (not done or not self._drop_failed):
+            raise _together(
+                failed, f"version {version} was not {what}; the fleet goes on with version {self._registry.version}"
+            )
+        if failed:
+            log.warning("%s", _together(failed, f"version {version} goes on without {', '.join(failed)}"))
+            self._engines = list(done)
+            await self._roll_back(version, failed)
+        return done
+
+    def _check_alive(self, name: str) -> None:
+        if why := self._registry.get(name).lost:
+            raise EngineLost(f"engine {name!r} is lost: {why}")
 
     def _check(self, version: int) -> None:
         if version != self._version:

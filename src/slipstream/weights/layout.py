@@ -61,6 +61,18 @@ def split(box: Box, dim: int | None, index: int, count: int) -> Box:
     return (*box[:dim], (start + index * size, start + (index + 1) * size), *box[dim + 1 :])
 
 
+def cut(box: Box, most: int) -> list[Box]:
+    """The box in pieces of at most `most` elements each, cut along the first dimensions that need it."""
+    if volume(box) <= most or not box:
+        return [box]
+    (start, stop), rest = box[0], box[1:]
+    rows = max(1, most // max(1, volume(rest)))
+    bands = [((first, min(first + rows, stop)), *rest) for first in range(start, stop, rows)]
+    if volume(bands[0]) <= most:
+        return bands
+    return [(band[0], *piece) for band in bands for piece in cut(band[1:], most)]
+
+
 def exact_cover(boxes: list[Box], frame: Box) -> str | None:
     """None when the boxes cover `frame` with no gap and no overlap, else what is wrong.
 

@@ -14,10 +14,10 @@ from functools import cached_property
 
 from slipstream.errors import MappingError, PlanMismatch
 from slipstream.types import Box, Parameter, TensorSpec
-from slipstream.weights.layout import exact_cover, inside, intersect, land, volume, whole
+from slipstream.weights.layout import cut, exact_cover, inside, intersect, land, shape_of, volume, whole
 
-ALIGNMENT = 64
-"""Pieces start at multiples of this in their stream, so that a receiver can look at them as arrays where they lie."""
+BUCKET_BYTES = 256 << 20
+"""No move is larger: a transport that must stage bytes needs no more than a bucket or two for it."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -41,9 +41,6 @@ class Move:
     parameter: str
     local_box: Box
     receiver: int
-    offset: int
-    """Where its bytes start in the stream from `sender` to `receiver`."""
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -54,31 +51,43 @@ class Plan:
     moves: tuple[Move, ...]
 
     @cached_property
-    def streams(self) -> dict[tuple[int, int], tuple[Move, ...]]:
-        """Moves by `(sender, receiver)`, in the order of their offsets."""
-        found: dict[tuple[int, int], list[Move]] = defaultdict(list)
+    def incoming(self) -> dict[int, tuple[Move, ...]]:
+        """Moves by receiver. A move's index there is its name on the wire and in manifests."""
+        found: dict[int, list[Move]] = defaultdict(list)
         for move in self.moves:
-            found[move.sender, move.receiver].append(move)
-        return {pair: tuple(moves) for pair, moves in found.items()}
+            found[move.receiver].append(move)
+        return {rank: tuple(moves) for rank, moves in found.items()}
 
-    def stream_bytes(self, sender: int, receiver: int) -> int:
-        """Length of a stream, padding between pieces included."""
-        last = self.streams[sender, receiver][-1]
-        return last.offset + last.num_bytes
+    def stream(self, sender: int, receiver: int) -> dict[int, Move]:
+        """What one sender has for one receiver, by index."""
+        return {i: move for i, move in enumerate(self.incoming.get(receiver, ())) if move.sender == sender}
 
-    @property
+    def buckets(self, sender: int, receiver: int, limit: int = BUCKET_BYTES) -> list[list[int]]:
+        """A stream's indices in groups of at most `limit` bytes, for transports that send many moves as one."""
+        groups: list[list[int]] = []
+        room = 0
+        for index, move in self.stream(sender, receiver).items():
+            size = self.size_of(move)
+            if not groups or size > room:
+                groups.append([])
+                room = limit
+            groups[-1].append(index)
+            room -= size
+        return groups
+
+    def size_of(self, move: Move) -> int:
+        return volume(move.tensor_box) * DTYPE_BYTES[self.dtype]
+
+    @cached_property
     def num_bytes(self) -> int:
-        return sum(move.num_bytes for move in self.moves)
+        return sum(self.size_of(move) for move in self.moves)
 
     @cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(self.to_bytes()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
-        rows = [
-            [m.tensor, m.tensor_box, m.sender, m.parameter, m.local_box, m.receiver, m.offset, m.num_bytes]
-            for m in self.moves
-        ]
+        rows = [[m.tensor, m.tensor_box, m.sender, m.parameter, m.local_box, m.receiver] for m in self.moves]
         return json.dumps({"dtype": self.dtype, "moves": rows}, separators=(",", ":")).encode()
 
     @classmethod
@@ -88,18 +97,19 @@ class Plan:
             tree = json.loads(data)
             if tree["dtype"] not in DTYPE_BYTES:
                 raise ValueError(f"dtype {tree['dtype']!r}")
-            return cls(tree["dtype"], tuple(_move(row, DTYPE_BYTES[tree["dtype"]]) for row in tree["moves"]))
+            return cls(tree["dtype"], tuple(_move(row) for row in tree["moves"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PlanMismatch(f"the plan that came cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _move(row: Sequence[object], item: int) -> Move:
-    tensor, tensor_box, sender, parameter, local_box, receiver, offset, num_bytes = row
+def _move(row: Sequence[object]) -> Move:
+    tensor, tensor_box, sender, parameter, local_box, receiver = row
     origin = str(tensor), _box(tensor_box), _count(sender)
     target = str(parameter), _box(local_box), _count(receiver)
-    move = Move(*origin, *target, _count(offset), _count(num_bytes))
-    if volume(move.tensor_box) * item != num_bytes or volume(move.local_box) * item != num_bytes:
-        raise ValueError(f"the boxes of {tensor!r} do not hold {num_bytes} bytes")
+    move = Move(*origin, *target)
+    from_shape, to_shape = shape_of(move.tensor_box), shape_of(move.local_box)
+    if to_shape[len(to_shape) - len(from_shape) :] != from_shape or volume(move.local_box) != volume(move.tensor_box):
+        raise ValueError(f"the boxes of {tensor!r} have different shapes")
     return move
 
 
@@ -114,22 +124,24 @@ def _count(value: object) -> int:
 
 
 def make_plan(
-    sources: Mapping[str, Source], tensors: Sequence[TensorSpec], parameters: Sequence[Parameter], dtype: str
+    sources: Mapping[str, Source],
+    tensors: Sequence[TensorSpec],
+    parameters: Sequence[Parameter],
+    dtype: str,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Plan:
     """Matches what the trainer has with what the engine's ranks hold. Raises `MappingError` naming what does not fit."""
     check_sources(sources, tensors)
-    ends: dict[tuple[int, int], int] = defaultdict(int)
     sent: dict[int, int] = defaultdict(int)
+    most = max(1, bucket_bytes // DTYPE_BYTES[dtype])
     moves = []
     for parameter in parameters:
         for part in parameter.parts:
             for sender, box in _share_out(sources[part.tensor], part.tensor_box, sent):
-                size = volume(box) * DTYPE_BYTES[dtype]
-                offset = -(-ends[sender, parameter.rank] // ALIGNMENT) * ALIGNMENT
-                local = land(box, part.tensor_box, part.local_box)
-                moves.append(Move(part.tensor, box, sender, parameter.name, local, parameter.rank, offset, size))
-                ends[sender, parameter.rank] = offset + size
-                sent[sender] += size
+                sent[sender] += volume(box)
+                for piece in cut(box, most):
+                    local = land(piece, part.tensor_box, part.local_box)
+                    moves.append(Move(part.tensor, piece, sender, parameter.name, local, parameter.rank))
     plan = Plan(dtype, tuple(moves))
     check_cover(plan, parameters)
     return plan

@@ -1,98 +1,176 @@
 """Running a plan: the sending half and the receiving half of an update, side by side.
 
-trainer                                   engine
-───────                                   ──────
-make links ───────── Offer ─────────────► Inbox.begin     check plan and fingerprint, open the links
-send: pack, cast, checksum → stream       (the engine goes on generating)
-manifest of checksums ──────────────────► Inbox.receive   verify, copy into fresh arrays
-                                          engine.commit   swap at a step boundary, Inbox.finish
-"""
+    trainer                                     engine
+    ───────                                     ──────
+    Offer: plan, transport  ──────────────────► Inbox.begin     check the plan, make room: two images per rank at most
+    Berths: links, slots    ◄──────────────────
+    send: cast, copy, checksum  ═══ bytes ════► the slot of each parameter that is not in use
+    manifests: checksums    ──────────────────► Inbox.receive   verify; the new arrays are views of the image
+                                                engine.commit   swap at a step boundary, then Inbox.finish
+
+A parameter has two slots, and lands in the one that the serving version does not use. What did not change is not sent:
+the new version then shares that parameter with the old one."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import ml_dtypes
 import numpy as np
 
-from slipstream.errors import (
-    ChecksumMismatch,
-    PlanMismatch,
-    UnknownVersion,
-    UpdateInProgress,
-    VersionError,
-)
-from slipstream.types import Offer, Parameter, StageReport
-from slipstream.weights.checksum import checksum, pack_manifest, unpack_manifest
+from slipstream.errors import ChecksumMismatch, MappingError, PlanMismatch, UnknownVersion, UpdateInProgress, VersionError
+from slipstream.types import Berths, Offer, Parameter, StageReport
+from slipstream.weights.checksum import pack_manifest, unpack_manifest
+from slipstream.weights.image import Image, image_of
 from slipstream.weights.layout import shape_of, slices
-from slipstream.weights.plan import Plan, check_cover
+from slipstream.weights.plan import Move, Plan, check_cover
 from slipstream.weights.source import Tensor, read
-from slipstream.weights.transports import open_receiver
-from slipstream.weights.transports.base import Receiver, Sender
+from slipstream.weights.transports import make_landing, open_sender
+from slipstream.weights.transports.base import Landing, Sender
+from slipstream.weights.transports.tcp import Listen
 
-TRAINER_RANK = 0
-"""One trainer process sends for now; the plan's moves name their sender already."""
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name)) if name == "bfloat16" else np.dtype(name)
+NUM_SLOTS = 2
 
 
-def send(plan: Plan, receiver_rank: int, tensors: Mapping[str, Tensor], stream: Sender, version: int) -> bytes:
-    """Packs one rank's pieces into its stream, cast to the engine's dtype, and returns their manifest."""
-    dtype = numpy_dtype(plan.dtype)
-    checksums = []
-    for move in plan.streams[TRAINER_RANK, receiver_rank]:
-        region = stream.region(move.offset, move.num_bytes)
-        piece = region.view(dtype).reshape(shape_of(move.tensor_box))
-        np.copyto(piece, read(tensors[move.tensor], move.tensor_box), casting="same_kind")
-        checksums.append(checksum(region))
-    stream.flush()
-    return pack_manifest(version, checksums)
+class Outbox:
+    """The sending half towards one engine: links opened once and kept, slots remembered from commit to commit."""
+
+    def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, hashed: bool) -> None:
+        self._plan, self._rank, self._hashed = plan, rank, hashed
+        self._names = list(dict.fromkeys(p.name for p in parameters))
+        num_ranks = 1 + max(p.rank for p in parameters)
+        self._images = [image_of(parameters, r, plan.dtype) for r in range(num_ranks)]
+        self._streams = [plan.stream(rank, r) for r in range(num_ranks)]
+        self._senders: dict[bytes, Sender] = {}
+        self.berths: Berths | None = None
+        """What the engine answered last, or, after a commit, what it will answer next."""
+
+    def send(self, tensors: Mapping[str, Tensor], unchanged: Collection[str], version: int) -> tuple[list[bytes], int]:
+        """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
+        unless all the tensors that it is made of are unchanged."""
+        assert self.berths is not None
+        slot_of = dict(zip(self._names, self.berths.slots))
+        sent = self.changed_parameters(unchanged)
+        manifests, num_bytes = [], 0
+        for rank, stream in enumerate(self._streams):
+            checksums = {}
+            for index, move in stream.items():
+                if move.parameter in sent:
+                    link = self.berths.links[rank][slot_of[move.parameter]]
+                    array = self._read(tensors, move)
+                    checksums[index] = self._sender(link, rank).send(index, array.reshape(shape_of(move.local_box)))
+                    num_bytes += self._plan.size_of(move)
+            for link in filter(None, self.berths.links[rank]):
+                if link in self._senders:
+                    self._senders[link].flush()
+            manifests.append(pack_manifest(version, checksums))
+        return manifests, num_bytes
+
+    def _read(self, tensors: Mapping[str, Tensor], move: Move) -> np.ndarray:
+        if move.tensor not in tensors:
+            raise MappingError(
+                f"parameter {move.parameter} of the engine is made of {move.tensor} and others that came; a partial sync "
+                "must bring all the tensors of a parameter, or none"
+            )
+        return read(tensors[move.tensor], move.tensor_box)
+
+    def changed_parameters(self, unchanged: Collection[str]) -> set[str]:
+        return {move.parameter for move in self._plan.moves if move.tensor not in unchanged}
+
+    def committed(self, unchanged: Collection[str]) -> None:
+        """What was sent is in use now; it lands in its other slot next time."""
+        assert self.berths is not None
+        sent = self.changed_parameters(unchanged)
+        slots = bytes(1 - s if name in sent else s for name, s in zip(self._names, self.berths.slots))
+        complete = all(link for links in self.berths.links for link in links)
+        self.berths = Berths(self.berths.links, slots) if complete else None
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        self._senders, self.berths = {}, None
+
+    def _sender(self, link: bytes, rank: int) -> Sender:
+        if link not in self._senders:
+            self._senders[link] = open_sender(link, self._images[rank], self._streams[rank], self._hashed)
+        return self._senders[link]
 
 
 @dataclass
 class _Update:
     version: int
     plan: Plan
-    links: tuple[bytes, ...]
+    slots: dict[str, int]
+    hashed: bool
+
+
+@dataclass
+class _Rank:
+    image: Image
+    landings: list[Landing | None] = field(default_factory=lambda: [None] * NUM_SLOTS)
 
 
 class Inbox:
-    """An engine's receiving half. Plans and opened links are kept from update to update: a trainer that syncs every
-    step sends its plan once and maps its memory once. One update at a time; safe to call from several threads."""
+    """An engine's receiving half. Plan and landings are kept from update to update. One update at a time; safe to call
+    from several threads."""
 
-    def __init__(self, parameters: Sequence[Parameter], dtype: str, name: str) -> None:
-        self._parameters, self._dtype, self._name = tuple(parameters), dtype, name
-        self._num_ranks = 1 + max(p.rank for p in self._parameters)
+    def __init__(self, parameters: Sequence[Parameter], dtype: str, name: str, listen: Listen | None = None) -> None:
+        self._parameters, self._dtype, self._name, self._listen = tuple(parameters), dtype, name, listen
+        self._names = list(dict.fromkeys(p.name for p in self._parameters))
+        num_ranks = 1 + max(p.rank for p in self._parameters)
+        self._ranks = [_Rank(image_of(self._parameters, rank, dtype)) for rank in range(num_ranks)]
+        self._live: dict[str, int | None] = dict.fromkeys(self._names)
+        """Slot that the serving version uses; None when its arrays are elsewhere."""
         self._plan: Plan | None = None
-        self._receivers: dict[bytes, Receiver] = {}
+        self._transport = ""
         self._update: _Update | None = None
         self._lock = threading.Lock()
 
-    def begin(self, serving: int, version: int, offer: Offer) -> None:
+    def begin(self, serving: int, version: int, offer: Offer) -> Berths:
         """Raises before anything changes; `serving` is the version that the engine generates with."""
         with self._lock:
             if self._update is not None:
                 raise UpdateInProgress(
-                    f"engine {self._name!r} is receiving version {self._update.version}; version {version} must wait or "
-                    "the other be rolled back"
+                    f"engine {self._name!r} is receiving version {self._update.version}; version {version} must wait, "
+                    "or the other be rolled back"
                 )
             if version <= serving:
                 raise VersionError(f"engine {self._name!r} serves version {serving}; version {version} is not newer")
-            if len(offer.links) != self._num_ranks:
-                raise PlanMismatch(
-                    f"engine {self._name!r} has {self._num_ranks} rank(s), the trainer offers {len(offer.links)} link(s)"
-                )
             plan = self._plan_for(offer)
-            receivers = {link: self._receivers.get(link) or open_receiver(link) for link in offer.links}
-            for old in self._receivers.keys() - receivers.keys():
-                self._receivers[old].close()
-            self._plan, self._receivers = plan, receivers
-            self._update = _Update(version, plan, offer.links)
+            if offer.fresh or plan is not self._plan or offer.transport != self._transport:
+                self._leave_landings()
+            slots = {name: 0 if live is None else 1 - live for name, live in self._live.items()}
+            links = tuple(self._prepare(rank, plan, slots, offer) for rank in range(len(self._ranks)))
+            self._plan, self._transport = plan, offer.transport
+            self._update = _Update(version, plan, slots, offer.hashed)
+            return Berths(links, bytes(slots[name] for name in self._names))
+
+    def _prepare(self, rank: int, plan: Plan, slots: Mapping[str, int], offer: Offer) -> tuple[bytes, ...]:
+        """Makes the landings that this update needs, and tells them what to expect."""
+        held, moves = self._ranks[rank], plan.incoming.get(rank, ())
+        for slot in sorted(set(slots.values())):
+            if held.landings[slot] is None:
+                held.landings[slot] = make_landing(offer.transport, held.image.num_bytes, len(moves), self._listen)
+                self._clear_padding(rank, slot)
+            landing = held.landings[slot]
+            assert landing is not None
+            pieces = {
+                index: held.image.piece(landing.buffer, move.parameter, move.local_box)
+                for index, move in enumerate(moves)
+                if slots[move.parameter] == slot
+            }
+            landing.expect(pieces, offer.hashed)
+        return tuple(b"" if landing is None else landing.link for landing in held.landings)
+
+    def _clear_padding(self, rank: int, slot: int) -> None:
+        landing = self._ranks[rank].landings[slot]
+        assert landing is not None
+        for parameter in self._parameters:
+            if parameter.rank == rank:
+                for box in parameter.padding:
+                    self._ranks[rank].image.view(landing.buffer, parameter.name)[slices(box)] = 0
 
     def _plan_for(self, offer: Offer) -> Plan:
         if self._plan is not None and self._plan.fingerprint == offer.fingerprint:
@@ -107,42 +185,59 @@ class Inbox:
         check_cover(plan, self._parameters)
         return plan
 
-    def receive(self, version: int, manifests: Sequence[bytes]) -> tuple[dict[str, list[np.ndarray]], StageReport]:
-        """For each parameter its new local array per rank, in memory of its own, verified. Blocks: call in a thread."""
+    def receive(self, version: int, manifests: Sequence[Sequence[bytes]]) -> tuple[dict[str, list[np.ndarray]], StageReport]:
+        """For each parameter that was sent, its new local array per rank: a view of the image, verified. The others are
+        as they were. `manifests` has, per rank, one from each trainer rank. Blocks: call it in a thread."""
         with self._lock:
             update = self._current(version)
-            if len(manifests) != self._num_ranks:
-                raise ChecksumMismatch(f"{len(manifests)} manifests came for {self._num_ranks} rank(s)")
-            streams = [(self._receivers[link], manifest) for link, manifest in zip(update.links, manifests)]
-        start, verify_seconds = time.perf_counter(), 0.0
-        dtype = numpy_dtype(self._dtype)
-        shapes = {(p.name, p.rank): p.shape for p in self._parameters}
-        arrays: dict[tuple[str, int], np.ndarray] = {key: np.empty(shape, dtype) for key, shape in shapes.items()}
+        if len(manifests) != len(self._ranks):
+            raise ChecksumMismatch(f"engine {self._name!r}: manifests for {len(manifests)} of {len(self._ranks)} rank(s) came")
+        start, num_bytes = time.perf_counter(), 0
+        sent: dict[str, int] = {}
+        for rank, from_senders in enumerate(manifests):
+            moves, expected = update.plan.incoming.get(rank, ()), {}
+            for manifest in from_senders:
+                expected |= unpack_manifest(manifest, version, len(moves))
+            self._verify(rank, update, expected)
+            for index in expected:
+                sent[moves[index].parameter] = sent.get(moves[index].parameter, 0) + 1
+                num_bytes += update.plan.size_of(moves[index])
+        self._check_whole(update, sent)
+        arrays = {name: [] for name in self._names if name in sent}  # type: dict[str, list[np.ndarray]]
         for parameter in self._parameters:
-            for box in parameter.padding:
-                arrays[parameter.name, parameter.rank][slices(box)] = 0
-        for rank, (receiver, manifest) in enumerate(streams):
-            moves = update.plan.streams.get((TRAINER_RANK, rank), ())
-            for move, expected in zip(moves, unpack_manifest(manifest, version, len(moves))):
-                region = receiver.region(move.offset, move.num_bytes)
-                piece = region.view(dtype).reshape(shape_of(move.local_box))
-                target = arrays[move.parameter, rank]
-                target[slices(move.local_box)] = piece
-                # Verified after the copy, on the copy where it is whole: what is checked is what will be used.
-                verify_start = time.perf_counter()
-                copied = target if piece.shape == target.shape else np.ascontiguousarray(target[slices(move.local_box)])
-                if (found := checksum(copied)) != expected:
+            if parameter.name in sent:
+                held = self._ranks[parameter.rank]
+                landing = held.landings[update.slots[parameter.name]]
+                assert landing is not None
+                arrays[parameter.name].append(held.image.view(landing.buffer, parameter.name))
+        update.slots = {name: slot for name, slot in update.slots.items() if name in sent}
+        return arrays, StageReport(num_bytes, 0.0, time.perf_counter() - start)
+
+    def _verify(self, rank: int, update: _Update, expected: Mapping[int, int]) -> None:
+        moves = update.plan.incoming.get(rank, ())
+        for slot, landing in enumerate(self._ranks[rank].landings):
+            here = {i: c for i, c in expected.items() if update.slots[moves[i].parameter] == slot}
+            if not here or landing is None:
+                continue
+            for index, found in landing.checksums(here).items():
+                if update.hashed and found != here[index]:
                     raise ChecksumMismatch(
-                        f"engine {self._name!r}, rank {rank}: {move.tensor} arrived with checksum {found:016x}, the trainer "
-                        f"sent {expected:016x}; version {version} is not used. If it comes again, suspect the memory or "
-                        "a second writer to the trainer's buffers"
+                        f"engine {self._name!r}, rank {rank}: {moves[index].tensor} arrived with checksum {found:016x}, the "
+                        f"trainer sent {here[index]:016x}; version {update.version} is not used. If it comes again, suspect "
+                        "the memory, or a second writer to the trainer's buffers"
                     )
-                verify_seconds += time.perf_counter() - verify_start
-        by_name: dict[str, list[np.ndarray]] = {}
-        for (name, _), array in arrays.items():
-            by_name.setdefault(name, []).append(array)
-        seconds = time.perf_counter() - start - verify_seconds
-        return by_name, StageReport(update.plan.num_bytes, seconds, verify_seconds)
+
+    def _check_whole(self, update: _Update, sent: Mapping[str, int]) -> None:
+        """A parameter comes whole or not at all."""
+        wanted: dict[str, int] = {}
+        for move in update.plan.moves:
+            wanted[move.parameter] = wanted.get(move.parameter, 0) + 1
+        for name, count in sent.items():
+            if count != wanted[name]:
+                raise ChecksumMismatch(
+                    f"engine {self._name!r}: {count} of the {wanted[name]} pieces of {name} came; version {update.version} "
+                    "is not used. Did trainer ranks disagree on what has changed?"
+                )
 
     def check(self, version: int) -> None:
         """Raises `UnknownVersion` unless this update is under way."""
@@ -150,22 +245,34 @@ class Inbox:
             self._current(version)
 
     def finish(self, version: int) -> None:
-        """The version is committed."""
+        """The version is committed: what was sent is in use."""
         with self._lock:
-            self._current(version)
+            update = self._current(version)
+            self._live |= update.slots
+            for rank in self._ranks:
+                for landing in filter(None, rank.landings):
+                    landing.settle()
             self._update = None
 
     def rollback(self, version: int) -> None:
-        """Forgets the update; never raises."""
+        """Forgets the update; never raises. Its landings are left to whoever may still be writing into them."""
         with self._lock:
             if self._update is not None and self._update.version == version:
                 self._update = None
+                self._leave_landings()
 
     def close(self) -> None:
         with self._lock:
-            for receiver in self._receivers.values():
-                receiver.close()
-            self._receivers, self._update = {}, None
+            self._leave_landings()
+            self._update = None
+
+    def _leave_landings(self) -> None:
+        """The serving version's arrays keep their memory alive as long as they need it."""
+        for rank in self._ranks:
+            for landing in filter(None, rank.landings):
+                landing.close()
+            rank.landings = [None] * NUM_SLOTS
+        self._live = dict.fromkeys(self._names)
 
     def _current(self, version: int) -> _Update:
         if self._update is None or self._update.version != version:

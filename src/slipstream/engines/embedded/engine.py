@@ -19,6 +19,7 @@ from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.model.decoder import Params
 from slipstream.types import (
+    Berths,
     CommitReport,
     Completion,
     EngineInfo,
@@ -31,7 +32,7 @@ from slipstream.types import (
 )
 from slipstream.weights import families
 from slipstream.weights.transfer import Inbox
-from slipstream.weights.transports import host_identity
+from slipstream.weights.transports import TRANSPORTS, host_identity
 
 MAX_SCORE_TOKENS = 8192
 
@@ -99,7 +100,7 @@ class EmbeddedEngine:
             num_ranks=self._options.tp,
             tensors=self._tensors,
             parameters=self._parameters,
-            transports=("memory", "shm"),
+            transports=TRANSPORTS,
             host=host_identity(),
             max_model_len=self._max_length,
             max_concurrency=self._options.max_concurrency,
@@ -159,13 +160,13 @@ class EmbeddedEngine:
 
     # --- weights ---
 
-    async def begin(self, version: int, offer: Offer) -> None:
-        await asyncio.to_thread(self._inbox.begin, self._worker.version, version, offer)
+    async def begin(self, version: int, offer: Offer) -> Berths:
+        return await asyncio.to_thread(self._inbox.begin, self._worker.version, version, offer)
 
-    async def stage(self, version: int, manifests: Sequence[bytes]) -> StageReport:
+    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         def receive() -> tuple[Params, StageReport]:
             arrays, report = self._inbox.receive(version, manifests)
-            return self._placement.assemble(arrays), report
+            return self._placement.assemble(arrays, self._worker.params), report
 
         params, report = await asyncio.to_thread(receive)
         self._inbox.check(version)  # a rollback may have come meanwhile

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, MappingError
 from slipstream.model.checkpoint import check_shapes
 from slipstream.model.config import ModelConfig
 from slipstream.model.decoder import Params
@@ -31,14 +31,13 @@ class Placement:
         self.dtype = jnp.dtype(dtype)
         self._mesh = Mesh(np.array(devices[:tp]), ("tp",))
         self._shapes = {spec.name: spec.shape for spec in tensors(config)}
-        self._dims = shard_dims(config, tp)
         self.replicated = NamedSharding(self._mesh, PartitionSpec())
+        self._shardings = {name: self._sharding(dim) for name, dim in shard_dims(config, tp).items()}
         heads = "tp" if config.num_kv_heads % tp == 0 else None
         self.cache = NamedSharding(self._mesh, PartitionSpec(None, heads))
         """Of `[slots, kv_heads, length, head_dim]`."""
 
-    def sharding(self, name: str) -> NamedSharding:
-        dim = self._dims[name]
+    def _sharding(self, dim: int | None) -> NamedSharding:
         return self.replicated if dim is None else NamedSharding(self._mesh, PartitionSpec(*[None] * dim, "tp"))
 
     def place(self, params: Mapping[str, Any]) -> Params:
@@ -46,18 +45,22 @@ class Placement:
         check_shapes({name: leaf.shape for name, leaf in flatten(params).items()}, self._config, "the parameters")
         return unflatten(
             {
-                name: jax.device_put(leaf.astype(self.dtype), self.sharding(name), may_alias=False)
+                name: jax.device_put(leaf.astype(self.dtype), self._shardings[name], may_alias=False)
                 for name, leaf in flatten(params).items()
             }
         )
 
-    def assemble(self, ranks: Mapping[str, Sequence[np.ndarray]]) -> Params:
-        """A tree from each rank's local arrays, which it takes over. Blocks until they are on the devices."""
+    def assemble(self, ranks: Mapping[str, Sequence[np.ndarray]], serving: Params | None) -> Params:
+        """A tree from each rank's local arrays, which it takes over without a copy where the device is the host. What did
+        not come is shared with the tree that serves. Blocks until all is on the devices."""
+        kept = {} if serving is None else {n: x for n, x in flatten(serving).items() if n not in ranks}
+        if missing := self._shapes.keys() - ranks.keys() - kept.keys():
+            raise MappingError(f"no weights came for {sorted(missing)[0]} and {len(missing) - 1} more, and there are none yet")
         devices = list(self._mesh.devices.flat)
         # One call for all: the cost of a transfer of small arrays is the call.
         shards = iter(jax.device_put([a for arrays in ranks.values() for a in arrays], devices * len(ranks)))
-        leaves = {}
+        leaves = dict(kept)
         for name in ranks:
             local = [next(shards) for _ in devices]
-            leaves[name] = jax.make_array_from_single_device_arrays(self._shapes[name], self.sharding(name), local)
-        return unflatten(jax.block_until_ready(leaves))
+            leaves[name] = jax.make_array_from_single_device_arrays(self._shapes[name], self._shardings[name], local)
+        return unflatten(jax.block_until_ready({name: leaves[name] for name in self._shapes}))

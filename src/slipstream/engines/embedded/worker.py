@@ -71,6 +71,11 @@ class Worker:
         policy = self._policy
         return -1 if policy is None else policy.version
 
+    @property
+    def params(self) -> Params | None:
+        policy = self._policy
+        return None if policy is None else policy.params
+
     def add(self, tickets: Sequence[Ticket]) -> None:
         samples = [sample for ticket in tickets for sample in ticket.samples()]
         self._submit(lambda: self._scheduler.add(samples))

@@ -4,17 +4,58 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from slipstream.errors import TransferError
-from slipstream.weights.transports.base import Receiver, Sender, unpack_link
-from slipstream.weights.transports.memory import MemoryReceiver, MemorySender
-from slipstream.weights.transports.shm import ShmReceiver, ShmSender
+import numpy as np
 
-SENDERS: dict[str, Callable[[int], Sender]] = {"memory": MemorySender, "shm": ShmSender}
-RECEIVERS: dict[str, Callable[[bytes], Receiver]] = {"memory": MemoryReceiver, "shm": ShmReceiver}
+from slipstream.errors import TransferError
+from slipstream.weights.image import Image
+from slipstream.weights.plan import Move
+from slipstream.weights.transports.base import Landing, Sender, unpack_link
+from slipstream.weights.transports.disk import DiskLanding, DiskSender
+from slipstream.weights.transports.memory import MemoryLanding, memory_sender
+from slipstream.weights.transports.shm import ShmLanding, shm_sender
+from slipstream.weights.transports.tcp import Listen, TcpLanding, TcpSender
+
+TRANSPORTS = ("memory", "shm", "tcp", "disk")
+
+
+def make_landing(transport: str, size: int, num_pieces: int, listen: Listen | None = None) -> Landing:
+    """The engine's half. `transport` is a name, for `disk` with its directory: `disk:/path`."""
+    name, _, where = transport.partition(":")
+    match name:
+        case "memory":
+            return MemoryLanding(size, num_pieces)
+        case "shm":
+            return ShmLanding(size, num_pieces)
+        case "tcp":
+            return TcpLanding(size, listen)
+        case "disk":
+            return DiskLanding(size, Path(where))
+    raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
+
+
+def open_sender(link: bytes, image: Image, moves: dict[int, Move], hashed: bool = True) -> Sender:
+    """The trainer's half: `moves` are those it will send over this link, by index."""
+    name = unpack_link(link)["transport"]
+
+    def pieces(buffer: np.ndarray) -> dict[int, np.ndarray]:
+        if buffer.size < image.num_bytes:
+            raise TransferError(f"the landing holds {buffer.size} bytes, the rank's image has {image.num_bytes}")
+        return {index: image.piece(buffer, move.parameter, move.local_box) for index, move in moves.items()}
+
+    match name:
+        case "memory":
+            return memory_sender(link, pieces, hashed)
+        case "shm":
+            return shm_sender(link, pieces, hashed)
+        case "tcp":
+            return TcpSender(link, dict.fromkeys(moves, image.dtype), hashed)
+        case "disk":
+            return DiskSender(link, dict.fromkeys(moves, image.dtype), hashed)
+    raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
 
 
 @cache
@@ -28,29 +69,23 @@ def host_identity() -> str:
 
 
 def choose(engine: str, offered: Sequence[str], engine_host: str, engine_pid: int, forced: str | None = None) -> str:
-    """`memory` in one process, `shm` on one host. `forced` insists on one, and says so when it cannot work."""
-    possible = []
-    if engine_pid == os.getpid():
-        possible.append("memory")
-    if engine_host == host_identity():
-        possible.append("shm")
-    usable = [name for name in possible if name in offered and name in SENDERS]
+    """`memory` in one process, `shm` on one host, `tcp` between hosts. `forced` insists on one (`disk:/path` is never
+    chosen by itself), and says so when it cannot work."""
+    possible = [("memory", engine_pid == os.getpid()), ("shm", engine_host == host_identity()), ("tcp", True), ("disk", True)]
+    usable = [name for name, works in possible if works and name in offered]
     if forced is not None:
-        if forced not in usable:
+        name, _, where = forced.partition(":")
+        if name not in usable:
             raise TransferError(
-                f"transport {forced!r} cannot reach engine {engine!r}: usable are {usable or 'none'} "
+                f"transport {name!r} cannot reach engine {engine!r}: usable are {usable or 'none'} "
                 f"(the engine offers {list(offered)})"
             )
+        if (name == "disk") != bool(where):
+            raise TransferError("say where: transport='disk:/directory/that/both/sides/see'; others take no directory")
         return forced
+    usable = [name for name in usable if name != "disk"]
     if not usable:
         raise TransferError(
             f"no transport reaches engine {engine!r} (it offers {list(offered)}) from here: shm needs both on one host"
         )
     return usable[0]
-
-
-def open_receiver(link: bytes) -> Receiver:
-    transport = unpack_link(link)["transport"]
-    if transport not in RECEIVERS:
-        raise TransferError(f"unknown transport {transport!r}; known: {', '.join(RECEIVERS)}")
-    return RECEIVERS[transport](link)

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
+import mmap
 import secrets
 import weakref
-
 import numpy as np
 
 from slipstream.errors import TransferError
-from slipstream.weights.transports.base import bounded, fact, pack_link, unpack_link
+from slipstream.weights.transports.base import fact, pack_link, unpack_link
+from slipstream.weights.transports.inplace import InPlaceLanding, InPlaceSender, Pieces
 
-_open: weakref.WeakValueDictionary[str, MemorySender] = weakref.WeakValueDictionary()
+_open: weakref.WeakValueDictionary[str, MemoryLanding] = weakref.WeakValueDictionary()
 
 
-class MemorySender:
-    def __init__(self, size: int) -> None:
-        self.buffer = np.empty(size, np.uint8)
+def anonymous(size: int) -> np.ndarray:
+    """Private memory that starts at a page, as engines like it; given back when its last view is gone."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
+
+
+class MemoryLanding(InPlaceLanding):
+    def __init__(self, size: int, num_pieces: int) -> None:
+        super().__init__(anonymous(size), np.zeros(num_pieces, np.uint8))
         key = secrets.token_hex(8)
-        self.link = pack_link("memory", key=key, size=size)
+        self.link = pack_link("memory", key=key)
         _open[key] = self
 
-    def region(self, offset: int, size: int) -> np.ndarray:
-        return bounded(self.buffer, offset, size)
-
-    def flush(self) -> None: ...
-
-    def attached(self) -> None: ...
-
     def close(self) -> None:
+        super().close()
         _open.pop(unpack_link(self.link)["key"], None)
 
 
-class MemoryReceiver:
-    def __init__(self, link: bytes) -> None:
-        sender = _open.get(fact(unpack_link(link), "key", str))
-        if sender is None:
-            raise TransferError("the memory link was made in another process or is closed; use shm between processes")
-        self._buffer = sender.buffer[:]
-        self._buffer.flags.writeable = False
+def memory_sender(link: bytes, pieces: Pieces, hashed: bool) -> InPlaceSender:
+    landing = _open.get(fact(unpack_link(link), "key", str))
+    if landing is None:
+        raise TransferError("the memory link was made in another process or is closed; use shm between processes")
+    return InPlaceSender(pieces(landing.buffer), landing.marks, hashed)
 
-    def region(self, offset: int, size: int) -> np.ndarray:
-        return bounded(self._buffer, offset, size)
 
-    def close(self) -> None: ...

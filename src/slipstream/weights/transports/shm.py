@@ -1,6 +1,6 @@
-"""`shm`: trainer and engine on one host. A file of our own in shared memory, mapped by both.
+"""`shm`: trainer and engine on one host. A file of the engine's in shared memory, mapped by both.
 
-Names are random and the file is private (0600). It is unlinked as soon as every receiver has mapped it, so a crash later
+Names are random and the file is private (0600). It is unlinked as soon as every sender has mapped it, so a crash later
 on leaves nothing; a crash before that leaves a file whose name tells its dead owner, and `sweep` removes it. (The
 standard library's `SharedMemory` is not used: up to Python 3.12 the attaching side's resource tracker unlinks it.)"""
 
@@ -17,26 +17,29 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.errors import TransferError
-from slipstream.weights.transports.base import bounded, fact, pack_link, unpack_link
+from slipstream.weights.transports.base import fact, pack_link, unpack_link
+from slipstream.weights.transports.inplace import InPlaceLanding, InPlaceSender, Pieces
 
 _NAME = re.compile(r"slipstream-(?P<user>\d+)-(?P<space>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]{16}")
-_NONCE_BYTES = 64  # the head of the file; the stream starts after it, still aligned
+_NONCE_BYTES = 64
 
 
 def directory() -> Path:
     return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
-class ShmSender:
-    def __init__(self, size: int) -> None:
+class ShmLanding(InPlaceLanding):
+    """Made by the engine: the file's head is a nonce, then come the marks, then, from the next page on, the image."""
+
+    def __init__(self, size: int, num_pieces: int) -> None:
         owner = f"{os.getuid()}-{_pid_space()}-{os.getpid()}-{_started(os.getpid())}"
         self._path = directory() / f"slipstream-{owner}-{secrets.token_hex(8)}"
-        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonce, start = secrets.token_bytes(_NONCE_BYTES), _image_start(num_pieces)
         fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             # Claim the pages now: with a sparse file, running out of shared memory is a SIGBUS in mid-copy.
-            os.posix_fallocate(fd, 0, _NONCE_BYTES + size)
-            self._map = mmap.mmap(fd, _NONCE_BYTES + size)
+            os.posix_fallocate(fd, 0, start + size)
+            memory = mmap.mmap(fd, start + size)
         except OSError as error:
             self._path.unlink(missing_ok=True)
             raise TransferError(
@@ -45,55 +48,48 @@ class ShmSender:
             ) from None
         finally:
             os.close(fd)
-        self._map[:_NONCE_BYTES] = nonce
-        self._buffer = np.frombuffer(self._map, np.uint8)[_NONCE_BYTES:]
-        self.link = pack_link("shm", path=str(self._path), size=size, nonce=nonce.hex())
+        memory[:_NONCE_BYTES] = nonce
+        view = np.frombuffer(memory, np.uint8)
+        super().__init__(view[start:], view[_NONCE_BYTES : _NONCE_BYTES + num_pieces])
+        self.link = pack_link("shm", path=str(self._path), size=size, pieces=num_pieces, nonce=nonce.hex())
 
-    def region(self, offset: int, size: int) -> np.ndarray:
-        return bounded(self._buffer, offset, size)
-
-    def flush(self) -> None: ...
-
-    def attached(self) -> None:
+    def settle(self) -> None:
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.attached()
-        self._buffer = self._buffer[:0]  # the mapping ends with the last view of it
+        super().close()
+        self.settle()
 
 
-class ShmReceiver:
-    def __init__(self, link: bytes) -> None:
-        facts = unpack_link(link)
-        path, size, nonce = Path(fact(facts, "path", str)), fact(facts, "size", int), fact(facts, "nonce", str)
-        if path.parent != directory() or not _NAME.fullmatch(path.name):
-            raise TransferError(f"the shm link names {path}, which is not a segment of Slipstream in {directory()}")
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransferError(f"cannot open the trainer's shared memory {path}: {error.strerror}") from None
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-                raise TransferError(
-                    f"shared memory {path} belongs to user {found.st_uid}, not to this one ({os.getuid()})"
-                )
-            if found.st_size != _NONCE_BYTES + size:
-                raise TransferError(
-                    f"shared memory {path} holds {found.st_size - _NONCE_BYTES} bytes, the link says {size}"
-                )
-            self._map = mmap.mmap(fd, found.st_size, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        if self._map[:_NONCE_BYTES].hex() != nonce:
-            raise TransferError(f"shared memory {path} is not the segment that the link describes")
-        self._buffer = np.frombuffer(self._map, np.uint8)[_NONCE_BYTES:]
+def shm_sender(link: bytes, pieces: Pieces, hashed: bool) -> InPlaceSender:
+    """Maps the engine's file, after making sure that it is one, of this user, and the one that the link describes."""
+    facts = unpack_link(link)
+    path, nonce = Path(fact(facts, "path", str)), fact(facts, "nonce", str)
+    size, num_pieces = fact(facts, "size", int), fact(facts, "pieces", int)
+    if path.parent != directory() or not _NAME.fullmatch(path.name) or num_pieces < 0:
+        raise TransferError(f"the shm link names {path}, which is not a segment of Slipstream in {directory()}")
+    start = _image_start(num_pieces)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferError(f"cannot open the engine's shared memory {path}: {error.strerror}") from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            raise TransferError(f"shared memory {path} belongs to user {found.st_uid}, not to this one ({os.getuid()})")
+        if found.st_size != start + size:
+            raise TransferError(f"shared memory {path} holds {found.st_size - start} bytes, the link says {size}")
+        memory = mmap.mmap(fd, found.st_size)
+    finally:
+        os.close(fd)
+    if memory[:_NONCE_BYTES].hex() != nonce:
+        raise TransferError(f"shared memory {path} is not the segment that the link describes")
+    view = np.frombuffer(memory, np.uint8)
+    return InPlaceSender(pieces(view[start:]), view[_NONCE_BYTES : _NONCE_BYTES + num_pieces], hashed)
 
-    def region(self, offset: int, size: int) -> np.ndarray:
-        return bounded(self._buffer, offset, size)
 
-    def close(self) -> None:
-        self._buffer = self._buffer[:0]
+def _image_start(num_pieces: int) -> int:
+    return -(-(_NONCE_BYTES + num_pieces) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def sweep() -> list[Path]:

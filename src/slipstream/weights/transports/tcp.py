@@ -1,0 +1,222 @@
+"""`tcp`: trainer and engine anywhere. The engine listens; each trainer rank opens a connection and streams its pieces.
+
+On the wire, after the trainer has sent the link's secret: frames of `(piece, length)` and the bytes. Bytes go straight
+from the socket into the image. On loopback the secret is enough; beyond it the engine needs a certificate, whose
+fingerprint travels in the link, so that no authority has to be set up."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from slipstream.errors import ConfigError, TransferError
+from slipstream.weights.checksum import CHUNK_BYTES, chunks
+from slipstream.weights.transports.base import Silence, fact, pack_link, unpack_link
+from slipstream.weights.transports.memory import anonymous
+
+_FRAME = struct.Struct("<IQ")
+_SECRET_BYTES = 32
+_SOCKET_BUFFER = 4 << 20
+CONNECT_SECONDS = 10.0
+SEND_SECONDS = 60.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where an engine's landings listen. A certificate and its key (PEM files) are needed beyond loopback."""
+
+    host: str = "127.0.0.1"
+    certificate: str = ""
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if self.host not in LOOPBACK and not (self.certificate and self.key):
+            raise ConfigError(f"listening for weights on {self.host} needs TLS: give a certificate and its key")
+
+
+class TcpLanding:
+    """Pieces arrive on any number of connections, each served by a thread of its own."""
+
+    def __init__(self, size: int, listen: Listen | None = None) -> None:
+        listen = listen or Listen()
+        self.buffer = anonymous(size)
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._arrived = threading.Condition()
+        self._pieces: Mapping[int, np.ndarray] = {}
+        self._found: dict[int, int] = {}
+        self._problem, self._hashed = "", True
+        self._tls = _server_tls(listen)
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+        self._server = socket.create_server((listen.host, 0), family=family)
+        host, port = self._server.getsockname()[:2]
+        print_of = _fingerprint(Path(listen.certificate).read_text()) if self._tls else ""
+        self.link = pack_link("tcp", host=host, port=port, secret=self._secret.hex(), certificate=print_of)
+        self._connections: list[socket.socket] = []
+        threading.Thread(target=self._accept, name="slipstream-tcp", daemon=True).start()
+
+    def expect(self, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
+        with self._arrived:
+            self._pieces, self._found, self._problem, self._hashed = pieces, {}, "", hashed
+
+    def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
+        silence = Silence("tcp")
+        with self._arrived:
+            seen = -1
+            while missing := [i for i in expected if i not in self._found]:
+                if self._problem:
+                    raise TransferError(f"tcp: {self._problem}; {len(missing)} piece(s) did not arrive")
+                if len(self._found) != seen:
+                    seen = len(self._found)
+                    silence.broken()
+                silence.check(len(missing))
+                self._arrived.wait(0.2)
+            return {i: self._found[i] for i in expected}
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None:
+        self._server.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._server.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(connection, str(peer[0])), daemon=True).start()
+
+    def _serve(self, connection: socket.socket, peer: str) -> None:
+        """One trainer rank, until it hangs up. A stranger is dropped without an answer."""
+        try:
+            connection.settimeout(CONNECT_SECONDS)
+            if self._tls:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+            if not hmac.compare_digest(_read(connection, _SECRET_BYTES), self._secret):
+                return connection.close()
+            connection.settimeout(None)
+            _tune(connection)
+            self._connections.append(connection)
+            while True:
+                self._take(connection, *_FRAME.unpack(_read(connection, _FRAME.size)))
+        except (OSError, TransferError) as error:
+            with self._arrived:
+                self._problem = f"the connection from {peer} ended ({error})"
+                self._arrived.notify_all()
+            connection.close()
+
+    def _take(self, connection: socket.socket, index: int, size: int) -> None:
+        piece = self._pieces.get(index)
+        if piece is None or piece.nbytes != size:
+            raise TransferError(f"piece {index} of {size} bytes came, which nobody expects")
+        digest, whole = xxhash.xxh3_64(), piece.flags.c_contiguous
+        for part in chunks(piece):
+            target = piece[part]
+            landing = target if whole else np.empty(target.shape, target.dtype)
+            _read_into(connection, landing)
+            if self._hashed:
+                digest.update(landing.reshape(-1).view(np.uint8).data)
+            if not whole:
+                target[...] = landing
+        with self._arrived:
+            self._found[index] = digest.intdigest() if self._hashed else 0
+            self._arrived.notify_all()
+
+
+class TcpSender:
+    def __init__(self, link: bytes, dtypes: Mapping[int, np.dtype], hashed: bool) -> None:
+        facts = unpack_link(link)
+        host, port, secret = fact(facts, "host", str), fact(facts, "port", int), fact(facts, "secret", str)
+        self._dtypes, self._hashed, self._peer = dtypes, hashed, f"{host}:{port}"
+        try:
+            self._socket = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+            if facts.get("certificate") or host not in LOOPBACK:
+                self._socket = _pinned(self._socket, fact(facts, "certificate", str), self._peer)
+            self._socket.settimeout(SEND_SECONDS)
+            _tune(self._socket)
+            self._socket.sendall(bytes.fromhex(secret))
+        except (OSError, ValueError, OverflowError) as error:
+            raise TransferError(f"cannot connect to the engine's tcp landing at {self._peer}: {error}") from None
+
+    def send(self, index: int, array: np.ndarray) -> int:
+        dtype = self._dtypes[index]
+        digest = xxhash.xxh3_64()
+        try:
+            self._socket.sendall(_FRAME.pack(index, array.size * dtype.itemsize))
+            for part in chunks(array):
+                data = np.ascontiguousarray(array[part], dtype).reshape(-1).view(np.uint8).data
+                if self._hashed:
+                    digest.update(data)
+                self._socket.sendall(data)
+        except OSError as error:
+            raise TransferError(f"tcp: the engine at {self._peer} does not take piece {index}: {error}") from None
+        return digest.intdigest() if self._hashed else 0
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    _read_into(connection, np.frombuffer(data, np.uint8))
+    return bytes(data)
+
+
+def _read_into(connection: socket.socket, target: np.ndarray) -> None:
+    view = memoryview(target.reshape(-1).view(np.uint8).data).cast("B")
+    while view:
+        count = connection.recv_into(view, min(len(view), CHUNK_BYTES))
+        if not count:
+            raise TransferError("hung up")
+        view = view[count:]
+
+
+def _server_tls(listen: Listen) -> ssl.SSLContext | None:
+    if not listen.certificate:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(listen.certificate, listen.key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificate {listen.certificate} and its key cannot be loaded: {error}") from None
+    return context
+
+
+def _pinned(plain: socket.socket, expected: str, peer: str) -> ssl.SSLSocket:
+    """TLS to whoever holds the certificate with this fingerprint, and to nobody else."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the fingerprint is the proof
+    secure = context.wrap_socket(plain)
+    found = hashlib.sha256(secure.getpeercert(binary_form=True) or b"").hexdigest()
+    if not expected or not hmac.compare_digest(found, expected):
+        secure.close()
+        raise TransferError(f"the engine at {peer} shows another certificate than the gateway announced; refusing to send")
+    return secure
+
+
+def _fingerprint(pem: str) -> str:
+    first = pem[: pem.index("-----END CERTIFICATE-----") + len("-----END CERTIFICATE-----")]
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[first.index("-----BEGIN") :])).hexdigest()
