@@ -24,6 +24,11 @@ def completion(prompt, tokens, logprobs):
     )
 
 
+@jax.jit
+def policy_logprobs(params, tokens):
+    return decoder.logprobs(params, MODEL, tokens, CONFIG.temperature)
+
+
 @pytest.fixture(scope="module")
 def params():
     return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, decoder.init(MODEL, jax.random.key(0)))
@@ -33,12 +38,13 @@ def params():
 def batch(params):
     """Six completions of different lengths, with the policy's own logprobs at the sampling temperature."""
     rng = np.random.default_rng(0)
-    rows = []
-    for length in (1, 2, 3, 5, 5, 4):
-        prompt, tokens = rng.integers(4, 90, 4).tolist(), rng.integers(4, 90, length).tolist()
-        own = decoder.logprobs(params, MODEL, jnp.asarray([prompt + tokens]), CONFIG.temperature)[0, 3:]
-        rows.append(completion(prompt, tokens, own.tolist()))
-    return grpo.make_batch(rows, grpo.advantages(np.array([[1, 0, 0], [1, 1, 0]], np.float32)), CONFIG.max_tokens)
+    rows = [(rng.integers(4, 90, 4).tolist(), rng.integers(4, 90, length).tolist()) for length in (1, 2, 3, 5, 5, 4)]
+    padded = np.array([(prompt + tokens + [0] * 5)[:9] for prompt, tokens in rows])
+    own = policy_logprobs(params, padded)[:, 3:].tolist()
+    completions = [completion(*row, logprobs[: len(row[1])]) for row, logprobs in zip(rows, own)]
+    return grpo.make_batch(
+        completions, grpo.advantages(np.array([[1, 0, 0], [1, 1, 0]], np.float32)), CONFIG.max_tokens
+    )
 
 
 def test_advantages_are_rewards_in_units_of_their_groups_deviation():
@@ -96,16 +102,16 @@ def test_objective_equals_the_naive_one(batch):
 
 
 def test_at_ratio_one_the_gradient_is_reinforce(params, batch):
-    def logprobs(params):
-        return decoder.logprobs(params, MODEL, jnp.asarray(batch.tokens), CONFIG.temperature)
+    def ours(params):
+        return grpo.objective(policy_logprobs(params, batch.tokens), batch, 0.2).loss
 
     def reinforce(params):
         weights = batch.mask * batch.advantages[:, None] / batch.mask.sum(1, keepdims=True)
-        return -jnp.sum(weights * logprobs(params)) / len(batch.tokens)
+        return -jnp.sum(weights * policy_logprobs(params, batch.tokens)) / len(batch.tokens)
 
-    ours = jax.grad(lambda p: grpo.objective(logprobs(p), batch, 0.2).loss)(params)
-    np.testing.assert_allclose(grpo.objective(logprobs(params), batch, 0.2).ratio, 1, atol=1e-5)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.grad(reinforce)(params))):
+    np.testing.assert_allclose(grpo.objective(policy_logprobs(params, batch.tokens), batch, 0.2).ratio, 1, atol=1e-5)
+    found, expected = (jax.tree.leaves(jax.jit(jax.grad(loss))(params)) for loss in (ours, reinforce))
+    for a, b in zip(found, expected):
         assert np.abs(b).max() > 0
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()) + 1e-7, rtol=1e-3)
 
@@ -136,15 +142,14 @@ def test_padding_and_prompt_do_not_matter_however_unlikely(batch):
 def test_train_step_compiles_once_keeps_params_and_moves_towards_what_was_rewarded(params, batch):
     config = GrpoConfig(max_tokens=5, temperature=0.7, learning_rate=1e-2)
     step, state = grpo.make_train_step(MODEL, config), grpo.optimiser(config).init(params)
-    before = jax.tree.map(np.asarray, params)
+    before = jax.tree.map(np.array, params)  # copies: a view would keep JAX from donating the original
     new, state, metrics = step(params, state, batch)
     new, state, _ = step(new, state, batch)
     assert step._cache_size() == 1
     jax.tree.map(np.testing.assert_array_equal, before, params)  # not donated: an engine may be reading them
 
     def sequence_logprobs(params):
-        own = decoder.logprobs(params, MODEL, jnp.asarray(batch.tokens), config.temperature)
-        return np.asarray((own * batch.mask).sum(1) / batch.mask.sum(1))
+        return np.asarray((policy_logprobs(params, batch.tokens) * batch.mask).sum(1) / batch.mask.sum(1))
 
     change = sequence_logprobs(new) - sequence_logprobs(params)
     assert (change * batch.advantages).sum() > 0

@@ -248,8 +248,9 @@ def test_an_engine_killed_while_generating(model, tmp_path):
         rest = list(stream)
         answered = [(c.prompt_index, c.sample_index, len(c.token_ids)) for c in (first, *rest)]
         assert sorted(answered) == [(prompt, sample, 50) for prompt in range(8) for sample in range(8)]
-        os.kill(bridge.status().engines[1].info.pid, signal.SIGKILL)
-        with pytest.raises((NotReady, EngineLost), match="engine-1"):
+        survivor = bridge.status().engines[1].info
+        os.kill(survivor.pid, signal.SIGKILL)
+        with pytest.raises((NotReady, EngineLost), match=survivor.name):
             bridge.generate(prompts, sampling)
 
 
