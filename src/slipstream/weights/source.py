@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -100,8 +101,7 @@ def read(tensor: Tensor, box: Box) -> np.ndarray:
     if isinstance(tensor, Reader):
         return tensor.read_box(box)
     if _is_sharded(tensor):
-        shards = _shards(tensor)
-        return gather(box, ((b, lambda data=data: np.asarray(data)) for b, data in shards.items()))
+        return gather(box, ((part, partial(np.asarray, data)) for part, data in _shards(tensor).items()))
     return (_torch_array(tensor) if _is_torch(tensor) else np.asarray(tensor))[slices(box)]
 
 

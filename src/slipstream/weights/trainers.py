@@ -28,7 +28,8 @@ def identity(config: ModelConfig) -> TreeMapping:
 
 def tunix(config: ModelConfig) -> TreeMapping:
     """Google Tunix (`tunix.models.llama3`, `qwen2`, `qwen3`; Flax NNX), as its own loaders map safetensors: einsum kernels
-    `w` of `[D, H, K]` (o_proj `[H, K, D]`), linear `kernel`s of `[in, out]`, biases flat. Pass `nnx.state(model, nnx.Param)`."""
+    `w` of `[D, H, K]` (o_proj `[H, K, D]`), linear `kernel`s of `[in, out]`, biases flat.
+    Pass `nnx.state(model, nnx.Param)`."""
     _check_family(config, "tunix")
     at = "layers.{layer}."
     rules = [
@@ -39,11 +40,12 @@ def tunix(config: ModelConfig) -> TreeMapping:
         *(Rule(f"{at}attn.{x}_proj.w", Target(f"{_LAYER}self_attn.{x}_proj.weight", _HEADS_OUT)) for x in "qkv"),
         *(Rule(f"{at}attn.{x}_bias", Target(f"{_LAYER}self_attn.{x}_proj.bias")) for x in "qkv"),
         *(Rule(f"{at}attn.{x}_norm.w", Target(f"{_LAYER}self_attn.{x}_norm.weight")) for x in "qk"),
+        *(Rule(f"{at}{x}_layernorm.w", Target(f"{_LAYER}{x}_layernorm.weight")) for x in ("input", "post_attention")),
+        *(
+            Rule(f"{at}mlp.{x}_proj.kernel", Target(f"{_LAYER}mlp.{x}_proj.weight", _FLIP))
+            for x in ("gate", "up", "down")
+        ),
     ]
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        rules.append(Rule(f"{at}{norm}.w", Target(f"{_LAYER}{norm}.weight")))
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        rules.append(Rule(f"{at}mlp.{name}.kernel", Target(f"{_LAYER}mlp.{name}.weight", _FLIP)))
     return TreeMapping(tuple(rules), families.tensors(config))
 
 

@@ -100,11 +100,10 @@ class TreeMapping:
 
     def _expand(self, leaf: str, shape: Shape, shard: Box) -> list[Held]:
         rule, numbers = self._rule(leaf)
-        found = []
+        found: list[Held] = []
         for target in rule.targets:
             try:
-                for piece in expand(target.steps, shape, shard):
-                    found.append(_held(target, numbers, piece))
+                found += [_held(target, numbers, piece) for piece in expand(target.steps, shape, shard)]
             except MappingError as error:
                 raise MappingError(
                     f"leaf {leaf} {list(shape)} does not become {target.name}: {error}. Is the tree of this model and this "
@@ -147,8 +146,8 @@ class TreeMapping:
             elif problem := exact_cover([piece.box for _, piece in pieces], whole(made)):
                 problems.append(f"{name}, from {leaves}: {problem}")
         for name in wanted.keys() - held.keys():
-            leaf = next((found for rule in self.rules if (found := rule.leaf_of(name))), None)
-            problems.append(f"{name}: missing; " + (f"expected a leaf {leaf}" if leaf else "no rule leads to it"))
+            origin = next((found for rule in self.rules if (found := rule.leaf_of(name))), None)
+            problems.append(f"{name}: missing; " + (f"expected a leaf {origin}" if origin else "no rule leads to it"))
         if problems:
             listed = _some(sorted(problems), most=12, between="\n  ")
             raise MappingError(f"the tree does not fit its mapping, {len(problems)} problem(s):\n  {listed}")
