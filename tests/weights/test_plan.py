@@ -119,8 +119,12 @@ def test_a_fused_parameter_has_several_parts():
 def test_experts_stack_and_a_padded_vocabulary_is_covered():
     tensors = [TensorSpec("e0", (2, 3)), TensorSpec("e1", (2, 3)), TensorSpec("head", (5, 2))]
     whole_expert = ((0, 2), (0, 3))
-    stacked = Parameter("experts", 0, (2, 2, 3), tuple(Part(f"e{i}", whole_expert, ((i, i + 1), *whole_expert)) for i in range(2)))
-    padded = Parameter("head", 0, (8, 2), (Part("head", ((0, 5), (0, 2)), ((0, 5), (0, 2))),), padding=(((5, 8), (0, 2)),))
+    stacked = Parameter(
+        "experts", 0, (2, 2, 3), tuple(Part(f"e{i}", whole_expert, ((i, i + 1), *whole_expert)) for i in range(2))
+    )
+    padded = Parameter(
+        "head", 0, (8, 2), (Part("head", ((0, 5), (0, 2)), ((0, 5), (0, 2))),), padding=(((5, 8), (0, 2)),)
+    )
     sources = replicated(tensors)
     sources["e0"] = Source((2, 3), "float32", ((0, ((0, 1), (0, 3))), (1, ((1, 2), (0, 3)))))  # rows of two ranks
     plan = make_plan(sources, tensors, [stacked, padded], "float32")

@@ -1,5 +1,7 @@
 """Steps against plain numpy: on whole arrays of three libraries, and on shards cut anywhere."""
 
+from itertools import pairwise
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,7 +17,9 @@ from slipstream.weights.transforms import Merge, Permute, Rotary, Scale, Split, 
 
 def interleaved_to_half(array, dim, head_dim):
     """As a gather by index, nothing like the reshape of the implementation."""
-    order = [h + i for h in range(0, array.shape[dim], head_dim) for i in (*range(0, head_dim, 2), *range(1, head_dim, 2))]
+    order = [
+        h + i for h in range(0, array.shape[dim], head_dim) for i in (*range(0, head_dim, 2), *range(1, head_dim, 2))
+    ]
     return np.take(array, order, axis=dim)
 
 
@@ -56,7 +60,7 @@ def cuts(draw, shape):
     ranges = []
     for size in shape:
         edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
-        ranges.append(list(zip(edges, edges[1:])))
+        ranges.append(list(pairwise(edges)))
     boxes = [()]
     for choices in ranges:
         boxes = [(*box, choice) for box in boxes for choice in choices]
@@ -89,7 +93,11 @@ def test_a_stack_gives_a_tensor_for_each_index_that_the_shard_has():
 
 def test_views_do_not_copy_where_strides_allow():
     array = leaf((6, 3, 4))
-    for steps in ((Permute((1, 2, 0)), Merge(0)), (Unstack(1, "i"), Permute((1, 0))), (Take(1, 1, 2), Permute((1, 2, 0)))):
+    for steps in (
+        (Permute((1, 2, 0)), Merge(0)),
+        (Unstack(1, "i"), Permute((1, 0))),
+        (Take(1, 1, 2), Permute((1, 2, 0))),
+    ):
         for piece in expand(steps, array.shape, whole(array.shape)):
             assert np.shares_memory(piece.view(array), array)
 
@@ -102,14 +110,18 @@ def test_the_number_of_pieces_is_what_the_cut_asks_for():
     assert len(expand((Rotary(0, 8),), (32,), ((7, 24),))) == 2  # and one element of the head before
 
 
-@pytest.mark.parametrize("library", [np.asarray, jnp.asarray, lambda a: torch.from_numpy(a.astype(np.float32)).bfloat16()])
+@pytest.mark.parametrize(
+    "library", [np.asarray, jnp.asarray, lambda a: torch.from_numpy(a.astype(np.float32)).bfloat16()]
+)
 def test_scale_rounds_once(library):
     array = np.random.default_rng(0).standard_normal(64).astype(ml_dtypes.bfloat16)
     (piece,) = expand((Scale(11.3137),), (64,), whole((64,)))
     scaled = piece.view(library(array))
     assert "bfloat16" in str(scaled.dtype)
     found = scaled.float().numpy() if hasattr(scaled, "float") else np.asarray(scaled).astype(np.float32)
-    np.testing.assert_array_equal(found, (array.astype(np.float32) * np.float32(11.3137)).astype(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(
+        found, (array.astype(np.float32) * np.float32(11.3137)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize(
