@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -45,7 +45,6 @@ class Tensor(Protocol):
     def __array__(self) -> np.ndarray: ...
 
 
-@runtime_checkable
 class Reader(Protocol):
     """A tensor that is no array: it knows which boxes it can read, and reads them when asked."""
 
@@ -88,7 +87,7 @@ def describe(tensors: Mapping[str, Tensor], rank: int = 0) -> dict[str, Source]:
 
 def boxes(tensor: Tensor) -> tuple[Box, ...]:
     """The boxes that this process can read, each once; together all of the tensor, unless other processes hold a part."""
-    if isinstance(tensor, Reader):
+    if _is_reader(tensor):
         return tensor.boxes()
     if _is_sharded(tensor):
         return tuple(_shards(tensor))
@@ -98,7 +97,7 @@ def boxes(tensor: Tensor) -> tuple[Box, ...]:
 def read(tensor: Tensor, box: Box) -> np.ndarray:
     """A view where the array is in host memory, else a copy. Waits until the array is computed. `MappingError` when this
     process cannot read all of the box."""
-    if isinstance(tensor, Reader):
+    if _is_reader(tensor):
         return tensor.read_box(box)
     if _is_sharded(tensor):
         return gather(box, ((part, partial(np.asarray, data)) for part, data in _shards(tensor).items()))
@@ -154,6 +153,10 @@ def _step(key: Any) -> str:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and hasattr(leaf, "__array__")
+
+
+def _is_reader(tensor: Any) -> TypeGuard[Reader]:
+    return hasattr(tensor, "read_box")  # isinstance with a protocol takes 20 µs, for every tensor of every sync
 
 
 def _is_sharded(tensor: Any) -> bool:
