@@ -88,6 +88,15 @@ def test_every_rank_holds_what_vllm_puts_there(family, tied, tp, pp):
         np.testing.assert_array_equal(local[key], array, err_msg=str(key))
 
 
+@pytest.mark.parametrize(
+    "layers, pp, sizes", [(8, 4, [2, 2, 2, 2]), (6, 4, [1, 2, 2, 1]), (7, 4, [2, 2, 2, 1]), (7, 3, [2, 3, 2])]
+)
+def test_layers_that_do_not_divide_go_before_the_last_stage(layers, pp, sizes):
+    norms = [p for p in vllm_parameters(tiny_config(num_layers=layers), pp=pp) if "input_layernorm" in p.name]
+    assert [sum(p.rank == stage for p in norms) for stage in range(pp)] == sizes
+    assert [int(p.name.split(".")[2]) for p in norms] == list(range(layers))
+
+
 def test_ranks_of_padding_alone():
     config = tiny_config(vocab_size=10, num_heads=8, num_kv_heads=8, head_dim=2)
     embeds = [p for p in vllm_parameters(config, tp=8) if p.name == "lm_head.weight"]

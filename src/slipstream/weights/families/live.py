@@ -128,7 +128,7 @@ def _padded(vocab: int) -> int:
 
 def _stages(num_layers: int, pp: int) -> list[range]:
     """The layers of each pipeline stage. What does not divide goes to the stages before the last, from the back: the last
-    has the head to compute, the first the embedding."""
+    has the head to compute, the first the embedding. (`VLLM_PP_LAYER_PARTITION`, which overrides this, must not be set.)"""
     sizes = [num_layers // pp] * pp
     for extra in range(num_layers % pp):
         sizes[-2 - extra] += 1
