@@ -53,8 +53,8 @@ def maxtext(config: ModelConfig, scanned: bool = True, prefix: str = "params.") 
     """MaxText, as its checkpoint converter maps it. Scanned (`scan_layers=True`, `param_scan_axis=1`) every layer's leaf is
     a stack on dimension 1: query `[D, L, H, K]`, out `[H, L, K, D]`, wi_0 `[D, L, F]`, norms `[D, L]`; otherwise each layer
     is `layers_{n}`. For Llama its rotary embedding is interleaved and the query kernel holds `1 / sqrt(K)`; for Qwen
-    neither, and Qwen2's biases are `[H, L, K]` (this follows its attention module; no converter of theirs was at hand to
-    compare with). The embedding and the head may have rows of padding beyond the vocabulary, which are left out.
+    neither. Qwen2's biases are taken to be `[H, L, K]` like the kernels, which is not checked against MaxText itself.
+    The embedding and the head may have rows of padding beyond the vocabulary, which are left out.
 
     `prefix` is `params.` for Linen's variables and `base.` for the NNX model that MaxText hands to Tunix."""
     _check_family(config, "maxtext")
