@@ -17,11 +17,11 @@ from slipstream.errors import ConfigError, MappingError
 from slipstream.model.config import ModelConfig
 from slipstream.model.tree import flatten, unflatten
 from slipstream.weights.families import tensors
+from slipstream.weights.stored import INDEX, SINGLE, weight_files
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -42,24 +42,24 @@ def save(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) 
     dtypes = sorted({str(array.dtype) for array in arrays.values()})
     hf = config.to_hf() | {"torch_dtype": dtypes[0]} if len(dtypes) == 1 else config.to_hf()
 
-    temporary = directory / f".{_SINGLE}.{os.getpid()}"
+    temporary = directory / f".{SINGLE}.{os.getpid()}"
     # safetensors writes the bytes as they lie in memory: a transposed view must be laid out first.
     save_file({n: np.ascontiguousarray(a) for n, a in arrays.items()}, temporary, metadata={"format": "pt"})
-    temporary.replace(directory / _SINGLE)
-    (directory / _INDEX).unlink(missing_ok=True)  # an older sharded checkpoint would win over the file just written
+    temporary.replace(directory / SINGLE)
+    (directory / INDEX).unlink(missing_ok=True)  # an older sharded checkpoint would win over the file just written
     temporary = directory / f".config.json.{os.getpid()}"
     temporary.write_text(json.dumps(hf, indent=2) + "\n")
     temporary.replace(directory / "config.json")
 
 
 def has_weights(directory: str | Path) -> bool:
-    return any((Path(directory) / name).exists() for name in (_SINGLE, _INDEX))
+    return any((Path(directory) / name).exists() for name in (SINGLE, INDEX))
 
 
 def read_arrays(directory: str | Path, config: ModelConfig) -> dict[str, np.ndarray]:
     """Exactly the tensors that the family defines, by HF name, in its order. `MappingError` names what does not fit."""
     stored: dict[str, np.ndarray] = {}
-    for path in _files(Path(directory)):
+    for path in weight_files(Path(directory)):
         try:
             with safe_open(path, framework="np") as file:
                 stored |= {name: file.get_tensor(name) for name in file.keys() if not _is_buffer(name)}  # noqa: SIM118
@@ -71,18 +71,6 @@ def read_arrays(directory: str | Path, config: ModelConfig) -> dict[str, np.ndar
         _drop_tied_head(stored, directory)
     check_shapes({name: array.shape for name, array in stored.items()}, config, f"the checkpoint {directory}")
     return {spec.name: stored[spec.name] for spec in tensors(config)}
-
-
-def _files(directory: Path) -> list[Path]:
-    if (directory / _INDEX).exists():
-        try:
-            weight_map = json.loads((directory / _INDEX).read_text())["weight_map"]
-            return sorted({directory / name for name in weight_map.values()})
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{directory / _INDEX} is not an index of safetensors files: {error!r}") from None
-    if (directory / _SINGLE).exists():
-        return [directory / _SINGLE]
-    raise ConfigError(f"{directory} holds no weights: neither {_SINGLE} nor {_INDEX} is there")
 
 
 def _is_buffer(name: str) -> bool:

@@ -1,19 +1,36 @@
 """Sources: a trainer's parameters as named tensors that can be read box by box.
 
-A pytree's leaf is named by its path: keys and indices joined by dots. Dicts, lists, tuples, named tuples and registered
-dataclasses all work; leaves are JAX or numpy arrays."""
+A leaf is named by its path: keys, indices and attributes joined by dots. What `named_tensors` takes:
+
+- pytrees: dicts, lists, tuples, named tuples, registered dataclasses, Equinox modules (attribute paths; leave out what is
+  no array with `eqx.filter(model, eqx.is_array)`);
+- plain dataclasses that nobody registered, by their fields;
+- a Flax NNX `State` or module. Its variables are pytree nodes with one child, `GetAttrKey("value")`, which is no part of
+  the name: the leaf at `layers.0.attn.q_proj.w.value` is named `layers.0.attn.q_proj.w`;
+- a PyTorch state dict: a flat mapping, read where it lies in host memory;
+- a directory of safetensors (a path), read lazily from disk;
+- a flat mapping from names to any of these tensors, which is taken as it is.
+
+Leaves are JAX, numpy or torch arrays, or readers of boxes (`Reader`). Of a sharded JAX array only the shards that this
+process can address are listed and read; nothing is gathered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
 from slipstream.errors import MappingError
 from slipstream.types import Box
-from slipstream.weights.layout import slices, whole
+from slipstream.weights.layout import intersect, shape_of, shift, slices, volume, whole
 from slipstream.weights.plan import Source
+
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Tensor(Protocol):
@@ -28,17 +45,29 @@ class Tensor(Protocol):
     def __array__(self) -> np.ndarray: ...
 
 
-def named_tensors(params: Any) -> dict[str, Tensor]:
-    """Leaves by name. A flat mapping from names to arrays is taken as it is."""
-    if isinstance(params, Mapping) and params and all(isinstance(k, str) and _is_array(v) for k, v in params.items()):
-        return dict(params)
-    from jax.tree_util import tree_flatten_with_path
+class Reader(Protocol):
+    """A tensor that is no array: it knows which boxes it can read, and reads them when asked."""
 
+    def boxes(self) -> tuple[Box, ...]: ...
+
+    def read_box(self, box: Box) -> np.ndarray: ...
+
+
+def named_tensors(params: Any) -> dict[str, Tensor]:
+    """Leaves by name. Nothing is read or copied yet."""
+    if isinstance(params, (str, Path)):
+        from slipstream.weights.stored import stored_tensors
+
+        return dict(stored_tensors(params))
+    if isinstance(params, Mapping) and params and all(isinstance(k, str) and _is_array(v) for k, v in params.items()):
+        return _without_tied_head(dict(params))
     found: dict[str, Tensor] = {}
-    for path, leaf in tree_flatten_with_path(params)[0]:
-        name = ".".join(_step(key) for key in path)
+    for name, leaf in _leaves(params):
         if not _is_array(leaf):
-            raise MappingError(f"{name or 'the tree'}: leaves must be arrays, found {type(leaf).__name__}")
+            raise MappingError(
+                f"{name or 'the tree'}: leaves must be arrays, found {type(leaf).__name__}; leave out what is no array "
+                "(for Equinox, pass eqx.filter(model, eqx.is_array))"
+            )
         if name in found:
             raise MappingError(f"two leaves of the tree are named {name!r}")
         found[name] = leaf
@@ -47,21 +76,72 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
     return found
 
 
-def describe(tensors: Mapping[str, Tensor]) -> dict[str, Source]:
-    """Shapes and dtypes for the planner: one process, rank 0, which can read all of every tensor."""
+def describe(tensors: Mapping[str, Tensor], rank: int = 0) -> dict[str, Source]:
+    """Shapes, dtypes and boxes for the planner, as the trainer's process `rank` holds them. With several processes each
+    describes its own, and the planner needs the `shards` of all."""
     return {
-        name: Source(tuple(leaf.shape), np.dtype(leaf.dtype).name, ((0, whole(tuple(leaf.shape))),))
+        name: Source(tuple(leaf.shape), dtype_name(leaf), tuple((rank, box) for box in boxes(leaf)))
         for name, leaf in tensors.items()
     }
 
 
+def boxes(tensor: Tensor) -> tuple[Box, ...]:
+    """The boxes that this process can read, each once; together all of the tensor, unless other processes hold a part."""
+    if _is_reader(tensor):
+        return tensor.boxes()
+    if _is_sharded(tensor):
+        return tuple(_shards(tensor))
+    return (whole(tuple(tensor.shape)),)
+
+
 def read(tensor: Tensor, box: Box) -> np.ndarray:
-    """A view where the array is in host memory, else a copy. Waits until the array is computed."""
-    return np.asarray(tensor)[slices(box)]
+    """A view where the array is in host memory, else a copy. Waits until the array is computed. `MappingError` when this
+    process cannot read all of the box."""
+    if _is_reader(tensor):
+        return tensor.read_box(box)
+    if _is_sharded(tensor):
+        return gather(box, ((part, partial(np.asarray, data)) for part, data in _shards(tensor).items()))
+    return (_torch_array(tensor) if _is_torch(tensor) else np.asarray(tensor))[slices(box)]
 
 
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and hasattr(leaf, "__array__")
+def gather(box: Box, parts: Iterable[tuple[Box, Callable[[], np.ndarray]]]) -> np.ndarray:
+    """`box`, from parts that do not overlap: a view when it lies inside one of them, else assembled from several."""
+    meeting = [(part, common, make) for part, make in parts if (common := intersect(part, box)) is not None]
+    if missing := volume(box) - sum(volume(common) for _, common, _ in meeting):
+        raise MappingError(f"{missing} of the {volume(box)} elements of {box} are not in this process")
+    found: np.ndarray | None = None
+    for part, common, make in meeting:
+        piece = make()[slices(shift(common, part))]
+        if common == box:
+            return piece
+        if found is None:
+            found = np.empty(shape_of(box), piece.dtype)
+        found[slices(shift(common, box))] = piece
+    assert found is not None
+    return found
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.") if _is_torch(tensor) else np.dtype(tensor.dtype).name
+
+
+def _leaves(params: Any) -> Iterator[tuple[str, Any]]:
+    from jax.tree_util import GetAttrKey, tree_flatten_with_path
+
+    flat = tree_flatten_with_path(params)[0]
+    nodes = Counter(path[:end] for path, _ in flat for end in range(len(path)))
+    for path, leaf in flat:
+        # Only where `value` is its node's sole child: an attribute of that name beside others is a name like any other.
+        if len(path) > 1 and path[-1] == GetAttrKey("value") and nodes[path[:-1]] == 1:
+            path = path[:-1]
+        name = ".".join(_step(key) for key in path)
+        if not dataclasses.is_dataclass(leaf) or _is_array(leaf):
+            yield name, leaf
+            continue
+        for field in dataclasses.fields(leaf):
+            child = getattr(leaf, field.name)
+            if child is not None and not callable(child) and not isinstance(child, (str, int, float)):  # no setting
+                yield from ((".".join(filter(None, (name, field.name, n))), x) for n, x in _leaves(child))
 
 
 def _step(key: Any) -> str:
@@ -69,3 +149,49 @@ def _step(key: Any) -> str:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and hasattr(leaf, "__array__")
+
+
+def _is_reader(tensor: Any) -> TypeGuard[Reader]:
+    return hasattr(tensor, "read_box")  # isinstance with a protocol takes 20 µs, for every tensor of every sync
+
+
+def _is_sharded(tensor: Any) -> bool:
+    """A JAX array of which a device holds only a part. One that every device holds whole is read as a plain array."""
+    return hasattr(tensor, "addressable_shards") and not tensor.is_fully_replicated
+
+
+def _shards(tensor: Any) -> dict[Box, Any]:
+    """This process's shards by their boxes; replicas of a box count once."""
+    found: dict[Box, Any] = {}
+    for shard in tensor.addressable_shards:
+        box = tuple(s.indices(size)[:2] for s, size in zip(shard.index, tensor.shape, strict=True))
+        found.setdefault(box, shard.data)
+    return found
+
+
+def _is_torch(tensor: Any) -> bool:
+    return hasattr(tensor, "data_ptr") and hasattr(tensor, "detach")
+
+
+def _torch_array(tensor: Any) -> np.ndarray:
+    """The same memory, when it is in the host's. numpy knows no bfloat16 of torch's, so its bits travel as int16."""
+    import torch
+
+    tensor = tensor.detach().cpu()
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    import ml_dtypes
+
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PyTorch's state dicts list a tied head under both of its names; a checkpoint and an engine have it once."""
+    head, embed = tensors.get(_HEAD), tensors.get(_EMBED)
+    if _is_torch(head) and _is_torch(embed) and head.data_ptr() == embed.data_ptr():  # type: ignore[union-attr]
+        del tensors[_HEAD]
+    return tensors

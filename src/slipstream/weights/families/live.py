@@ -1,0 +1,165 @@
+"""What the ranks of a vLLM engine hold: its live parameters, and which part of which HF tensor lies where in them.
+
+vLLM fuses q, k and v into `qkv_proj` and gate and up into `gate_up_proj` (each a rank's rows, one under the other), splits
+`o_proj` and `down_proj` by columns, pads the vocabulary to a multiple of 64 and splits it by rows, and repeats a KV head on
+neighbouring ranks where there are more ranks than heads. A rank is `pp_rank * tp + tp_rank`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from slipstream.errors import ConfigError
+from slipstream.model.config import ModelConfig
+from slipstream.types import Box, Parameter, Part
+from slipstream.weights.layout import shape_of, shift, split, whole
+
+VOCABULARY_MULTIPLE = 64
+_FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = False) -> tuple[Parameter, ...]:
+    """The live parameters of `tp * pp` ranks. `ConfigError` for a split that vLLM would refuse as well."""
+    _check(config, tp, pp, ep)
+    found: list[Parameter] = []
+    layers = _stages(config.num_layers, pp)
+    for stage in range(pp):
+        first, last = stage == 0, stage == pp - 1
+        for tp_rank in range(tp):
+            rank = stage * tp + tp_rank
+            # A tied head is the embedding itself, so a last stage that is not the first has a copy of that.
+            if first or (last and config.tie_word_embeddings):
+                found.append(_vocabulary("model.embed_tokens.weight", config, rank, tp_rank, tp))
+            for layer in layers[stage]:
+                found += _layer(config, f"model.layers.{layer}.", rank, tp_rank, tp)
+            if last:
+                found.append(_stack("model.norm.weight", rank, [("model.norm.weight", whole((config.hidden_size,)))]))
+                if not config.tie_word_embeddings:
+                    found.append(_vocabulary("lm_head.weight", config, rank, tp_rank, tp))
+    return tuple(found)
+
+
+def expert_parameters(
+    at: str, num_experts: int, inner: int, hidden: int, rank: int, tp_rank: int, tp: int, ep: bool
+) -> tuple[Parameter, Parameter]:
+    """`w13_weight` and `w2_weight` of one layer's experts as one rank holds them; `at` is the layer's `….mlp.experts.`, under
+    which HF has `{expert}.gate_proj.weight` and so on.
+
+    Without `ep` a rank holds its rows (columns, for w2) of every expert. With it, whole experts: neighbours go to the same
+    rank, and the first ranks have one more where they do not divide."""
+    own = _shares(num_experts, tp)[tp_rank] if ep else range(num_experts)
+    index, count = (0, 1) if ep else (tp_rank, tp)
+    if inner % count:
+        raise ConfigError(f"tp={tp} does not divide the experts' inner size ({inner}); choose one that does, or use ep")
+    rows, columns = split(whole((inner, hidden)), 0, index, count), split(whole((hidden, inner)), 1, index, count)
+    size = inner // count
+    w13, w2 = [], []
+    for slot, expert in enumerate(own):
+        for offset, name in ((0, "gate_proj"), (size, "up_proj")):
+            local = ((slot, slot + 1), (offset, offset + size), (0, hidden))
+            w13.append(Part(f"{at}{expert}.{name}.weight", rows, local))
+        w2.append(Part(f"{at}{expert}.down_proj.weight", columns, ((slot, slot + 1), *shift(columns, columns))))
+    return (
+        Parameter(at + "w13_weight", rank, (len(own), 2 * size, hidden), tuple(w13)),
+        Parameter(at + "w2_weight", rank, (len(own), hidden, size), tuple(w2)),
+    )
+
+
+def _layer(config: ModelConfig, at: str, rank: int, tp_rank: int, tp: int) -> Iterator[Parameter]:
+    hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    attn, mlp = at + "self_attn.", at + "mlp."
+    rows = {"q": _heads(config.num_heads, config.head_dim, tp_rank, tp)}
+    rows["k"] = rows["v"] = _heads(config.num_kv_heads, config.head_dim, tp_rank, tp)
+
+    yield _whole(at + "input_layernorm.weight", hidden, rank)
+    qkv = [(f"{attn}{x}_proj.weight", (rows[x], (0, hidden))) for x in "qkv"]
+    yield _stack(attn + "qkv_proj.weight", rank, qkv)
+    if config.qkv_bias:
+        yield _stack(attn + "qkv_proj.bias", rank, [(f"{attn}{x}_proj.bias", (rows[x],)) for x in "qkv"])
+    if config.qk_norm:
+        for x in "qk":
+            yield _whole(f"{attn}{x}_norm.weight", config.head_dim, rank)
+    columns = split(whole((hidden, width)), 1, tp_rank, tp)
+    yield _stack(attn + "o_proj.weight", rank, [(attn + "o_proj.weight", columns)])
+    yield _whole(at + "post_attention_layernorm.weight", hidden, rank)
+    box = split(whole((inner, hidden)), 0, tp_rank, tp)
+    gate_up = [(f"{mlp}{name}.weight", box) for name in ("gate_proj", "up_proj")]
+    yield _stack(mlp + "gate_up_proj.weight", rank, gate_up)
+    columns = split(whole((hidden, inner)), 1, tp_rank, tp)
+    yield _stack(mlp + "down_proj.weight", rank, [(mlp + "down_proj.weight", columns)])
+
+
+def _stack(name: str, rank: int, parts: Sequence[tuple[str, Box]]) -> Parameter:
+    """Boxes of tensors, one under the other."""
+    placed, at = [], 0
+    for tensor, box in parts:
+        rows, *rest = shape_of(box)
+        placed.append(Part(tensor, box, ((at, at + rows), *whole(tuple(rest)))))
+        at += rows
+    return Parameter(name, rank, (at, *shape_of(parts[0][1])[1:]), tuple(placed))
+
+
+def _whole(name: str, size: int, rank: int) -> Parameter:
+    return _stack(name, rank, [(name, whole((size,)))])
+
+
+def _heads(heads: int, head_dim: int, tp_rank: int, tp: int) -> tuple[int, int]:
+    """The rows of a rank's heads. With fewer heads than ranks, `tp / heads` neighbours have the same one."""
+    if heads < tp:
+        head = tp_rank // (tp // heads)
+        return head * head_dim, (head + 1) * head_dim
+    rows = heads // tp * head_dim
+    return tp_rank * rows, (tp_rank + 1) * rows
+
+
+def _vocabulary(name: str, config: ModelConfig, rank: int, tp_rank: int, tp: int) -> Parameter:
+    """A rank's rows of the padded vocabulary; the last ranks may have padding alone."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    rows = _padded(vocab) // tp
+    start, stop = tp_rank * rows, min((tp_rank + 1) * rows, vocab)
+    filled = max(0, stop - start)
+    parts = (Part(name, ((start, stop), (0, hidden)), ((0, filled), (0, hidden))),) if filled else ()
+    padding: tuple[Box, ...] = (((filled, rows), (0, hidden)),) if filled < rows else ()
+    return Parameter(name, rank, (rows, hidden), parts, padding)
+
+
+def _padded(vocab: int) -> int:
+    return -(-vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def _stages(num_layers: int, pp: int) -> list[range]:
+    """The layers of each pipeline stage. What does not divide goes to the stages before the last, from the back: the last
+    has the head to compute, the first the embedding. (`VLLM_PP_LAYER_PARTITION`, which overrides this, must not be set.)"""
+    sizes = [num_layers // pp] * pp
+    for extra in range(num_layers % pp):
+        sizes[-2 - extra] += 1
+    return _ranges(sizes)
+
+
+def _shares(count: int, ranks: int) -> list[range]:
+    return _ranges([count // ranks + (rank < count % ranks) for rank in range(ranks)])
+
+
+def _ranges(sizes: Sequence[int]) -> list[range]:
+    return [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+
+
+def _check(config: ModelConfig, tp: int, pp: int, ep: bool) -> None:
+    if config.family not in _FAMILIES:
+        raise ConfigError(f"vLLM's live layout of {config.family} models is not known; known: {', '.join(_FAMILIES)}")
+    if ep:
+        raise ConfigError(f"ep is set, but a {config.family} model has no experts to share out; leave it off")
+    if tp < 1 or not 1 <= pp <= config.num_layers:
+        raise ConfigError(f"tp={tp} and pp={pp} must be positive, and pp at most num_layers ({config.num_layers})")
+    problems = [
+        f"{name} ({size})"
+        for name, size in (("num_heads", config.num_heads), ("intermediate_size", config.intermediate_size))
+        if size % tp
+    ]
+    if max(config.num_kv_heads, tp) % min(config.num_kv_heads, tp):
+        problems.append(f"num_kv_heads ({config.num_kv_heads}), of which it must be a multiple or a divisor")
+    if _padded(config.vocab_size) % tp:
+        problems.append(f"the padded vocabulary ({_padded(config.vocab_size)})")
+    if problems:
+        raise ConfigError(
+            f"tp={tp} does not divide {', '.join(problems)}; choose a tp that vLLM can split this model by"
+        )
