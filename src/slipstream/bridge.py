@@ -66,11 +66,16 @@ class Bridge:
     also while `sync` runs. A context manager: leaving it ends what was started for it."""
 
     def __init__(
-        self, fleet: Fleet, transport: str | None = None, on_close: Callable[[], None] | None = None, run_dir: str = ""
+        self,
+        fleet: Fleet,
+        transport: str | None = None,
+        on_close: Callable[[], None] | None = None,
+        run_dir: str = "",
+        checksums: bool = True,
     ) -> None:
         self.run_dir = run_dir
         """Where logs, address and token of a launched or joined gateway are; empty in-process."""
-        self._fleet, self._publisher, self._on_close = fleet, Publisher(fleet, transport), on_close
+        self._fleet, self._publisher, self._on_close = fleet, Publisher(fleet, transport, checksums=checksums), on_close
         self._known: tuple[tuple[EngineInfo, ...], int] | None = None
         self._syncing = threading.Lock()
         self._version = -1
@@ -85,20 +90,25 @@ class Bridge:
         """The policy version that this bridge committed last (or found when it joined); -1 before there are weights."""
         return self._version
 
-    def sync(self, params: Any, *, in_flight: InFlight = "keep") -> SyncReport:
+    def sync(
+        self, params: Any, *, in_flight: InFlight = "keep", partial: bool = False, drop_failed: bool = False
+    ) -> SyncReport:
         """Makes `params` the policy of every engine, as the next version.
 
         `params` is a pytree whose leaf paths, joined by dots, are the checkpoint's names. All engines stage and verify
-        the version before any uses it; if one cannot, all keep the version they have, and the error says why. Returns
-        once the new version serves. `in_flight` says what becomes of requests that are running."""
+        the version before any uses it; if one cannot, all keep the version they have, and the error says why (with
+        `drop_failed` the others go on, and `SyncReport.lost` names it). Returns once the new version serves.
+
+        Tensors that did not change are not sent. With `partial`, `params` is a part of the tree (the layers that are
+        trained), and the rest stays as it is. `in_flight` says what becomes of requests that are running."""
         if not self._syncing.acquire(blocking=False):
             raise UpdateInProgress("another thread is in bridge.sync; one update at a time")
         try:
-            return portal.run(self._sync(params, in_flight))
+            return portal.run(self._sync(params, in_flight, partial, drop_failed))
         finally:
             self._syncing.release()
 
-    async def _sync(self, params: Any, in_flight: InFlight) -> SyncReport:
+    async def _sync(self, params: Any, in_flight: InFlight, partial: bool, drop_failed: bool) -> SyncReport:
         for _ in range(MAX_LOOKS):
             engines, version = self._known or await self._fleet.refresh()
             self._known = None  # unless all goes well, look again next time
@@ -107,7 +117,9 @@ class Bridge:
                     "no engine has registered, so there is nobody to sync to; `slipstream status` shows the fleet"
                 )
             try:
-                report = await self._publisher.publish(params, engines, version + 1, in_flight)
+                report = await self._publisher.publish(
+                    params, engines, version + 1, in_flight, partial, drop_failed
+                )
             except FleetChanged:
                 continue
             self._version = report.version

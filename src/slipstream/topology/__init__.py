@@ -25,6 +25,7 @@ def launch(
     gateway: GatewayConfig | None = None,
     run_dir: str | Path | None = None,
     transport: str | None = None,
+    checksums: bool = True,
     timeout: float = SYNC_SECONDS,
     start_timeout: float = START_SECONDS,
 ) -> Bridge:
@@ -32,7 +33,8 @@ def launch(
 
     `model` is an HF model directory: `config.json`, a `tokenizer.json` if prompts are text, and weights unless the first
     `sync` brings them. Logs, address and token are in `run_dir`. The processes end with the bridge, and also when this
-    process dies, however it dies. `timeout` bounds each step of a sync and each score."""
+    process dies, however it dies. `timeout` bounds each step of a sync and each score. `transport` forces a data plane
+    (`shm`, `tcp`, `disk:/directory`); `checksums=False` trusts it."""
     if engines < 1:
         raise ConfigError(f"engines must be at least 1, got {engines}; slipstream.inprocess needs no engine process")
     gateway = gateway or GatewayConfig()
@@ -44,7 +46,7 @@ def launch(
             group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig())
         group.wait_for_engines(engines)
         address, token = read_run_dir(directory)
-        return _bridge(address, token, timeout, gateway.max_message_bytes, transport, directory, group)
+        return _bridge(address, token, timeout, gateway.max_message_bytes, transport, checksums, directory, group)
     except BaseException:
         group.close()
         raise
@@ -55,6 +57,7 @@ def connect(
     *,
     token: str | None = None,
     transport: str | None = None,
+    checksums: bool = True,
     timeout: float = SYNC_SECONDS,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Bridge:
@@ -63,14 +66,14 @@ def connect(
     Without `token`, the environment variable SLIPSTREAM_TOKEN is read."""
     if Path(target).is_dir():
         address, found = read_run_dir(Path(target))
-        return _bridge(address, token or found, timeout, max_message_bytes, transport, Path(target))
+        return _bridge(address, token or found, timeout, max_message_bytes, transport, checksums, Path(target))
     address = str(target).removeprefix("grpc://")
     if ":" not in address:
         raise ConfigError(f"{target!r} is neither a run directory nor an address like 127.0.0.1:8471")
     token = token or os.environ.get("SLIPSTREAM_TOKEN")
     if not token:
         raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
-    return _bridge(address, token, timeout, max_message_bytes, transport)
+    return _bridge(address, token, timeout, max_message_bytes, transport, checksums)
 
 
 def inprocess(model: str | Path, *, engine: EngineConfig | None = None, transport: str | None = None) -> Bridge:
@@ -100,6 +103,7 @@ def _bridge(
     timeout: float,
     max_message_bytes: int,
     transport: str | None,
+    checksums: bool,
     run_dir: Path | None = None,
     group: ProcessGroup | None = None,
 ) -> Bridge:
@@ -110,4 +114,4 @@ def _bridge(
         return GatewayFleet(address, token, timeout, max_message_bytes)
 
     fleet = portal.run(join())
-    return Bridge(fleet, transport, group.close if group else None, str(run_dir or ""))
+    return Bridge(fleet, transport, group.close if group else None, str(run_dir or ""), checksums)

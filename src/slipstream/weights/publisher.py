@@ -1,147 +1,169 @@
 """The trainer's half of a weight update: plan once, then begin → send → stage → commit over a whole fleet.
 
-All engines stage and verify before any commits. If one cannot, all roll back and go on with the version they had."""
+All engines stage and verify before any commits. If one cannot, all roll back and go on with the version they had, or, if
+so asked, the others go on without it.
+
+In the steady state nothing is waited for before the bytes move: after a commit the trainer knows in which slots the next
+version will land, and the engines' answer to `begin` is only compared with that."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slipstream.errors import FleetChanged, MappingError
-from slipstream.types import CommitReport, EngineInfo, EngineSync, InFlight, Offer, StageReport, SyncReport
+from slipstream.types import Berths, CommitReport, EngineInfo, EngineSync, InFlight, Offer, StageReport, SyncReport
 from slipstream.weights import source, transports
+from slipstream.weights.layout import whole
 from slipstream.weights.plan import Plan, Source, make_plan
 from slipstream.weights.source import Tensor
-from slipstream.weights.transfer import TRAINER_RANK, send
-from slipstream.weights.transports.base import Sender
+from slipstream.weights.transfer import Outbox
+from slipstream.weights.unchanged import Memory
 
 
 class Fleet(Protocol):
     """What an update needs of the engines, behind a gateway or in this process. Keys are engine names.
 
-    `begin` may return before the engines have answered; what it could not do is raised by `stage`."""
+    `begin` and `stage` send; `begun` and `staged` wait for the answers, in that order."""
 
-    async def begin(self, version: int, offers: Mapping[str, Offer]) -> None: ...
+    async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None: ...
 
-    async def stage(self, version: int, manifests: Mapping[str, Sequence[bytes]]) -> dict[str, StageReport]: ...
+    async def begun(self) -> dict[str, Berths]: ...
+
+    async def stage(self, version: int, manifests: Mapping[str, Sequence[Sequence[bytes]]]) -> None: ...
+
+    async def staged(self) -> dict[str, StageReport]: ...
 
     async def commit(self, version: int, in_flight: InFlight) -> dict[str, CommitReport]: ...
 
     async def rollback(self, version: int) -> None: ...
 
 
-@dataclass
 class _Route:
-    """Engines that can read the same streams: same layout, same transport. Packed once, read by all."""
+    """The way to one engine: its plan, the streams to its ranks, and what it is known to hold."""
 
-    plan: Plan
-    transport: str
-    engines: tuple[EngineInfo, ...]
-    streams: list[Sender] = field(default_factory=list)
-    attached: bool = False
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.plan.fingerprint, self.transport, tuple((e.name, e.pid, e.host) for e in self.engines)
-
-    def open(self) -> None:
-        sizes = [self.plan.stream_bytes(TRAINER_RANK, rank) for rank in range(self.engines[0].num_ranks)]
-        for size in sizes:
-            self.streams.append(transports.SENDERS[self.transport](size))
+    def __init__(self, engine: EngineInfo, plan: Plan, transport: str, rank: int, hashed: bool) -> None:
+        self.engine, self.plan, self.transport, self._hashed = engine, plan, transport, hashed
+        self.outbox = Outbox(plan, engine.parameters, rank, hashed)
+        self.memory = Memory()
+        self._known = False
+        """The engine has the plan, and we have links to it."""
 
     def offer(self) -> Offer:
-        """The plan goes along until the engines have it."""
-        plan = b"" if self.attached else self.plan.to_bytes()
-        return Offer(plan, self.plan.fingerprint, tuple(stream.link for stream in self.streams))
+        plan = b"" if self._known else self.plan.to_bytes()
+        return Offer(plan, self.plan.fingerprint, self.transport, not self._known, self._hashed)
 
-    def send(self, tensors: Mapping[str, Tensor], version: int) -> list[bytes]:
-        return [send(self.plan, rank, tensors, stream, version) for rank, stream in enumerate(self.streams)]
-
-    def close(self) -> None:
-        for stream in self.streams:
-            stream.close()
+    def committed(self, tensors: Mapping[str, Tensor], unchanged: set[str]) -> None:
+        self._known = True
+        self.outbox.committed(unchanged)
+        self.memory.keep(tensors)
 
 
 class Publisher:
-    """Keeps plans and streams from one update to the next. Not for concurrent use: one update at a time."""
+    """Keeps plans and routes from one update to the next. Not for concurrent use: one update at a time."""
 
-    def __init__(self, fleet: Fleet, transport: str | None = None) -> None:
-        self._fleet, self._transport = fleet, transport
+    def __init__(self, fleet: Fleet, transport: str | None = None, rank: int = 0, checksums: bool = True) -> None:
+        self._fleet, self._transport, self._rank, self._hashed = fleet, transport, rank, checksums
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._routes: list[_Route] = []
+        self._routes: dict[str, _Route] = {}
         self._routed: tuple[object, object] = (None, None)
         """Sources and engines that the routes were made for."""
 
     async def publish(
-        self, params: Any, engines: Sequence[EngineInfo], version: int, in_flight: InFlight
+        self,
+        params: Any,
+        engines: Sequence[EngineInfo],
+        version: int,
+        in_flight: InFlight = "keep",
+        partial: bool = False,
+        drop_failed: bool = False,
     ) -> SyncReport:
-        """Brings `params` to every engine as `version`, or raises and leaves every engine as it was."""
+        """Brings `params` to every engine as `version`, or raises and leaves every engine as it was. With `partial`,
+        tensors that are not in `params` stay as they are."""
         start = time.perf_counter()
         tensors = source.named_tensors(params)
-        routes = self._routes_for(source.describe(tensors), engines)
+        routes = self._routes_for(source.describe(tensors, self._rank), engines, partial)
+        unchanged = {name: route.memory.unchanged(tensors, route.engine.tensors) for name, route in routes.items()}
         planned = time.perf_counter()
         try:
-            await self._fleet.begin(version, {e.name: route.offer() for route in routes for e in route.engines})
-            manifests = [await asyncio.to_thread(route.send, tensors, version) for route in routes]
-            sent = time.perf_counter()
-            per_engine = {e.name: m for route, m in zip(routes, manifests) for e in route.engines}
-            stages = await self._fleet.stage(version, per_engine)
-            for route in routes:
-                route.attached = True
-                for stream in route.streams:
-                    stream.attached()
+            await self._fleet.begin(version, {name: route.offer() for name, route in routes.items()}, drop_failed)
+            predicted = all(route.outbox.berths is not None for route in routes.values()) and not drop_failed
+            if not predicted:
+                routes = self._answered(routes, await self._fleet.begun())
+            sends = [
+                asyncio.to_thread(route.outbox.send, tensors, unchanged[name], version) for name, route in routes.items()
+            ]
+            sent = dict(zip(routes, await asyncio.gather(*sends)))
+            handed_over = time.perf_counter()
+            await self._fleet.stage(version, {name: [[m] for m in manifests] for name, (manifests, _) in sent.items()})
+            if predicted:
+                self._compare(routes, await self._fleet.begun())
+            stages = await self._fleet.staged()
             staged = time.perf_counter()
             commits = await self._fleet.commit(version, in_flight)
         except BaseException as error:
-            # Engines may or may not have opened these links: the next update makes new ones.
-            self._drop_routes()
+            self._drop(*routes)  # who knows what is still being written: the next update takes other memory
             if not isinstance(error, FleetChanged):
                 await asyncio.shield(self._fleet.rollback(version))
             raise
         committed = time.perf_counter()
+        for name, route in routes.items():
+            if name in commits:
+                route.committed(tensors, unchanged[name])
+        lost = [e.name for e in engines if e.name not in commits]
+        self._drop(*lost)
         return SyncReport(
             version=version,
-            num_bytes=sum(route.plan.num_bytes for route in routes),
+            num_bytes=sum(num_bytes for _, num_bytes in sent.values()),
             plan_seconds=planned - start,
-            send_seconds=sent - planned,
-            stage_seconds=staged - sent,
+            send_seconds=handed_over - planned,
+            stage_seconds=staged - handed_over,
             commit_seconds=committed - staged,
             total_seconds=committed - start,
-            engines=tuple(
-                EngineSync(e.name, route.transport, stages[e.name], commits[e.name])
-                for route in routes
-                for e in route.engines
-                if e.name in commits
-            ),
-            lost=tuple(e.name for e in engines if e.name not in commits),
+            engines=tuple(EngineSync(n, routes[n].transport, stages[n], commits[n]) for n in routes if n in commits),
+            lost=tuple(lost),
         )
 
     def close(self) -> None:
-        self._drop_routes()
+        self._drop(*self._routes)
 
-    def _routes_for(self, sources: Mapping[str, Source], engines: Sequence[EngineInfo]) -> list[_Route]:
-        if self._routes and self._routed[1] is engines and self._routed[0] == sources:
-            return self._routes
-        groups: dict[tuple[str, str], _Route] = {}
+    def _answered(self, routes: Mapping[str, _Route], berths: Mapping[str, Berths]) -> dict[str, _Route]:
+        """Engines that did not begin are left behind."""
+        for name, answer in berths.items():
+            routes[name].outbox.berths = answer
+        return {name: route for name, route in routes.items() if name in berths}
+
+    def _compare(self, routes: Mapping[str, _Route], berths: Mapping[str, Berths]) -> None:
+        for name, route in routes.items():
+            if berths.get(name) != route.outbox.berths:
+                raise FleetChanged(f"engine {name!r} wants its weights elsewhere than after the last update; trying again")
+
+    def _routes_for(
+        self, sources: dict[str, Source], engines: Sequence[EngineInfo], partial: bool
+    ) -> dict[str, _Route]:
+        if self._routed[1] is engines and self._routed[0] == sources and len(self._routes) == len(engines):
+            return dict(self._routes)
+        routes = {}
         for engine in engines:
-            plan = self._plan(sources, engine)
+            plan = self._plan(sources, engine, partial)
             transport = transports.choose(engine.name, engine.transports, engine.host, engine.pid, self._transport)
-            route = groups.setdefault((plan.fingerprint, transport), _Route(plan, transport, ()))
-            route.engines += (engine,)
-        routes = list(groups.values())
-        if [r.key for r in routes] != [r.key for r in self._routes]:
-            self._drop_routes()
-            self._routes = routes
-            for route in routes:
-                route.open()
-        self._routed = (sources, engines)
-        return self._routes
+            route = self._routes.get(engine.name)
+            same = route is not None and (route.engine.pid, route.engine.host) == (engine.pid, engine.host)
+            if route is None or not same or route.plan is not plan or route.transport != transport:
+                self._drop(engine.name)
+                route = _Route(engine, plan, transport, self._rank, self._hashed)
+            routes[engine.name] = route
+        self._drop(*(self._routes.keys() - routes.keys()))
+        self._routes, self._routed = routes, (sources, engines)
+        return dict(routes)
 
-    def _plan(self, sources: Mapping[str, Source], engine: EngineInfo) -> Plan:
-        layout = (tuple(sources.items()), engine.tensors, engine.parameters, engine.dtype)
+    def _plan(self, sources: dict[str, Source], engine: EngineInfo, partial: bool) -> Plan:
+        if partial:  # what does not come is never read; where it would come from does not matter
+            absent = {t.name: Source(t.shape, engine.dtype, ((0, whole(t.shape)),)) for t in engine.tensors}
+            sources = absent | sources
+        layout = (tuple(sorted(sources.items(), key=lambda item: item[0])), engine.tensors, engine.parameters, engine.dtype)
         if layout not in self._plans:
             try:
                 self._plans[layout] = make_plan(sources, engine.tensors, engine.parameters, engine.dtype)
@@ -149,7 +171,7 @@ class Publisher:
                 raise MappingError(f"engine {engine.name!r} ({engine.model}): {error}") from None
         return self._plans[layout]
 
-    def _drop_routes(self) -> None:
-        for route in self._routes:
-            route.close()
-        self._routes = []
+    def _drop(self, *names: str) -> None:
+        for name in names:
+            if (route := self._routes.pop(name, None)) is not None:
+                route.outbox.close()

@@ -55,16 +55,18 @@ class Outbox:
         sent = self.changed_parameters(unchanged)
         manifests, num_bytes = [], 0
         for rank, stream in enumerate(self._streams):
-            checksums = {}
+            checksums, used = {}, {}
             for index, move in stream.items():
                 if move.parameter in sent:
-                    link = self.berths.links[rank][slot_of[move.parameter]]
+                    slot = slot_of[move.parameter]
+                    if slot not in used:
+                        used[slot] = self._sender(self.berths.links[rank][slot], rank)
+                        used[slot].begin(version)
                     array = self._read(tensors, move)
-                    checksums[index] = self._sender(link, rank).send(index, array.reshape(shape_of(move.local_box)))
+                    checksums[index] = used[slot].send(index, array.reshape(shape_of(move.local_box)))
                     num_bytes += self._plan.size_of(move)
-            for link in filter(None, self.berths.links[rank]):
-                if link in self._senders:
-                    self._senders[link].flush()
+            for sender in used.values():
+                sender.flush()
             manifests.append(pack_manifest(version, checksums))
         return manifests, num_bytes
 
@@ -142,12 +144,12 @@ class Inbox:
             if offer.fresh or plan is not self._plan or offer.transport != self._transport:
                 self._leave_landings()
             slots = {name: 0 if live is None else 1 - live for name, live in self._live.items()}
-            links = tuple(self._prepare(rank, plan, slots, offer) for rank in range(len(self._ranks)))
+            links = tuple(self._prepare(rank, version, plan, slots, offer) for rank in range(len(self._ranks)))
             self._plan, self._transport = plan, offer.transport
             self._update = _Update(version, plan, slots, offer.hashed)
             return Berths(links, bytes(slots[name] for name in self._names))
 
-    def _prepare(self, rank: int, plan: Plan, slots: Mapping[str, int], offer: Offer) -> tuple[bytes, ...]:
+    def _prepare(self, rank: int, version: int, plan: Plan, slots: Mapping[str, int], offer: Offer) -> tuple[bytes, ...]:
         """Makes the landings that this update needs, and tells them what to expect."""
         held, moves = self._ranks[rank], plan.incoming.get(rank, ())
         for slot in sorted(set(slots.values())):
@@ -161,7 +163,7 @@ class Inbox:
                 for index, move in enumerate(moves)
                 if slots[move.parameter] == slot
             }
-            landing.expect(pieces, offer.hashed)
+            landing.expect(version, pieces, offer.hashed)
         return tuple(b"" if landing is None else landing.link for landing in held.landings)
 
     def _clear_padding(self, rank: int, slot: int) -> None:

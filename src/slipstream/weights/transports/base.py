@@ -3,8 +3,8 @@
 The engine makes a `Landing`, a block of memory the size of the rank's image with a link, a short description (JSON) that
 reaches the trainer through the gateway; each trainer rank opens the link as a `Sender`. Then, for every update:
 
-    engine    landing.expect(pieces)                        before any sender may write
-    trainer   sender.send(index, array) → checksum   …   sender.flush()
+    engine    landing.expect(version, pieces)
+    trainer   sender.begin(version), sender.send(index, array) → checksum   …   sender.flush()
     engine    landing.checksums(expected)                   waits until these are there, and says what is there
 
 A piece is a rectangle of a parameter; its index is its place among the plan's moves to this rank. A half is used by one
@@ -30,8 +30,9 @@ class Landing(Protocol):
     buffer: np.ndarray
     """The image, as bytes."""
 
-    def expect(self, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
-        """An update begins; `pieces` are views of `buffer`, by index. Unless `hashed`, checksums are all 0."""
+    def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
+        """An update begins; `pieces` are views of `buffer`, by index. Unless `hashed`, checksums are all 0. Bytes of this
+        version may have come already, since a sender that knows where to send does not wait."""
         ...
 
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
@@ -49,6 +50,10 @@ class Landing(Protocol):
 
 
 class Sender(Protocol):
+    def begin(self, version: int) -> None:
+        """What is sent from now on belongs to this version."""
+        ...
+
     def send(self, index: int, array: np.ndarray) -> int:
         """Brings a piece over, cast to the engine's dtype, and returns its checksum."""
         ...

@@ -28,12 +28,12 @@ class DiskLanding:
         self.buffer = anonymous(size)
         self._directory, self._name = directory, f"slipstream-{secrets.token_hex(8)}"
         self._pieces: Mapping[int, np.ndarray] = {}
-        self._hashed = True
+        self._version, self._hashed = -1, True
         self.link = pack_link("disk", directory=str(directory), name=self._name)
 
-    def expect(self, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
+    def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
         self._remove_files()
-        self._pieces, self._hashed = pieces, hashed
+        self._version, self._pieces, self._hashed = version, pieces, hashed
 
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
         found: dict[int, int] = {}
@@ -58,10 +58,11 @@ class DiskLanding:
         self._remove_files()
 
     def _files(self) -> list[Path]:
-        return sorted(self._directory.glob(f"{self._name}-*.safetensors"))
+        return sorted(self._directory.glob(f"{self._name}-v{self._version}-*.safetensors"))
 
     def _remove_files(self) -> None:
-        for path in self._directory.glob(f"{self._name}-*"):
+        """Those of the version before: a sender may be writing the next one already."""
+        for path in self._directory.glob(f"{self._name}-v{self._version}-*"):
             path.unlink(missing_ok=True)
 
 
@@ -71,9 +72,12 @@ class DiskSender:
         self._directory, name = Path(fact(facts, "directory", str)), fact(facts, "name", str)
         if not re.fullmatch(r"slipstream-[0-9a-f]{16}", name):
             raise TransferError(f"the disk link's name {name!r} is not one of Slipstream's")
-        self._path = self._directory / f"{name}-{secrets.token_hex(4)}.safetensors"
+        self._prefix, self._path = self._directory / name, Path()
         self._dtypes, self._hashed = dtypes, hashed
         self._pending: dict[str, np.ndarray] = {}
+
+    def begin(self, version: int) -> None:
+        self._pending, self._path = {}, Path(f"{self._prefix}-v{version}-{secrets.token_hex(4)}.safetensors")
 
     def send(self, index: int, array: np.ndarray) -> int:
         piece = np.ascontiguousarray(array, self._dtypes[index]).reshape(-1).view(np.uint8)

@@ -23,6 +23,11 @@ Pieces: TypeAlias = Callable[[np.ndarray], Mapping[int, np.ndarray]]
 """From an image's buffer to the pieces that a sender writes in it, by index."""
 
 
+def mark_of(version: int) -> int:
+    """A byte that differs between versions that follow each other, and is never 0."""
+    return version % 255 + 1
+
+
 class InPlaceLanding:
     """`buffer` and `marks` are made by the plane; `marks` has a byte for every piece that an update may have."""
 
@@ -32,14 +37,13 @@ class InPlaceLanding:
         self.buffer, self.marks = buffer, marks
         self._pieces: Mapping[int, np.ndarray] = {}
         self._early: dict[int, int] = {}
-        self._hashed = True
+        self._mark, self._hashed = 0, True
         self._stop = threading.Event()
         self._hasher: threading.Thread | None = None
 
-    def expect(self, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
+    def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
         self._halt()
-        self._hashed = hashed
-        self.marks[:] = 0
+        self._mark, self._hashed = mark_of(version), hashed
         self._pieces, self._early, self._stop = pieces, {}, threading.Event()
         if hashed and sum(p.nbytes for p in pieces.values()) > HASH_EARLY_BYTES:
             self._hasher = threading.Thread(target=self._hash_early, args=(self._stop,), daemon=True)
@@ -64,7 +68,7 @@ class InPlaceLanding:
     def _hash_early(self, stop: threading.Event) -> None:
         waiting: Sequence[int] = list(self._pieces)
         while waiting and not stop.is_set():
-            ready = [i for i in waiting if self.marks[i]]
+            ready = [i for i in waiting if self.marks[i] == self._mark]
             for index in ready:
                 if stop.is_set():
                     return
@@ -84,11 +88,14 @@ class InPlaceLanding:
 class InPlaceSender:
     def __init__(self, pieces: Mapping[int, np.ndarray], marks: np.ndarray, hashed: bool) -> None:
         self._pieces, self._marks, self._hashed = pieces, marks, hashed
+        self._mark = 0
+
+    def begin(self, version: int) -> None:
+        self._mark = mark_of(version)
 
     def send(self, index: int, array: np.ndarray) -> int:
         value = copy_and_checksum(self._pieces[index], array, self._hashed)
-        if self._hashed:
-            self._marks[index] = 1
+        self._marks[index] = self._mark
         return value
 
     def flush(self) -> None: ...

@@ -1,6 +1,6 @@
 """`tcp`: trainer and engine anywhere. The engine listens; each trainer rank opens a connection and streams its pieces.
 
-On the wire, after the trainer has sent the link's secret: frames of `(piece, length)` and the bytes. Bytes go straight
+On the wire, after the trainer has sent the link's secret: frames of `(version, piece, length)` and the bytes. Bytes go straight
 from the socket into the image. On loopback the secret is enough; beyond it the engine needs a certificate, whose
 fingerprint travels in the link, so that no authority has to be set up."""
 
@@ -22,10 +22,10 @@ import xxhash
 
 from slipstream.errors import ConfigError, TransferError
 from slipstream.weights.checksum import CHUNK_BYTES, chunks
-from slipstream.weights.transports.base import Silence, fact, pack_link, unpack_link
+from slipstream.weights.transports.base import SILENCE_SECONDS, Silence, fact, pack_link, unpack_link
 from slipstream.weights.transports.memory import anonymous
 
-_FRAME = struct.Struct("<IQ")
+_FRAME = struct.Struct("<qIQ")
 _SECRET_BYTES = 32
 _SOCKET_BUFFER = 4 << 20
 CONNECT_SECONDS = 10.0
@@ -56,7 +56,7 @@ class TcpLanding:
         self._arrived = threading.Condition()
         self._pieces: Mapping[int, np.ndarray] = {}
         self._found: dict[int, int] = {}
-        self._problem, self._hashed = "", True
+        self._version, self._problem, self._hashed = -1, "", True
         self._tls = _server_tls(listen)
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         self._server = socket.create_server((listen.host, 0), family=family)
@@ -66,9 +66,11 @@ class TcpLanding:
         self._connections: list[socket.socket] = []
         threading.Thread(target=self._accept, name="slipstream-tcp", daemon=True).start()
 
-    def expect(self, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
+    def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
         with self._arrived:
-            self._pieces, self._found, self._problem, self._hashed = pieces, {}, "", hashed
+            self._version, self._pieces, self._hashed = version, pieces, hashed
+            self._found, self._problem = {}, ""
+            self._arrived.notify_all()
 
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
         silence = Silence("tcp")
@@ -118,10 +120,14 @@ class TcpLanding:
                 self._arrived.notify_all()
             connection.close()
 
-    def _take(self, connection: socket.socket, index: int, size: int) -> None:
-        piece = self._pieces.get(index)
+    def _take(self, connection: socket.socket, version: int, index: int, size: int) -> None:
+        with self._arrived:
+            # A sender may be ahead of the control plane. Until it is told so, the landing has no place for the bytes.
+            if not self._arrived.wait_for(lambda: self._version >= version, SILENCE_SECONDS):
+                raise TransferError(f"bytes of version {version} came, which was never begun")
+            piece = self._pieces.get(index) if self._version == version else None
         if piece is None or piece.nbytes != size:
-            raise TransferError(f"piece {index} of {size} bytes came, which nobody expects")
+            raise TransferError(f"piece {index} of version {version}, {size} bytes, came, which nobody expects")
         digest, whole = xxhash.xxh3_64(), piece.flags.c_contiguous
         for part in chunks(piece):
             target = piece[part]
@@ -141,6 +147,7 @@ class TcpSender:
         facts = unpack_link(link)
         host, port, secret = fact(facts, "host", str), fact(facts, "port", int), fact(facts, "secret", str)
         self._dtypes, self._hashed, self._peer = dtypes, hashed, f"{host}:{port}"
+        self._version = -1
         try:
             self._socket = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
             if facts.get("certificate") or host not in LOOPBACK:
@@ -151,11 +158,14 @@ class TcpSender:
         except (OSError, ValueError, OverflowError) as error:
             raise TransferError(f"cannot connect to the engine's tcp landing at {self._peer}: {error}") from None
 
+    def begin(self, version: int) -> None:
+        self._version = version
+
     def send(self, index: int, array: np.ndarray) -> int:
         dtype = self._dtypes[index]
         digest = xxhash.xxh3_64()
         try:
-            self._socket.sendall(_FRAME.pack(index, array.size * dtype.itemsize))
+            self._socket.sendall(_FRAME.pack(self._version, index, array.size * dtype.itemsize))
             for part in chunks(array):
                 data = np.ascontiguousarray(array[part], dtype).reshape(-1).view(np.uint8).data
                 if self._hashed:

@@ -1,0 +1,212 @@
+"""What a weight sync costs: a whole model to the ranks of an engine in another process, beside a plain copy of the same
+bytes in memory and through a socket, in the same run.
+
+    python benchmarks/weight_sync.py [--layers 30] [--tp 2] [--repeats 7] [--json benchmarks/results/weight_sync.json]
+
+The model is the 135M shape (SmolLM2) in float32, 540 MB. Each round measures the two references and every transport, with
+and without checksums, so that a noisy machine slows all alike; medians are printed. "transfer" is everything from the
+first byte until every rank has verified (send and stage); "pause" is what the engine could not generate for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import slipstream
+from slipstream.config import EngineConfig
+from slipstream.model import decoder
+from slipstream.model.config import ModelConfig
+
+TARGETS = {
+    ("shm", True): ("memcpy", 0.5),
+    ("shm", False): ("memcpy", 0.85),
+    ("tcp", True): ("socket", 0.75),
+    ("tcp", False): ("socket", 0.9),
+}
+MAX_PAUSE_SHARE = 0.05
+MIN_UNCHANGED_SPEEDUP = 20.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = measure(arguments.layers, arguments.tp, arguments.repeats)
+    show(results, Console())
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def measure(layers: int, tp: int, repeats: int) -> dict:
+    config = ModelConfig(
+        "llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=layers, num_heads=9 if tp == 1 else 8,
+        num_kv_heads=3 if tp == 1 else 4, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    versions = [decoder.init(config, jax.random.key(seed)) for seed in range(2)]
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(versions[0])]
+    num_bytes = sum(a.nbytes for a in arrays)
+    seconds: dict[str, list[float]] = {}
+    pauses: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (root / "config.json").write_text(json.dumps(config.to_hf()))
+        options = EngineConfig(max_concurrency=1, max_model_len=64, tp=tp)
+        lanes = {}
+        for transport, hashed in TARGETS:
+            run_dir = root / f"{transport}-{hashed}"
+            bridge = stack.enter_context(
+                slipstream.launch(root, engine=options, run_dir=run_dir, transport=transport, checksums=hashed)
+            )
+            lanes[transport, hashed] = bridge
+        copy, exchange = memcpy_reference(arrays), stack.enter_context(SocketReference(arrays))
+        for bridge in lanes.values():  # the first two make the engine's two images
+            for params in (*versions, *versions):
+                bridge.sync(params)
+        memory = {lane: _engine_memory(bridge) for lane, bridge in lanes.items()}
+        for _ in track(range(repeats), "rounds"):
+            seconds.setdefault("memcpy", []).append(copy())
+            seconds.setdefault("socket", []).append(exchange.run())
+            for (transport, hashed), bridge in lanes.items():
+                name = _name(transport, hashed)
+                for params in versions:
+                    report = bridge.sync(params)
+                    seconds.setdefault(name, []).append(report.send_seconds + report.stage_seconds)
+                    pauses.setdefault(name, []).append(report.pause_seconds)
+                seconds.setdefault(f"{name}, whole sync", []).append(report.total_seconds)
+                unchanged = bridge.sync(params)
+                assert unchanged.num_bytes == 0
+                seconds.setdefault(f"{name}, nothing changed", []).append(unchanged.total_seconds)
+        growth = {
+            _name(*lane): _engine_memory(bridge) - memory[lane] for lane, bridge in lanes.items()
+        }
+    return {
+        "machine": {"system": platform.platform(), "cpus": psutil.cpu_count(), "jax": jax.__version__},
+        "num_bytes": num_bytes,
+        "tensors": len(arrays),
+        "tp": tp,
+        "median_seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "median_pause_seconds": {name: statistics.median(values) for name, values in pauses.items()},
+        "engine_memory_growth_bytes": growth,
+    }
+
+
+def memcpy_reference(arrays: list[np.ndarray]) -> Callable[[], float]:
+    targets = [np.zeros_like(a) for a in arrays]
+
+    def run() -> float:
+        start = time.perf_counter()
+        for target, array in zip(targets, arrays):
+            np.copyto(target, array)
+        return time.perf_counter() - start
+
+    return run
+
+
+class SocketReference:
+    """The same bytes through one loopback connection into prepared memory of another process."""
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self._arrays = [a.reshape(-1).view(np.uint8) for a in arrays]
+
+    def __enter__(self) -> SocketReference:
+        import multiprocessing as mp
+
+        server = socket.create_server(("127.0.0.1", 0))
+        context = mp.get_context("spawn")
+        size = sum(a.nbytes for a in self._arrays)
+        self._process = context.Process(target=_receive_for_ever, args=(server.getsockname(), size), daemon=True)
+        self._process.start()
+        self._socket, _ = server.accept()
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+        self.run()
+        return self
+
+    def run(self) -> float:
+        start = time.perf_counter()
+        for array in self._arrays:
+            self._socket.sendall(array.data)
+        assert self._socket.recv(1) == b"k"
+        return time.perf_counter() - start
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.join(5)
+        self._process.kill()
+
+
+def _receive_for_ever(address: tuple[str, int], size: int) -> None:
+    buffer = memoryview(bytearray(size))
+    with socket.create_connection(address) as connection:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+        while True:
+            view = buffer
+            while view:
+                count = connection.recv_into(view)
+                if not count:
+                    return
+                view = view[count:]
+            connection.sendall(b"k")
+
+
+def _engine_memory(bridge: slipstream.Bridge) -> int:
+    """Private and shared memory of the engine process, mapped files included."""
+    info = psutil.Process(bridge.status().engines[0].info.pid).memory_info()
+    return info.rss
+
+
+def _name(transport: str, hashed: bool) -> str:
+    return f"{transport}, checksums {'on' if hashed else 'off'}"
+
+
+def show(results: dict, console: Console) -> None:
+    seconds, size = results["median_seconds"], results["num_bytes"]
+    title = f"{size / 1e6:.0f} MB in {results['tensors']} tensors to {results['tp']} ranks of an engine in another process"
+    table = Table("", "ms", "GB/s", "of its reference", "target", "", title=title)
+    for name in ("memcpy", "socket"):
+        table.add_row(f"[dim]reference:[/] {name}", f"{1e3 * seconds[name]:.1f}", f"{size / seconds[name] / 1e9:.2f}", "", "", "")
+    table.add_section()
+    for (transport, hashed), (reference, target) in TARGETS.items():
+        name = _name(transport, hashed)
+        ratio = seconds[reference] / seconds[name]
+        verdict = "PASS" if ratio >= target else "FAIL"
+        table.add_row(name, f"{1e3 * seconds[name]:.1f}", f"{size / seconds[name] / 1e9:.2f}", f"{ratio:.2f} × {reference}", f"≥ {target}", verdict)
+    table.add_section()
+    for transport, hashed in TARGETS:
+        name = _name(transport, hashed)
+        pause = results["median_pause_seconds"][name]
+        verdict = "PASS" if pause <= MAX_PAUSE_SHARE * seconds[name] else "FAIL"
+        table.add_row(f"pause: {name}", f"{1e3 * pause:.2f}", "", f"{pause / seconds[name]:.2%} of the transfer", f"≤ {MAX_PAUSE_SHARE:.0%}", verdict)
+    table.add_section()
+    for transport, hashed in TARGETS:
+        name = _name(transport, hashed)
+        speedup = seconds[f"{name}, whole sync"] / seconds[f"{name}, nothing changed"]
+        verdict = "PASS" if speedup >= MIN_UNCHANGED_SPEEDUP else "FAIL"
+        table.add_row(f"nothing changed: {name}", f"{1e3 * seconds[f'{name}, nothing changed']:.1f}", "", f"{speedup:.0f} × faster", f"≥ {MIN_UNCHANGED_SPEEDUP:g}", verdict)
+    console.print(table)
+    for name, growth in results["engine_memory_growth_bytes"].items():
+        console.print(f"engine's memory after all further syncs, {name}: {growth / 1e6:+.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
