@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,25 +51,30 @@ class Outbox:
     def send(self, tensors: Mapping[str, Tensor], unchanged: Collection[str], version: int) -> tuple[list[bytes], int]:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
         unless all the tensors that it is made of are unchanged."""
+        sent = self.changed_parameters(unchanged)
+        with ThreadPoolExecutor(len(self._streams)) as pool:  # copying and hashing let go of the interpreter
+            ranks = range(len(self._streams))
+            sums = list(pool.map(lambda rank: self._send_rank(rank, tensors, sent, version), ranks))
+        num_bytes = sum(self._plan.size_of(self._streams[r][i]) for r, found in enumerate(sums) for i in found)
+        return [pack_manifest(version, found) for found in sums], num_bytes
+
+    def _send_rank(self, rank: int, tensors: Mapping[str, Tensor], sent: set[str], version: int) -> dict[int, int]:
+        """Checksums of what was sent, by index."""
         assert self.berths is not None
         slot_of = dict(zip(self._names, self.berths.slots))
-        sent = self.changed_parameters(unchanged)
-        manifests, num_bytes = [], 0
-        for rank, stream in enumerate(self._streams):
-            checksums, used = {}, {}
-            for index, move in stream.items():
-                if move.parameter in sent:
-                    slot = slot_of[move.parameter]
-                    if slot not in used:
-                        used[slot] = self._sender(self.berths.links[rank][slot], rank)
-                        used[slot].begin(version)
-                    array = self._read(tensors, move)
-                    checksums[index] = used[slot].send(index, array.reshape(shape_of(move.local_box)))
-                    num_bytes += self._plan.size_of(move)
-            for sender in used.values():
-                sender.flush()
-            manifests.append(pack_manifest(version, checksums))
-        return manifests, num_bytes
+        checksums: dict[int, int] = {}
+        used: dict[int, Sender] = {}
+        for index, move in self._streams[rank].items() if sent else ():
+            if move.parameter in sent:
+                slot = slot_of[move.parameter]
+                if slot not in used:
+                    used[slot] = self._sender(self.berths.links[rank][slot], rank)
+                    used[slot].begin(version)
+                array = self._read(tensors, move)
+                checksums[index] = used[slot].send(index, array.reshape(shape_of(move.local_box)))
+        for sender in used.values():
+            sender.flush()
+        return checksums
 
     def _read(self, tensors: Mapping[str, Tensor], move: Move) -> np.ndarray:
         if move.tensor not in tensors:
@@ -111,7 +117,10 @@ class _Update:
 @dataclass
 class _Rank:
     image: Image
-    landings: list[Landing | None] = field(default_factory=lambda: [None] * NUM_SLOTS)
+    landings: dict[int, Landing] = field(default_factory=dict)
+    """By slot; made when first needed."""
+    pieces: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
+    """By slot, then by a move's index: where it lands."""
 
 
 class Inbox:
@@ -153,22 +162,18 @@ class Inbox:
         """Makes the landings that this update needs, and tells them what to expect."""
         held, moves = self._ranks[rank], plan.incoming.get(rank, ())
         for slot in sorted(set(slots.values())):
-            if held.landings[slot] is None:
+            if slot not in held.landings:
                 held.landings[slot] = make_landing(offer.transport, held.image.num_bytes, len(moves), self._listen)
                 self._clear_padding(rank, slot)
-            landing = held.landings[slot]
-            assert landing is not None
-            pieces = {
-                index: held.image.piece(landing.buffer, move.parameter, move.local_box)
-                for index, move in enumerate(moves)
-                if slots[move.parameter] == slot
-            }
-            landing.expect(version, pieces, offer.hashed)
-        return tuple(b"" if landing is None else landing.link for landing in held.landings)
+                held.pieces[slot] = {
+                    index: held.image.piece(held.landings[slot].buffer, move.parameter, move.local_box)
+                    for index, move in enumerate(moves)
+                }
+            held.landings[slot].expect(version, held.pieces[slot], offer.hashed)
+        return tuple(held.landings[slot].link if slot in held.landings else b"" for slot in range(NUM_SLOTS))
 
     def _clear_padding(self, rank: int, slot: int) -> None:
         landing = self._ranks[rank].landings[slot]
-        assert landing is not None
         for parameter in self._parameters:
             if parameter.rank == rank:
                 for box in parameter.padding:
@@ -210,17 +215,14 @@ class Inbox:
             if parameter.name in sent:
                 held = self._ranks[parameter.rank]
                 landing = held.landings[update.slots[parameter.name]]
-                assert landing is not None
                 arrays[parameter.name].append(held.image.view(landing.buffer, parameter.name))
         update.slots = {name: slot for name, slot in update.slots.items() if name in sent}
         return arrays, StageReport(num_bytes, 0.0, time.perf_counter() - start)
 
     def _verify(self, rank: int, update: _Update, expected: Mapping[int, int]) -> None:
         moves = update.plan.incoming.get(rank, ())
-        for slot, landing in enumerate(self._ranks[rank].landings):
+        for slot, landing in self._ranks[rank].landings.items():
             here = {i: c for i, c in expected.items() if update.slots[moves[i].parameter] == slot}
-            if not here or landing is None:
-                continue
             for index, found in landing.checksums(here).items():
                 if update.hashed and found != here[index]:
                     raise ChecksumMismatch(
@@ -252,7 +254,7 @@ class Inbox:
             update = self._current(version)
             self._live |= update.slots
             for rank in self._ranks:
-                for landing in filter(None, rank.landings):
+                for landing in rank.landings.values():
                     landing.settle()
             self._update = None
 
@@ -271,9 +273,9 @@ class Inbox:
     def _leave_landings(self) -> None:
         """The serving version's arrays keep their memory alive as long as they need it."""
         for rank in self._ranks:
-            for landing in filter(None, rank.landings):
+            for landing in rank.landings.values():
                 landing.close()
-            rank.landings = [None] * NUM_SLOTS
+            rank.landings, rank.pieces = {}, {}
         self._live = dict.fromkeys(self._names)
 
     def _current(self, version: int) -> _Update:

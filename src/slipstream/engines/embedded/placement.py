@@ -30,6 +30,8 @@ class Placement:
         self._config = config
         self.dtype = jnp.dtype(dtype)
         self._mesh = Mesh(np.array(devices[:tp]), ("tp",))
+        self._adopted: dict[tuple[str, tuple[int, ...]], jax.Array] = {}
+        """Arrays over the memory in which versions land, by name and addresses."""
         self._shapes = {spec.name: spec.shape for spec in tensors(config)}
         self.replicated = NamedSharding(self._mesh, PartitionSpec())
         self._shardings = {name: self._sharding(dim) for name, dim in shard_dims(config, tp).items()}
@@ -56,11 +58,33 @@ class Placement:
         kept = {} if serving is None else {n: x for n, x in flatten(serving).items() if n not in ranks}
         if missing := self._shapes.keys() - ranks.keys() - kept.keys():
             raise MappingError(f"no weights came for {sorted(missing)[0]} and {len(missing) - 1} more, and there are none yet")
+        adopted = {name: self._adopted.get((name, _addresses(arrays))) for name, arrays in ranks.items()}
+        leaves = kept | {name: leaf for name, leaf in adopted.items() if leaf is not None}
+        leaves |= self._put({name: ranks[name] for name, leaf in adopted.items() if leaf is None})
+        return unflatten({name: leaves[name] for name in self._shapes})
+
+    def _put(self, ranks: Mapping[str, Sequence[np.ndarray]]) -> dict[str, jax.Array]:
+        """On the host, JAX adopts aligned memory instead of copying it. An array that does so shows whatever lands in that
+        memory, so it is kept for the next version that lands there: making it anew is the cost of a small sync. (No
+        step reads it in between: a slot is written only while the other one serves.)"""
         devices = list(self._mesh.devices.flat)
         # One call for all: the cost of a transfer of small arrays is the call.
         shards = iter(jax.device_put([a for arrays in ranks.values() for a in arrays], devices * len(ranks)))
-        leaves = dict(kept)
-        for name in ranks:
+        leaves = {}
+        for name, arrays in ranks.items():
             local = [next(shards) for _ in devices]
             leaves[name] = jax.make_array_from_single_device_arrays(self._shapes[name], self._shardings[name], local)
-        return unflatten(jax.block_until_ready({name: leaves[name] for name in self._shapes}))
+            if tuple(shard.unsafe_buffer_pointer() for shard in local) == _addresses(arrays):
+                self._adopt(name, _addresses(arrays), leaves[name])
+        return jax.block_until_ready(leaves)
+
+    def _adopt(self, name: str, addresses: tuple[int, ...], leaf: jax.Array) -> None:
+        """Two of a name at most: when there are others, their memory was left for good."""
+        others = [key for key in self._adopted if key[0] == name]
+        for key in others[: max(0, len(others) - 1)]:
+            del self._adopted[key]
+        self._adopted[name, addresses] = leaf
+
+
+def _addresses(arrays: Sequence[np.ndarray]) -> tuple[int, ...]:
+    return tuple(array.ctypes.data for array in arrays)
