@@ -59,7 +59,7 @@ def test_greedy_generation_equals_transformers(name: str, tmp_path: Path) -> Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    directory = hf_directory(tmp_path, name, seed=3, num_layers=1)
+    directory = hf_directory(tmp_path, name, seed=3)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = EmbeddedEngine.from_directory(directory, options=EngineConfig(max_concurrency=4))
     subject = Subject(engine, ModelConfig.read(directory), checkpoint.load(directory))
