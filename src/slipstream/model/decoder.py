@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Random weights: matrices normal with deviation 0.02, norms that scale by one, biases zero. Equal keys give equal weights."""
+    """Random weights: matrices normal with deviation 0.02, norms scaling by one, biases zero. Equal keys give equal weights."""
     leaves: dict[str, jax.Array] = {}
     for index, spec in enumerate(tensors(config)):
         if spec.name.endswith("bias"):

@@ -178,9 +178,7 @@ def _moe(hf: Mapping[str, Any], family: Family, num_layers: int) -> MoeConfig:
     )
 
 
-def _rope(
-    hf: Mapping[str, Any], family: Family
-) -> tuple[float, RopeScaling | LinearRopeScaling | None, float | None]:
+def _rope(hf: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | LinearRopeScaling | None, float | None]:
     """Base and scaling, and the base of local layers. Scaling in transformers 4: `rope_scaling`; in 5 all is in
     `rope_parameters`, one dict, or one for each type of layer."""
     found = hf.get("rope_parameters") or {}

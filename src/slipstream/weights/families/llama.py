@@ -10,6 +10,8 @@ from slipstream.weights.families.base import Family, FamilyTensor, Mlp
 if TYPE_CHECKING:
     from slipstream.model.config import ModelConfig
 
+NAMES = Mlp()
+
 
 def tensors(config: ModelConfig) -> Iterator[FamilyTensor]:
     yield from decoder(config, lambda at, _: mlp(at + "mlp.", config.hidden_size, config.intermediate_size))
@@ -45,14 +47,14 @@ def qk_norms(config: ModelConfig, at: str) -> Iterator[FamilyTensor]:
         yield FamilyTensor(f"{at}self_attn.{name}.weight", (config.head_dim,))
 
 
-def mlp(at: str, hidden: int, inner: int, names: Mlp = Mlp()) -> Iterator[FamilyTensor]:
+def mlp(at: str, hidden: int, inner: int, names: Mlp = NAMES) -> Iterator[FamilyTensor]:
     """The three matrices of an MLP, or of one expert."""
     yield FamilyTensor(f"{at}{names.gate}.weight", (inner, hidden), split_dim=0, units=inner)
     yield FamilyTensor(f"{at}{names.up}.weight", (inner, hidden), split_dim=0, units=inner)
     yield FamilyTensor(f"{at}{names.down}.weight", (hidden, inner), split_dim=1, units=inner)
 
 
-def experts(config: ModelConfig, at: str, names: Mlp = Mlp()) -> Iterator[FamilyTensor]:
+def experts(config: ModelConfig, at: str, names: Mlp = NAMES) -> Iterator[FamilyTensor]:
     """A router, whole on every rank, and experts, each split inside like a dense MLP."""
     assert config.moe is not None, "ModelConfig refuses such a family without experts"
     yield FamilyTensor(f"{at}{names.block}.gate.weight", (config.moe.num_experts, config.hidden_size))
