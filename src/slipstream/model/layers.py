@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -17,7 +18,10 @@ Params: TypeAlias = dict[str, Any]
 # by more than a policy ratio can bear. For bfloat16 inputs this changes nothing.
 PRECISION = jax.lax.Precision.HIGHEST
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def linear(x: jax.Array, layer: Params) -> jax.Array:
