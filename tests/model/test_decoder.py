@@ -92,11 +92,12 @@ def test_init_makes_every_tensor_of_the_family(name: str) -> None:
     assert all((flat[n] == again[n]).all() for n in flat)
 
 
-def test_bfloat16_is_as_exact_as_in_transformers() -> None:
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3_text"])
+def test_bfloat16_is_as_exact_as_in_transformers(name: str) -> None:
     """Both round, each in its own places; ours must not lose more against float32 with the same rounded weights."""
     import torch
 
-    config = variant("qwen3")
+    config = variant(name)
     tokens = random_tokens(config, 3, 40)
     rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_params(config))
     ours = forward(rounded, config, tokens)
@@ -104,3 +105,15 @@ def test_bfloat16_is_as_exact_as_in_transformers() -> None:
     theirs = hf_logits(hf_model(config).to(torch.bfloat16), tokens)
     assert ours.dtype == jnp.float32
     assert np.abs(ours - exact).mean() < 1.1 * np.abs(theirs - exact).mean()
+
+
+def test_embeddings_are_scaled_as_in_transformers_bit_for_bit() -> None:
+    """In bfloat16 the scale itself is rounded; rounding only the product would give other bits."""
+    import torch
+
+    config = variant("gemma2")
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_params(config))
+    tokens = np.arange(config.vocab_size)[None]
+    with torch.no_grad():
+        theirs = hf_model(config).to(torch.bfloat16).model.embed_tokens(torch.from_numpy(tokens)).float().numpy()
+    np.testing.assert_array_equal(decoder.embed(params, config, tokens).astype(jnp.float32), theirs)

@@ -72,7 +72,7 @@ def apply_layers(
 
     `positions` is `[batch, time]` or `[1, time]`; it only turns q and k, who may look at whom is up to `attention`."""
     model, norms = params["model"], config.definition.norms
-    x = _embed(model["embed_tokens"]["weight"], config, tokens)
+    x = embed(params, config, tokens)
     local = [config.has_local_rope(index) for index in range(config.num_layers)]
     angles = {which: rotary_angles(config, positions, which) for which in set(local)}
     new_cache = []
@@ -88,6 +88,15 @@ def apply_layers(
     return rms_norm(x, model["norm"], config), new_cache
 
 
+def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """What goes into the first layer."""
+    x = params["model"]["embed_tokens"]["weight"][tokens]
+    if not config.definition.scale_embedding:
+        return x
+    # Rounded to the weights' dtype first, as in training: in bfloat16 the root of 3072 is 55.5, not 55.4256.
+    return x * jnp.asarray(np.sqrt(np.float32(config.hidden_size)), x.dtype)
+
+
 def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """Logits in float32 whatever the dtype of the weights."""
     head = params["model"]["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
@@ -96,14 +105,6 @@ def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array
     )
     cap = config.final_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def _embed(table: jax.Array, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    x = table[tokens]
-    if not config.definition.scale_embedding:
-        return x
-    # Rounded to the weights' dtype first, as in training: in bfloat16 the root of 3072 is 55.5, not 55.4256.
-    return x * jnp.asarray(np.sqrt(np.float32(config.hidden_size)), x.dtype)
 
 
 def _norm(x: jax.Array, layer: Params, name: str | None, config: ModelConfig) -> jax.Array:
