@@ -3,33 +3,77 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slipstream.model.config import ModelConfig, RopeScaling
-from slipstream.model.tree import flatten, unflatten
+from slipstream.model.config import FULL, SLIDING, LinearRopeScaling, ModelConfig, MoeConfig, RopeScaling
+from slipstream.model.tree import unflatten
 from slipstream.weights.families import tensors
 
-VARIANTS = ("llama", "llama-tied", "llama3-rope", "qwen2", "qwen3")
-"""What `variant` and `hf_directory` know: every family, and the switches that change a forward pass."""
+VARIANTS = (
+    "llama",
+    "llama-tied",
+    "llama-llama3-rope",
+    "llama-linear-rope",
+    "mistral",
+    "mistral-no-window",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "mixtral-window",
+    "qwen3_moe",
+    "qwen3_moe-dense-layer",
+    "gemma2",
+    "gemma3_text",
+    "gemma3_text-linear-rope",
+)
+"""What `variant` and `hf_directory` know: every family, and the switches that change a forward pass. Windows are shorter
+than the sequences of the tests."""
 
 _ROPE = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-_OVERRIDES: dict[str, dict[str, Any]] = {
-    "llama": {},
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 6},
+    "mixtral": {"moe": MoeConfig(4, 2, 48), "rms_norm_eps": 1e-5},
+    "qwen3_moe": {"moe": MoeConfig(5, 2, 24, normalise=False), "head_dim": 16},
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": (SLIDING, FULL),
+        "query_pre_attn_scalar": 24.0,
+        "attn_softcap": 3.0,
+        "final_softcap": 4.0,
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": (SLIDING, FULL),
+        "query_pre_attn_scalar": 24.0,
+        "rope_theta": 5000.0,
+        "rope_local_theta": 100.0,
+    },
+}
+_VARIANTS: dict[str, dict[str, Any]] = {
     "llama-tied": {"tie_word_embeddings": True},
-    "llama3-rope": {"rope_scaling": _ROPE, "rope_theta": 500.0},
+    "llama-llama3-rope": {"rope_scaling": _ROPE, "rope_theta": 500.0},
+    "llama-linear-rope": {"rope_scaling": LinearRopeScaling(4.0)},
+    "mistral-no-window": {"sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16, "rope_theta": 1e6},
+    "mixtral-window": {"sliding_window": 6},
+    "qwen3_moe-dense-layer": {"moe": MoeConfig(4, 3, 24, dense_layers=(0,))},
+    "gemma3_text-linear-rope": {"rope_scaling": LinearRopeScaling(8.0), "final_softcap": 4.0},
 }
 
 
 def tiny_config(family: str = "llama", **over: Any) -> ModelConfig:
     """A decoder of some 20,000 parameters; `over` replaces any field."""
-    config = ModelConfig(
-        family=family,
+    shape: dict[str, Any] = dict(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=48,
@@ -42,13 +86,12 @@ def tiny_config(family: str = "llama", **over: Any) -> ModelConfig:
         bos_token_id=2,
         pad_token_id=0,
     )
-    return replace(config, **over)
+    return ModelConfig(family=family, **(shape | _FAMILIES.get(family, {}) | over))
 
 
 def variant(name: str, **over: Any) -> ModelConfig:
     """The config of one of `VARIANTS`."""
-    family = name.split("-")[0].replace("llama3", "llama")
-    return tiny_config(family, **(_OVERRIDES[name] | over))
+    return replace(tiny_config(name.split("-")[0]), **(_VARIANTS.get(name, {}) | over))
 
 
 def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
@@ -67,16 +110,18 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
 def hf_model(config: ModelConfig, seed: int = 0) -> Any:
     """A `transformers` model of this config with the same `random_params`, float32, in eval mode."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    hf = config.to_hf()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf.pop("model_type"), **hf)).eval()
-    leaves = {name: np.array(leaf) for name, leaf in flatten(random_params(config, seed)).items()}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(leaves.pop(name)))
-    assert not leaves, f"transformers has no {list(leaves)}"
-    return model
+    from slipstream.model import checkpoint
+
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint.save(directory, random_params(config, seed), config)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not loaded[problem], f"{problem}: {loaded[problem]}"
+    return model.eval()
 
 
 def hf_directory(path: Path, name: str = "llama", seed: int = 0, tokenizer: bool = False, **over: Any) -> Path:

@@ -28,7 +28,7 @@ from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, Failure, Request, VersionSpan
 from tests.conformance.engines import Subject, greedy_reference, log_softmax, offer_of, other_params, request
-from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config, write_tokenizer
+from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config, variant, write_tokenizer
 
 Make = Callable[..., Subject]
 
@@ -59,7 +59,7 @@ def test_greedy_generation_equals_transformers(name: str, tmp_path: Path) -> Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    directory = hf_directory(tmp_path, name, seed=3, num_layers=1)
+    directory = hf_directory(tmp_path, name, seed=3)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = EmbeddedEngine.from_directory(directory, options=EngineConfig(max_concurrency=4))
     subject = Subject(engine, ModelConfig.read(directory), checkpoint.load(directory))
@@ -96,6 +96,19 @@ def test_kv_heads_that_do_not_divide_are_held_by_every_rank(make: Make) -> None:
     new = other_params(subject)
     subject.publish(new)
     assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8, new)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe-dense-layer"])
+def test_two_ranks_generate_what_one_does(make: Make, name: str) -> None:
+    """Past the sliding window, and again after an update that was split over the ranks."""
+    one, two = (make(variant(name), tp=tp) for tp in (1, 2))
+    prompt, new = one.prompts[5], other_params(one)
+    for params in (one.params, new):
+        alone, together = (s.complete(prompt, temperature=0, max_tokens=12) for s in (one, two))
+        assert together.token_ids == alone.token_ids == greedy_reference(one, prompt, 12, params)
+        np.testing.assert_allclose(together.raw_logprobs, alone.raw_logprobs, atol=1e-4)
+        for subject in (one, two):
+            subject.publish(new)
 
 
 def test_too_few_devices_for_tp_says_how_to_get_more() -> None:

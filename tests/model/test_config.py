@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.model.config import ModelConfig
+from slipstream.model.config import LinearRopeScaling, ModelConfig, MoeConfig
 from tests.tiny import VARIANTS, tiny_config, variant
 
 
@@ -77,6 +77,89 @@ def test_fingerprint_tells_weights_apart_and_nothing_else() -> None:
 def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         ModelConfig.from_hf(tiny_config().to_hf() | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, but a llama model"),
+        ("llama", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar"),
+        ("llama", {"layer_types": ["sliding_attention", "full_attention"]}, "all alike"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "all alike"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3_moe", {"num_experts_per_tok": 6}, "6 of 5 experts"),
+        ("mixtral", {"num_experts": 0}, "num_experts must be positive"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "both directions"),
+        ("gemma2", {"attention_bias": True}, "attention_bias"),
+        ("gemma2", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "names 1 layers"),
+        ("gemma2", {"sliding_window": None}, "sliding_window is not set"),
+        ("gemma2", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "one dict for all layers"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "one dict each"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}},
+            "scales sliding_attention",
+        ),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(name: str, change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ModelConfig.from_hf(variant(name).to_hf() | change)
+
+
+@pytest.mark.parametrize(
+    ("family", "over", "text"),
+    [
+        ("llama", {"moe": MoeConfig(4, 2, 8)}, "cannot have experts"),
+        ("mixtral", {"moe": None}, "needs experts"),
+        ("llama", {"final_softcap": 3.0}, "could not say so"),
+        ("gemma3_text", {"rope_local_theta": None}, "needs rope_local_theta"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be positive"),
+        ("gpt2", {}, r"not known; known: llama, .*register"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(family: str, over: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        tiny_config(family, **over)
+
+
+def test_gemma3_as_transformers_4_wrote_it() -> None:
+    """The text_config holds only what differs from the defaults; the scaling of positions is for global layers only."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = ModelConfig.from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    assert (config.family, config.vocab_size, config.num_heads, config.num_kv_heads) == ("gemma3_text", 262208, 8, 4)
+    assert (config.head_dim, config.tie_word_embeddings, config.eos_token_ids) == (256, True, (1, 106))
+    assert (config.rope_theta, config.rope_local_theta, config.rope_scaling) == (1e6, 1e4, LinearRopeScaling(8.0))
+    assert [i for i in range(34) if not config.slides(i)] == [5, 11, 17, 23, 29]
+    assert config.attention(0).window == 1024 and config.attention(5).window is None
+    with pytest.raises(ConfigError, match="text_config"):
+        ModelConfig.from_hf({"model_type": "gemma3"})
+
+
+def test_gemma2_as_transformers_4_wrote_it() -> None:
+    hf = variant("gemma2").to_hf()
+    for name in ("layer_types", "rope_parameters", "tie_word_embeddings"):
+        del hf[name]
+    assert ModelConfig.from_hf(hf) == variant("gemma2")
+
+
+def test_moe_layers_by_step_and_list() -> None:
+    hf = tiny_config("qwen3_moe", num_layers=6).to_hf() | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    del hf["num_local_experts"]  # transformers 4 writes num_experts, 5 the other
+    moe = ModelConfig.from_hf(hf).moe
+    assert moe == MoeConfig(5, 2, 24, normalise=False, dense_layers=(0, 2, 3, 4))
 
 
 def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:

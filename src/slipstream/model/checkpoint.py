@@ -62,7 +62,10 @@ def read_arrays(directory: str | Path, config: ModelConfig) -> dict[str, np.ndar
     for path in weight_files(Path(directory)):
         try:
             with safe_open(path, framework="np") as file:
-                stored |= {name: file.get_tensor(name) for name in file.keys() if not _is_buffer(name)}  # noqa: SIM118
+                for stored_name in file.keys():  # noqa: SIM118
+                    name = config.definition.stored_name(stored_name)
+                    if name is not None and not _is_buffer(name):
+                        stored[name] = file.get_tensor(stored_name)
         except FileNotFoundError:
             raise ConfigError(f"{path} does not exist, but the checkpoint's index names it") from None
         except SafetensorError as error:

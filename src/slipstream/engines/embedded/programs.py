@@ -1,7 +1,8 @@
 """What runs on the device: prefill, copy, decode and score, each compiled once per bucket of shapes.
 
-The KV cache is one `(keys, values)` pair per layer, `[slots, kv_heads, length, head_dim]`. It is donated to every
-program that changes it: after a call only the returned cache is valid, and after a failed call none is."""
+The KV cache is one `(keys, values)` pair per layer, `[slots, kv_heads, length, head_dim]`, in layers with a sliding
+window too. It is donated to every program that changes it: after a call only the returned cache is valid, and after a
+failed call none is."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ import numpy as np
 from slipstream.engines.embedded.placement import Placement
 from slipstream.engines.embedded.sampling import Drawn, Settings, sample
 from slipstream.engines.embedded.scheduler import Prefill, bucket
-from slipstream.model.config import ModelConfig
-from slipstream.model.decoder import Params, apply_layers, attend, causal_attention, token_logprobs, unembed
+from slipstream.model.attention import attend, causal_attention, visible
+from slipstream.model.config import LayerAttention, ModelConfig
+from slipstream.model.decoder import apply_layers, token_logprobs, unembed
+from slipstream.model.layers import Params
 
 CacheLayer: TypeAlias = tuple[jax.Array, jax.Array]
 Cache: TypeAlias = list[CacheLayer]
@@ -116,8 +119,10 @@ class Programs:
     def _prefill_program(self, params: Params, cache: Cache, tokens: jax.Array, slots: jax.Array) -> Cache:
         length = tokens.shape[1]
 
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer) -> tuple[jax.Array, CacheLayer]:
-            out, _ = causal_attention(q, k, v, None)
+        def attention(
+            q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer, how: LayerAttention
+        ) -> tuple[jax.Array, CacheLayer]:
+            out, _ = causal_attention(q, k, v, None, how)
             keys, values = layer
             keys = keys.at[slots, :, :length].set(k.swapaxes(1, 2), mode="drop")
             values = values.at[slots, :, :length].set(v.swapaxes(1, 2), mode="drop")
@@ -131,14 +136,16 @@ class Programs:
     ) -> tuple[jax.Array, Cache]:
         num_rows = tokens.shape[0]
         rows = jnp.arange(num_rows)
-        mask = (jnp.arange(cache[0][0].shape[2]) <= positions[:, None])[:, None]
 
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer) -> tuple[jax.Array, CacheLayer]:
+        def attention(
+            q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer, how: LayerAttention
+        ) -> tuple[jax.Array, CacheLayer]:
             keys, values = layer
             keys = keys.at[rows, :, positions].set(k[:, 0])
             values = values.at[rows, :, positions].set(v[:, 0])
             seen_keys, seen_values = (x[:num_rows].swapaxes(1, 2) for x in (keys, values))
-            return attend(q, seen_keys, seen_values, mask), (keys, values)
+            mask = visible(positions[:, None], keys.shape[2], how.window)
+            return attend(q, seen_keys, seen_values, mask, how), (keys, values)
 
         hidden, cache = apply_layers(params, self._config, tokens[:, None], positions[:, None], attention, cache)
         return unembed(params, self._config, hidden[:, 0]), cache

@@ -1,28 +1,65 @@
 """Model families: from an HF config to the names and shapes of its tensors, and how tensor parallelism splits them.
 
-A family is a function from `ModelConfig` to `FamilyTensor`s under their HF names. The embedded engine's live parameters
-carry the same names and orientation, so that its side of a plan is `parameters(config, tp)`."""
+A family is a `Family`, and is known once it is registered: ours below, others by a call of `register`. The embedded
+engine's live parameters carry the names and orientation of the checkpoint, so that its side of a plan is
+`parameters(config, tp)`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from slipstream.errors import ConfigError
-from slipstream.model.config import ModelConfig
 from slipstream.types import Parameter, Part, TensorSpec
-from slipstream.weights.families import llama, qwen2, qwen3
-from slipstream.weights.families.base import FamilyTensor
+from slipstream.weights.families import gemma2, gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from slipstream.weights.families.base import Family, FamilyTensor, Mlp, Norms
 from slipstream.weights.layout import shape_of, shift, split, whole
 
-_FAMILIES: dict[str, Callable[[ModelConfig], Iterator[FamilyTensor]]] = {
-    "llama": llama.tensors,
-    "qwen2": qwen2.tensors,
-    "qwen3": qwen3.tensors,
-}
+if TYPE_CHECKING:
+    from slipstream.model.config import ModelConfig
+
+__all__ = [
+    "Family",
+    "FamilyTensor",
+    "Mlp",
+    "Norms",
+    "family_named",
+    "family_tensors",
+    "names",
+    "parameters",
+    "register",
+    "shard_dims",
+    "tensors",
+]
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Makes a family known in this process, under its name. Trainer and engines each need it: an engine in a process of
+    its own has to import the module that registers. A name is registered once; the same `Family` again changes nothing."""
+    if _FAMILIES.setdefault(family.name, family) is not family:
+        raise ConfigError(
+            f"a model family {family.name!r} is registered already; a variant of it needs a name (and a model_type) of its own"
+        )
+
+
+def names() -> tuple[str, ...]:
+    """The families that are known now."""
+    return tuple(_FAMILIES)
+
+
+def family_named(name: str) -> Family:
+    try:
+        return _FAMILIES[name]
+    except KeyError:
+        raise ConfigError(
+            f"model family {name!r} is not known; known: {', '.join(_FAMILIES)}. Others are added with "
+            "slipstream.weights.families.register, see docs/add-a-family.md"
+        ) from None
 
 
 def family_tensors(config: ModelConfig) -> tuple[FamilyTensor, ...]:
-    return tuple(_FAMILIES[config.family](config))
+    return tuple(family_named(config.family).tensors(config))
 
 
 def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
@@ -32,11 +69,12 @@ def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
 
 def shard_dims(config: ModelConfig, tp: int) -> dict[str, int | None]:
     """For each tensor the dimension that `tp` ranks split, or None where each holds the whole."""
-    if config.num_heads % tp or config.intermediate_size % tp:
-        raise ConfigError(
-            f"tp={tp} does not divide num_heads ({config.num_heads}) and intermediate_size ({config.intermediate_size}); "
-            "choose a tp that divides both"
-        )
+    sizes = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    if config.moe:
+        sizes["moe.intermediate_size"] = config.moe.intermediate_size
+    if any(size % tp for size in sizes.values()):
+        listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())
+        raise ConfigError(f"tp={tp} does not divide {listed}; choose a tp that divides them all")
     return {t.name: t.split(tp) for t in family_tensors(config)}
 
 
@@ -50,3 +88,16 @@ def parameters(config: ModelConfig, tp: int = 1) -> tuple[Parameter, ...]:
             part = Part(tensor.name, box, shift(box, box))
             found.append(Parameter(tensor.name, rank, shape_of(box), (part,)))
     return tuple(found)
+
+
+for _family in (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+):
+    register(_family)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from slipstream.model.config import ModelConfig
 from slipstream.weights.families import llama
-from slipstream.weights.families.base import FamilyTensor
+from slipstream.weights.families.base import Family, FamilyTensor
+
+if TYPE_CHECKING:
+    from slipstream.model.config import ModelConfig
 
 
 def tensors(config: ModelConfig) -> Iterator[FamilyTensor]:
@@ -16,3 +19,6 @@ def tensors(config: ModelConfig) -> Iterator[FamilyTensor]:
         for name, units in heads.items():
             shape = (units * config.head_dim,)
             yield FamilyTensor(f"model.layers.{i}.self_attn.{name}.bias", shape, split_dim=0, units=units)
+
+
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", tensors, settings=frozenset({"attention_bias"}))

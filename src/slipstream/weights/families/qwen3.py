@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from slipstream.model.config import ModelConfig
 from slipstream.weights.families import llama
-from slipstream.weights.families.base import FamilyTensor
+from slipstream.weights.families.base import Family, FamilyTensor
+
+if TYPE_CHECKING:
+    from slipstream.model.config import ModelConfig
 
 
 def tensors(config: ModelConfig) -> Iterator[FamilyTensor]:
     yield from llama.tensors(config)
     for i in range(config.num_layers):
-        for name in ("q_norm", "k_norm"):
-            yield FamilyTensor(f"model.layers.{i}.self_attn.{name}.weight", (config.head_dim,))
+        yield from llama.qk_norms(config, f"model.layers.{i}.")
+
+
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", tensors, defaults={"head_dim": 128})
