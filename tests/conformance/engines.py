@@ -26,11 +26,8 @@ from slipstream.errors import ChecksumMismatch, InvalidPrompt, UnknownVersion, U
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, EngineInfo, Failure, Offer, Request, SamplingParams, Score, VersionSpan
-from slipstream.weights import source
-from slipstream.weights.plan import make_plan
 from slipstream.weights.publisher import Publisher
-from slipstream.weights.transfer import TRAINER_RANK, send
-from slipstream.weights.transports import SENDERS
+from tests.weights.by_hand import HandUpdate
 
 _logits = jax.jit(decoder.forward, static_argnums=1)
 
@@ -93,18 +90,8 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
 
 
-def offer_of(info: EngineInfo, params: Any, version: int) -> tuple[Offer, list[bytes]]:
-    """The trainer's half of an update by hand: the offer to begin with, and the manifests to stage with."""
-    tensors = source.named_tensors(params)
-    plan = make_plan(source.describe(tensors), info.tensors, info.parameters, info.dtype)
-    kind = info.transports[0]
-    streams = [SENDERS[kind](plan.stream_bytes(TRAINER_RANK, rank)) for rank in range(info.num_ranks)]
-    manifests = [send(plan, rank, tensors, stream, version) for rank, stream in enumerate(streams)]
-    _KEPT.extend(streams)  # the memory transport finds them by name as long as they live
-    return Offer(plan.to_bytes(), plan.fingerprint, tuple(stream.link for stream in streams)), manifests
-
-
-_KEPT: list[Any] = []
+def update_of(info: EngineInfo, params: Any, version: int) -> HandUpdate:
+    return HandUpdate(params, info.tensors, info.parameters, info.dtype, version, info.transports[0])
 
 
 def other_params(subject: Subject) -> Any:
@@ -341,9 +328,8 @@ def test_nothing_changes_before_commit_nor_after_rollback(subject: Subject) -> N
     engine, run, prompt = subject.engine, subject.runner.run, subject.prompts[4]
     info = engine.describe()
     version, expected = info.version + 1, greedy_reference(subject, subject.prompts[4], 8)
-    offer, manifests = offer_of(info, other_params(subject), version)
-    run(engine.begin(version, offer))
-    run(engine.stage(version, manifests))
+    update = update_of(info, other_params(subject), version)
+    run(engine.stage(version, update.send(run(engine.begin(version, update.offer)))))
     assert subject.complete(prompt, temperature=0).token_ids == expected
     run(engine.rollback(version))
     assert subject.complete(prompt, temperature=0).token_ids == expected
@@ -358,9 +344,9 @@ def test_steps_out_of_order_are_refused(subject: Subject) -> None:
     engine, run = subject.engine, subject.runner.run
     info = engine.describe()
     version = info.version + 1
-    offer, manifests = offer_of(info, subject.params, version)
+    offer = update_of(info, subject.params, version).offer
     with pytest.raises(UnknownVersion):
-        run(engine.stage(version, manifests))
+        run(engine.stage(version, [[b""]] * info.num_ranks))
     with pytest.raises(UnknownVersion):
         run(engine.commit(version))
     with pytest.raises(VersionError):
@@ -378,17 +364,18 @@ def test_damaged_weights_are_not_used(subject: Subject) -> None:
     engine, run, prompt = subject.engine, subject.runner.run, subject.prompts[4]
     info = engine.describe()
     version = info.version + 1
-    offer, manifests = offer_of(info, other_params(subject), version)
-    _, of_other_weights = offer_of(info, subject.params, version)
-    run(engine.begin(version, offer))
+    update = update_of(info, other_params(subject), version)
+    berths = run(engine.begin(version, update.offer))
+    manifests = update.send(berths)
+    update_of(info, subject.params, version).send(berths)  # someone else writes into the same memory
     with pytest.raises(ChecksumMismatch):
-        run(engine.stage(version, of_other_weights))
+        run(engine.stage(version, manifests))
     with pytest.raises(UnknownVersion):
         run(engine.commit(version))
     run(engine.rollback(version))
     assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8)
-    run(engine.begin(version, offer))  # and the way is free for the next try
-    run(engine.stage(version, manifests))
+    again = update_of(info, other_params(subject), version)  # and the way is free for the next try
+    run(engine.stage(version, again.send(run(engine.begin(version, again.offer)))))
     run(engine.commit(version))
     assert engine.describe().version == version
     subject.publish(subject.params)

@@ -27,7 +27,7 @@ from slipstream.errors import (
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, Failure, Request, VersionSpan
-from tests.conformance.engines import Subject, greedy_reference, log_softmax, offer_of, other_params, request
+from tests.conformance.engines import Subject, greedy_reference, log_softmax, update_of, other_params, request
 from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config, variant, write_tokenizer
 
 Make = Callable[..., Subject]
@@ -247,9 +247,8 @@ async def commit_in_mid_flight(subject: Subject, in_flight: Any) -> tuple[list[C
     """Two requests start; before the long one's 20th token a staged version is committed, and a third request comes.
     The three completions, and the old and new version."""
     engine, old = subject.engine, subject.engine.describe().version
-    offer, manifests = offer_of(engine.describe(), silent(subject.params), old + 1)
-    await engine.begin(old + 1, offer)
-    await engine.stage(old + 1, manifests)
+    update = update_of(engine.describe(), silent(subject.params), old + 1)
+    await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
     hold = Hold(subject, 20)
     batches = engine.generate([request("short", [5, 6], max_tokens=2), request("long", [7, 8], max_tokens=40)])
     outcomes = list(await anext(batches))
@@ -300,9 +299,8 @@ def test_rollback_calls_off_a_commit_that_waits(make: Make) -> None:
     engine, old = subject.engine, subject.engine.describe().version
 
     async def scenario() -> list[Completion | Failure]:
-        offer, manifests = offer_of(engine.describe(), silent(subject.params), old + 1)
-        await engine.begin(old + 1, offer)
-        await engine.stage(old + 1, manifests)
+        update = update_of(engine.describe(), silent(subject.params), old + 1)
+        await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
         hold = Hold(subject, 5)
         batches = engine.generate([request("short", [5, 6], max_tokens=1), request("long", [7, 8], max_tokens=10)])
         outcomes = list(await anext(batches))
@@ -328,9 +326,8 @@ def test_a_cancelled_commit_does_not_swap_and_the_engine_goes_on(make: Make) -> 
     engine, old = subject.engine, subject.engine.describe().version
 
     async def scenario() -> list[Completion | Failure]:
-        offer, manifests = offer_of(engine.describe(), silent(subject.params), old + 1)
-        await engine.begin(old + 1, offer)
-        await engine.stage(old + 1, manifests)
+        update = update_of(engine.describe(), silent(subject.params), old + 1)
+        await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
         hold = Hold(subject, 5)
         generating = asyncio.create_task(collect(subject, request("r", [7, 8], max_tokens=10)))
         await asyncio.to_thread(hold.held.wait)

@@ -11,6 +11,7 @@ from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
+    Berths,
     Completion,
     EngineInfo,
     Failure,
@@ -87,8 +88,11 @@ def test_engine_info_with_and_without_layout():
 
 
 def test_offers_and_reports():
-    offer = Offer(b"\x00plan", "f", (b"a", b"\xff"))
+    offer = Offer(b"\x00plan", "f", "disk:/x", fresh=False, hashed=False)
     assert convert.offer_from_pb(convert.offer_to_pb(offer)) == offer
+    berths = Berths(((b"a", b""), (b"\xff", b"b")), b"\x00\x01")
+    assert convert.berths_from_pb(convert.berths_to_pb(berths)) == berths
+    assert convert.manifests_from_pb(convert.manifests_to_pb([[b"a", b"b"], []])) == [(b"a", b"b"), ()]
     report = StageReport(10, 0.5, 0.25)
     assert convert.stage_report_from_pb(convert.stage_report_to_pb(report)) == report
 

@@ -64,12 +64,22 @@ async def collect(stream):
     return [result async for batch in stream for result in batch]
 
 
-OFFER = Offer(b"p", "f", (b"l",))
+OFFER = Offer(b"p", "f", "memory")
 
 
-async def update(fleet, version, names):
-    await fleet.begin(version, dict.fromkeys(names, OFFER))
-    await fleet.stage(version, {name: [b"m"] for name in names})
+async def begin(fleet, version, names, drop_failed=False):
+    await fleet.begin(version, dict.fromkeys(names, OFFER), drop_failed)
+    return await fleet.begun()
+
+
+async def stage(fleet, version, names):
+    await fleet.stage(version, {name: [[b"m"]] for name in names})
+    return await fleet.staged()
+
+
+async def update(fleet, version, names, drop_failed=False):
+    begun = await begin(fleet, version, names, drop_failed)
+    await stage(fleet, version, begun)
     return await fleet.commit(version, "keep")
 
 
@@ -208,6 +218,23 @@ async def test_one_engine_that_cannot_stage_rolls_all_back(address, fleet):
 
 
 @on_the_loop
+async def test_an_engine_that_fails_can_be_left_behind(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    b.fail_stage = True
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        await fleet.refresh()
+        assert set(await update(fleet, 1, ["a", "b"], drop_failed=True)) == {"a"}
+        assert {e.info.name: e.state for e in (await fleet.status()).engines} == {"a": "ready", "b": "stale"}
+        assert b.history[-1] == ("rollback", 1)
+        a.fail_stage = True
+        with pytest.raises(TransferError):  # nobody is left to go on
+            await update(fleet, 2, ["a", "b"], drop_failed=True)
+        a.fail_stage = b.fail_stage = False
+        await update(fleet, 2, ["a", "b"])
+        assert {e.state for e in (await fleet.status()).engines} == {"ready"}
+
+
+@on_the_loop
 async def test_an_engine_that_hangs_is_named_within_the_deadline(address, fleet):
     a, b = ScriptedEngine("a"), ScriptedEngine("b")
     b.hang_stage = True
@@ -238,8 +265,8 @@ async def test_a_trainer_that_vanishes_is_rolled_back(address, fleet):
     a = ScriptedEngine("a")
     async with attached(a, address, TOKEN):
         await fleet.refresh()
-        await fleet.begin(1, {"a": OFFER})
-        await fleet.stage(1, {"a": [b"m"]})
+        await begin(fleet, 1, ["a"])
+        await stage(fleet, 1, ["a"])
         await fleet.close()
         for _ in range(100):
             if ("rollback", 1) in a.history:
@@ -266,8 +293,8 @@ async def test_a_second_trainer_must_wait(address, fleet):
     other = GatewayFleet(address, TOKEN, 1.0, CAP)
     async with attached(ScriptedEngine("a"), address, TOKEN):
         await fleet.refresh(), await other.refresh()
-        await fleet.begin(1, {"a": OFFER})
-        await fleet.stage(1, {"a": [b"m"]})
+        await begin(fleet, 1, ["a"])
+        await stage(fleet, 1, ["a"])
         with pytest.raises(UpdateInProgress, match="another trainer"):
             await update(other, 1, ["a"])
         await fleet.commit(1, "keep")
@@ -282,12 +309,12 @@ async def test_wrong_steps_of_an_update_are_typed_errors(address, fleet):
             await update(fleet, 0, ["a"])
         with pytest.raises(UnknownEngine, match="'zebra'"):
             await update(fleet, 1, ["zebra"])
-        await fleet.begin(1, {"a": OFFER})
+        await begin(fleet, 1, ["a"])
         with pytest.raises(UnknownVersion, match="version 2 was not begun"):
-            await fleet.stage(2, {"a": [b"m"]})
-        await fleet.begin(1, {"a": OFFER})
+            await stage(fleet, 2, ["a"])
+        await begin(fleet, 1, ["a"])
         with pytest.raises(UnknownVersion, match="no checksums came for engine 'a'"):
-            await fleet.stage(1, {})
+            await stage(fleet, 1, [])
         with pytest.raises(SlipstreamError):
             await fleet.commit(1, "keep")
         await fleet.rollback(1)

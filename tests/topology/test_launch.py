@@ -31,8 +31,9 @@ from slipstream.model import checkpoint, decoder
 from slipstream.rl.tokens import write_small_model
 from slipstream.topology import read_run_dir
 from slipstream.types import SamplingParams
-from slipstream.weights import publisher
+from slipstream.weights.transfer import Outbox
 from slipstream.weights.transports import shm
+from slipstream.weights.transports.inplace import InPlaceSender
 
 PROMPTS = ["123=", (20, 21, 22), "7="]
 SAMPLING = SamplingParams(max_tokens=5, n=2, seed=3)
@@ -126,16 +127,16 @@ def test_logprobs_are_the_trainers_own(model, fleet):
 def test_a_corrupted_chunk_is_refused_and_the_old_version_goes_on(model, fleet, monkeypatch):
     fleet.sync(model[2][0])
     before, version = tokens(fleet), fleet.version
-    send = publisher.send
+    send = InPlaceSender.send
 
-    def corrupting(plan, rank, tensors, stream, version):
-        manifest = send(plan, rank, tensors, stream, version)
-        victim = next(m for m in plan.moves if m.tensor == "model.layers.1.mlp.up_proj.weight")
-        stream.region(victim.offset, victim.num_bytes)[100] ^= 1
-        return manifest
+    def corrupting(sender, index, array):
+        checksum = send(sender, index, array)
+        if array.shape == (192, 64):
+            sender._pieces[index][7, 3] += 1
+        return checksum
 
-    monkeypatch.setattr(publisher, "send", corrupting)
-    with pytest.raises(ChecksumMismatch, match=r"engine 'engine-[01]', rank 0: model\.layers\.1\.mlp\.up_proj\.weight"):
+    monkeypatch.setattr(InPlaceSender, "send", corrupting)
+    with pytest.raises(ChecksumMismatch, match=r"engine 'engine-[01]', rank 0: model\.layers\.0\.mlp\.(gate|up)_proj\.weight"):
         fleet.sync(model[2][1])
     assert tokens(fleet) == before and fleet.version == version
     assert {e.state for e in fleet.status().engines} == {"ready"}
@@ -219,13 +220,13 @@ def test_an_engine_killed_in_mid_update_is_named_and_the_other_goes_on(model, tm
     with slipstream.launch(model[0], engines=2, engine=OPTIONS, run_dir=tmp_path, timeout=10) as bridge:
         before = tokens(bridge)
         victim = next(e.info for e in bridge.status().engines if e.info.name == "engine-1")
-        send = publisher.send
+        send = Outbox.send
 
         def killing(*arguments):
             os.kill(victim.pid, signal.SIGKILL)
             return send(*arguments)
 
-        monkeypatch.setattr(publisher, "send", killing)
+        monkeypatch.setattr(Outbox, "send", killing)
         with pytest.raises(EngineLost, match="'engine-1'"):
             bridge.sync(model[2][0])
         monkeypatch.undo()

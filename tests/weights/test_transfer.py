@@ -1,4 +1,6 @@
-"""The sending and the receiving half against each other, over real streams, with everything that can go wrong."""
+"""The sending and the receiving half against each other, over real planes, with everything that can go wrong."""
+
+import dataclasses
 
 import ml_dtypes
 import numpy as np
@@ -14,169 +16,262 @@ from slipstream.errors import (
     VersionError,
 )
 from slipstream.model.config import ModelConfig
-from slipstream.types import Offer
-from slipstream.weights import families, source
-from slipstream.weights.checksum import pack_manifest, unpack_manifest
-from slipstream.weights.plan import Plan, make_plan
-from slipstream.weights.transfer import Inbox, send
-from slipstream.weights.transports import SENDERS
+from slipstream.types import Offer, Parameter
+from slipstream.weights import families
+from slipstream.weights.checksum import checksum, copy_and_checksum, pack_manifest, unpack_manifest
+from slipstream.weights.plan import Plan
+from slipstream.weights.transfer import Inbox
+from tests.weights.by_hand import HandUpdate
 
 CONFIG = ModelConfig(
     "qwen2", vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
 )
+SPECS = families.tensors(CONFIG)
 
 
 def weights(seed):
     rng = np.random.default_rng(seed)
-    return {t.name: rng.standard_normal(t.shape, np.float32) for t in families.tensors(CONFIG)}
+    return {t.name: rng.standard_normal(t.shape, np.float32) for t in SPECS}
 
 
-class Pair:
-    """A trainer's and an engine's half, and the verbs between them."""
-
-    def __init__(self, tp=1, transport="memory", dtype="float32"):
-        self.tp, self.dims = tp, families.shard_dims(CONFIG, tp)
-        parameters = families.parameters(CONFIG, tp)
-        self.plan = make_plan(source.describe(weights(0)), families.tensors(CONFIG), parameters, dtype)
-        self.streams = [SENDERS[transport](self.plan.stream_bytes(0, rank)) for rank in range(tp)]
-        self.inbox = Inbox(parameters, dtype, "e0")
-        self.offer = Offer(self.plan.to_bytes(), self.plan.fingerprint, tuple(s.link for s in self.streams))
-
-    def send(self, version, tensors):
-        return [send(self.plan, rank, tensors, stream, version) for rank, stream in enumerate(self.streams)]
-
-    def update(self, version, tensors, serving=-1):
-        self.inbox.begin(serving, version, self.offer)
-        arrays, report = self.inbox.receive(version, self.send(version, tensors))
-        self.inbox.finish(version)
-        return arrays, report
+@pytest.fixture(params=["memory", "shm", "tcp", "disk"])
+def transport(request, tmp_path):
+    return f"disk:{tmp_path}" if request.param == "disk" else request.param
 
 
-@pytest.mark.parametrize("transport", sorted(SENDERS))
+class Engine:
+    """An inbox, and what serves."""
+
+    def __init__(self, tp=1, dtype="float32", transport="memory"):
+        self.tp, self.dtype, self.transport = tp, dtype, transport
+        self.dims = families.shard_dims(CONFIG, tp)
+        self.parameters = families.parameters(CONFIG, tp)
+        self.inbox = Inbox(self.parameters, dtype, "e0")
+        self.version, self.serving = -1, {}
+
+    def update_to(self, tensors, version=None):
+        return HandUpdate(
+            tensors, SPECS, self.parameters, self.dtype, self.version + 1 if version is None else version, self.transport
+        )
+
+    def begin(self, update):
+        return self.inbox.begin(self.version, update.version, update.offer)
+
+    def finish(self, update, manifests):
+        arrays, report = self.inbox.receive(update.version, manifests)
+        self.inbox.finish(update.version)
+        self.serving |= arrays
+        self.version = update.version
+        return report
+
+    def run(self, update):
+        return self.finish(update, update.send(self.begin(update)))
+
+    def expect(self, tensors):
+        cast = np.float32 if self.dtype == "float32" else ml_dtypes.bfloat16
+        for name, whole in tensors.items():
+            parts = [whole] * self.tp if self.dims[name] is None else np.split(whole, self.tp, axis=self.dims[name])
+            for rank in range(self.tp):
+                np.testing.assert_array_equal(self.serving[name][rank], parts[rank].astype(cast), err_msg=name)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_rank_gets_its_part(transport, tp, dtype):
-    pair, tensors = Pair(tp, transport, dtype), weights(1)
-    arrays, report = pair.update(0, tensors)
-    cast = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
-    for name, whole in tensors.items():
-        parts = [whole] * tp if pair.dims[name] is None else np.split(whole, tp, axis=pair.dims[name])
-        for rank in range(tp):
-            np.testing.assert_array_equal(arrays[name][rank], parts[rank].astype(cast))
-    assert report.num_bytes == pair.plan.num_bytes
+    engine = Engine(tp, dtype, transport)
+    update = engine.update_to(weights(1))
+    assert engine.run(update).num_bytes == update.plan.num_bytes
+    engine.expect(weights(1))
 
 
-def test_what_was_received_does_not_change_when_the_stream_is_reused():
-    pair = Pair()
-    first, _ = pair.update(0, weights(1))
-    kept = {name: [a.copy() for a in arrays] for name, arrays in first.items()}
-    pair.offer = Offer(b"", pair.plan.fingerprint, pair.offer.links)  # the plan is there already
-    pair.update(1, weights(2), serving=0)
-    for name, arrays in first.items():
-        np.testing.assert_array_equal(arrays, kept[name])
+def test_a_version_that_serves_is_not_touched_by_the_next_two(transport):
+    engine = Engine(2, transport=transport)
+    for seed in range(4):
+        update = engine.update_to(weights(seed))
+        manifests = update.send(engine.begin(update))
+        if seed:
+            engine.expect(weights(seed - 1))  # all bytes of the next one are there
+        engine.finish(update, manifests)
+        engine.expect(weights(seed))
+
+
+def test_memory_is_reused_from_the_third_update_on(transport):
+    engine = Engine(2, transport=transport)
+    update = engine.update_to(weights(0))
+    addresses = []
+    for version in range(6):
+        update.version = version
+        update.offer = dataclasses.replace(update.offer, fresh=version == 0, plan=update.offer.plan if version == 0 else b"")
+        engine.run(update)
+        addresses.append(engine.serving["model.norm.weight"][0].ctypes.data)
+    assert len(set(addresses)) == 2 and addresses[0::2] == [addresses[0]] * 3 and addresses[1::2] == [addresses[1]] * 3
+
+
+def test_what_did_not_change_is_shared_with_the_old_version(transport):
+    engine = Engine(2, transport=transport)
+    update = engine.update_to(weights(1))
+    engine.run(update)
+    old = engine.serving["model.norm.weight"][0].ctypes.data
+    expected = weights(1)
+    update.offer = dataclasses.replace(update.offer, fresh=False)
+    for seed in (2, 3, 4):  # slots of different parameters are now out of step
+        name = f"model.layers.{seed % 2}.mlp.up_proj.weight"
+        expected[name] = weights(seed)[name]
+        update.tensors, update.version = expected, update.version + 1
+        manifests = update.send(engine.begin(update), unchanged=set(expected) - {name})
+        report = engine.finish(update, manifests)
+        assert report.num_bytes == expected[name].nbytes
+        engine.expect(expected)
+        assert engine.serving["model.norm.weight"][0].ctypes.data == old
+    engine.run(engine.update_to(weights(9)))
+    engine.expect(weights(9))
 
 
 def test_a_flipped_bit_is_found_and_named():
-    pair, tensors = Pair(tp=2), weights(1)
-    pair.inbox.begin(-1, 0, pair.offer)
-    manifests = pair.send(0, tensors)
-    victim = next(m for m in pair.plan.streams[0, 1] if "down_proj" in m.tensor)
-    pair.streams[1].region(victim.offset, victim.num_bytes)[3] ^= 0x10
+    engine = Engine(tp=2)
+    update = engine.update_to(weights(1))
+    manifests = update.send(engine.begin(update))
+    index, victim = next((i, m) for i, m in update.plan.stream(0, 1).items() if "down_proj" in m.tensor)
+    engine.inbox._ranks[1].pieces[0][index].reshape(-1).view(np.uint8)[3:4] ^= 0x10
     with pytest.raises(ChecksumMismatch, match=f"engine 'e0', rank 1: {victim.tensor}"):
-        pair.inbox.receive(0, manifests)
-    pair.inbox.rollback(0)
-    arrays, _ = pair.update(0, tensors)
-    np.testing.assert_array_equal(arrays["model.norm.weight"][0], tensors["model.norm.weight"])
+        engine.finish(update, manifests)
+    engine.inbox.rollback(0)
+    engine.run(engine.update_to(weights(1)))
+    engine.expect(weights(1))
 
 
 def test_two_pieces_swapped_are_found():
-    pair, tensors = Pair(), weights(1)
-    pair.inbox.begin(-1, 0, pair.offer)
-    manifests = pair.send(0, tensors)
-    k, v = (next(m for m in pair.plan.moves if f"0.self_attn.{x}_proj.weight" in m.tensor) for x in "kv")
-    a, b = (pair.streams[0].region(m.offset, m.num_bytes) for m in (k, v))
+    engine = Engine()
+    update = engine.update_to(weights(1))
+    manifests = update.send(engine.begin(update))
+    names = {m.tensor: i for i, m in enumerate(update.plan.incoming[0])}
+    a, b = (engine.inbox._ranks[0].pieces[0][names[f"model.layers.0.self_attn.{x}_proj.weight"]] for x in "kv")
     a[:], b[:] = b.copy(), a.copy()
     with pytest.raises(ChecksumMismatch):
-        pair.inbox.receive(0, manifests)
+        engine.finish(update, manifests)
 
 
-def test_bytes_of_another_version_are_found():
-    pair = Pair()
-    pair.inbox.begin(-1, 0, pair.offer)
-    manifests = pair.send(0, weights(1))
-    pair.send(0, weights(2))  # the trainer went on too early
-    with pytest.raises(ChecksumMismatch):
-        pair.inbox.receive(0, manifests)
+def test_a_late_writer_of_a_rolled_back_update_hurts_nobody(transport):
+    engine = Engine(2, transport=transport)
+    engine.run(engine.update_to(weights(1)))
+    late = engine.update_to(weights(2))
+    berths = engine.begin(late)
+    late.send(berths, unchanged={n for n in weights(2) if "layers.1" in n})  # it stops in the middle
+    engine.inbox.rollback(late.version)
+    again = engine.update_to(weights(3))
+    manifests = again.send(engine.begin(again))
+    try:
+        late.send(berths)  # and goes on now
+    except TransferError:
+        pass  # a plane may notice
+    engine.finish(again, manifests)
+    engine.expect(weights(3))
+
+
+def test_a_parameter_comes_whole_or_not_at_all():
+    engine = Engine(tp=2)
+    update = engine.update_to(weights(1))
+    manifests = update.send(engine.begin(update))
+    count = len(update.plan.incoming[1])
+    sums = unpack_manifest(manifests[1][0], 0, count)
+    del sums[5]
+    with pytest.raises(ChecksumMismatch, match=r"1 of the 2 pieces of model\."):
+        engine.finish(update, [manifests[0], [pack_manifest(0, sums)]])
 
 
 def test_manifests_must_be_of_this_version_and_plan():
-    pair = Pair(tp=2)
-    pair.inbox.begin(-1, 3, pair.offer)
-    good = pair.send(3, weights(1))
-    for manifests in ([good[0]], [good[1], pack_manifest(3, [1, 2])], pair.send(2, weights(1)), [b"", b""]):
+    engine = Engine(tp=2)
+    update = engine.update_to(weights(1), version=3)
+    good = update.send(engine.begin(update))
+    for manifests in (
+        [good[0]],
+        [good[0], [pack_manifest(3, {10_000: 1})]],
+        [[pack_manifest(2, {0: 1})], good[1]],
+        [[b""], [b""]],
+        [good[0], [pack_manifest(3, {0: 1})]],
+    ):
         with pytest.raises(ChecksumMismatch):
-            pair.inbox.receive(3, manifests)
-    pair.inbox.receive(3, good)
+            engine.inbox.receive(3, manifests)
+    engine.inbox.receive(3, good)
 
 
 def test_manifest_round_trip_and_truncation():
-    data = pack_manifest(7, [1, 2**64 - 1])
-    assert unpack_manifest(data, 7, 2) == (1, 2**64 - 1)
+    data = pack_manifest(7, {0: 1, 5: 2**64 - 1})
+    assert unpack_manifest(data, 7, 6) == {0: 1, 5: 2**64 - 1}
     for cut in range(len(data)):
         with pytest.raises(ChecksumMismatch):
-            unpack_manifest(data[:cut], 7, 2)
+            unpack_manifest(data[:cut], 7, 6)
+    with pytest.raises(ChecksumMismatch):
+        unpack_manifest(data, 7, 5)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (700, 1000), (3, 5, 7)])
+def test_a_checksum_depends_on_content_alone(shape):
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal(shape).astype(np.float32)
+    strided = np.empty((*shape, 2), np.float32)[..., 0]
+    assert copy_and_checksum(strided, array) == checksum(array) == checksum(strided)
+    assert copy_and_checksum(np.empty(shape, ml_dtypes.bfloat16), array) == checksum(array.astype(ml_dtypes.bfloat16))
 
 
 def test_versions_only_grow():
-    pair = Pair()
+    engine = Engine()
+    engine.version = 5
     for version in (4, 5):
         with pytest.raises(VersionError, match=f"serves version 5; version {version}"):
-            pair.inbox.begin(5, version, pair.offer)
-    pair.inbox.begin(5, 6, pair.offer)
+            engine.begin(engine.update_to(weights(1), version))
+    engine.begin(engine.update_to(weights(1), 6))
 
 
 def test_one_update_at_a_time():
-    pair = Pair()
-    pair.inbox.begin(-1, 0, pair.offer)
+    engine = Engine()
+    engine.begin(engine.update_to(weights(1), 0))
     with pytest.raises(UpdateInProgress, match="receiving version 0"):
-        pair.inbox.begin(-1, 1, pair.offer)
-    pair.inbox.rollback(7)  # not that one
+        engine.begin(engine.update_to(weights(1), 1))
+    engine.inbox.rollback(7)  # not that one
     with pytest.raises(UpdateInProgress):
-        pair.inbox.begin(-1, 1, pair.offer)
-    pair.inbox.rollback(0)
-    pair.inbox.rollback(0)
-    pair.inbox.begin(-1, 1, pair.offer)
+        engine.begin(engine.update_to(weights(1), 1))
+    engine.inbox.rollback(0)
+    engine.inbox.rollback(0)
+    engine.begin(engine.update_to(weights(1), 1))
 
 
 def test_steps_for_a_version_that_is_not_under_way():
-    pair = Pair()
-    for step in (lambda: pair.inbox.receive(0, [b""]), lambda: pair.inbox.finish(0), lambda: pair.inbox.check(0)):
+    inbox = Engine().inbox
+    for step in (lambda: inbox.receive(0, [[b""]]), lambda: inbox.finish(0), lambda: inbox.check(0)):
         with pytest.raises(UnknownVersion, match="version 0 is not under way"):
             step()
 
 
 def test_offers_that_do_not_fit_are_refused_without_a_trace():
-    pair = Pair(tp=2)
-    links, fingerprint = pair.offer.links, pair.offer.fingerprint
-    gap = Plan(pair.plan.dtype, pair.plan.moves[1:])
-    other = Plan("bfloat16", ())
+    engine = Engine(tp=2)
+    update = engine.update_to(weights(1))
+    plan, fingerprint = update.offer.plan, update.offer.fingerprint
+    gap, other = Plan("float32", update.plan.moves[1:]), Plan("bfloat16", ())
     for offer, error in (
-        (Offer(b"", fingerprint, links), PlanMismatch),  # it does not have this plan
-        (Offer(b"junk", fingerprint, links), PlanMismatch),
-        (Offer(pair.offer.plan, "0" * 32, links), PlanMismatch),
-        (Offer(gap.to_bytes(), gap.fingerprint, links), MappingError),
-        (Offer(other.to_bytes(), other.fingerprint, links), PlanMismatch),
-        (Offer(pair.offer.plan, fingerprint, links[:1]), PlanMismatch),
-        (Offer(pair.offer.plan, fingerprint, (links[0], b"junk")), TransferError),
+        (Offer(b"", fingerprint, "memory"), PlanMismatch),  # it does not have this plan
+        (Offer(b"junk", fingerprint, "memory"), PlanMismatch),
+        (Offer(plan, "0" * 32, "memory"), PlanMismatch),
+        (Offer(gap.to_bytes(), gap.fingerprint, "memory"), MappingError),
+        (Offer(other.to_bytes(), other.fingerprint, "memory"), PlanMismatch),
+        (Offer(plan, fingerprint, "pigeon"), TransferError),
+        (Offer(plan, fingerprint, "disk:/nowhere"), TransferError),
     ):
         with pytest.raises(error):
-            pair.inbox.begin(-1, 0, offer)
-    pair.update(0, weights(1))
+            engine.inbox.begin(-1, 0, offer)
+    engine.run(update)
+    engine.expect(weights(1))
 
 
-def test_a_stream_shorter_than_the_plan_is_an_error():
-    pair = Pair()
-    short = SENDERS["memory"](64)
-    pair.inbox.begin(-1, 0, Offer(pair.offer.plan, pair.offer.fingerprint, (short.link,)))
-    with pytest.raises(TransferError, match="outside a stream of 64 bytes"):
-        pair.inbox.receive(0, pair.send(0, weights(1)))
+def test_a_partial_sync_must_bring_all_tensors_of_a_parameter():
+    fused = (Parameter("qk", 0, (24, 16), tuple(
+        dataclasses.replace(families.parameters(CONFIG)[i].parts[0], local_box=box)
+        for i, box in ((2, ((0, 16), (0, 16))), (3, ((16, 24), (0, 16))))
+    )),)  # fmt: skip
+    specs = [s for s in SPECS if s.name in {p.tensor for p in fused[0].parts}]
+    both = {s.name: weights(1)[s.name] for s in specs}
+    update, inbox = HandUpdate(both, specs, fused, "float32", 0), Inbox(fused, "float32", "e0")
+    berths = inbox.begin(-1, 0, update.offer)
+    del update.tensors[specs[1].name]
+    with pytest.raises(MappingError, match="must bring all the tensors"):
+        update.send(berths, unchanged={specs[1].name})

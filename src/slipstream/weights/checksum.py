@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -18,10 +19,10 @@ _ENTRY = struct.Struct("<IQ")
 _MAGIC = b"SSM2"
 
 
-def chunks(array: np.ndarray) -> list[tuple[slice, ...]]:
+def chunks(array: np.ndarray) -> list[tuple[Any, ...]]:
     """Index expressions that cut an array into runs of rows of about `CHUNK_BYTES`, in order."""
     if array.ndim == 0 or array.nbytes <= CHUNK_BYTES:
-        return [(slice(None),) * array.ndim]
+        return [(...,)]
     rows = max(1, CHUNK_BYTES * array.shape[0] // array.nbytes)
     return [(slice(start, start + rows),) for start in range(0, array.shape[0], rows)]
 

@@ -39,7 +39,7 @@ class Image:
 
     def piece(self, buffer: np.ndarray, parameter: str, box: Box) -> np.ndarray:
         """A rectangle of a parameter; contiguous only where the box is."""
-        return self.view(buffer, parameter)[slices(box)]
+        return self.view(buffer, parameter)[(*slices(box), ...)]  # the ellipsis keeps a scalar an array
 
 
 def image_of(parameters: Sequence[Parameter], rank: int, dtype: str) -> Image:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -61,6 +61,8 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
         return dict(stored_tensors(params))
     if isinstance(params, Mapping) and params and all(isinstance(k, str) and _is_array(v) for k, v in params.items()):
         return _without_tied_head(dict(params))
+    if (known := _named_before(params)) is not None:
+        return known
     found: dict[str, Tensor] = {}
     for name, leaf in _leaves(params):
         if not _is_array(leaf):
@@ -73,16 +75,55 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
         found[name] = leaf
     if not found:
         raise MappingError("the tree has no leaves; pass the model's parameters")
+    _remember_names(params, found)
     return found
 
 
+_names: dict[Any, tuple[str, ...]] = {}
+"""Names of the leaves of trees of JAX arrays, by structure: a trainer syncs the same tree again and again."""
+
+
+def _named_before(params: Any) -> dict[str, Tensor] | None:
+    import jax
+
+    leaves, structure = jax.tree.flatten(params)
+    names = _names.get(structure)
+    if names is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return None
+    return dict(zip(names, leaves))
+
+
+def _remember_names(params: Any, found: Mapping[str, Tensor]) -> None:
+    import jax
+
+    leaves, structure = jax.tree.flatten(params)
+    if len(leaves) == len(found) and all(a is b for a, b in zip(leaves, found.values())):
+        if len(_names) > 16:
+            _names.clear()
+        _names[structure] = tuple(found)
+
+
 def describe(tensors: Mapping[str, Tensor], rank: int = 0) -> dict[str, Source]:
-    """Shapes, dtypes and boxes for the planner, as the trainer's process `rank` holds them. With several processes each
-    describes its own, and the planner needs the `shards` of all."""
-    return {
-        name: Source(tuple(leaf.shape), dtype_name(leaf), tuple((rank, box) for box in boxes(leaf)))
-        for name, leaf in tensors.items()
-    }
+    """Shapes, dtypes and boxes for the planner. Of a JAX array that is spread over several processes, who holds what is
+    known in each of them, so that all make the same plan; anything else is held by the trainer's process `rank`."""
+    return {name: _source(leaf, rank) for name, leaf in tensors.items()}
+
+
+def _source(leaf: Any, rank: int) -> Source:
+    if hasattr(leaf, "addressable_shards"):
+        return _jax_source(tuple(leaf.shape), np.dtype(leaf.dtype).name, leaf.sharding, rank)
+    return Source(tuple(leaf.shape), dtype_name(leaf), tuple((rank, box) for box in boxes(leaf)))
+
+
+@lru_cache(4096)
+def _jax_source(shape: tuple[int, ...], dtype: str, sharding: Any, rank: int) -> Source:
+    devices = sharding.devices_indices_map(shape)
+    several = len({device.process_index for device in devices}) > 1
+    holders = dict.fromkeys(
+        (device.process_index if several else rank, tuple(s.indices(n)[:2] for s, n in zip(index, shape)))
+        for device, index in devices.items()
+    )
+    return Source(shape, dtype, tuple(sorted(holders)))
 
 
 def boxes(tensor: Tensor) -> tuple[Box, ...]:

@@ -52,9 +52,12 @@ class Outbox:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
         unless all the tensors that it is made of are unchanged."""
         sent = self.changed_parameters(unchanged)
-        with ThreadPoolExecutor(len(self._streams)) as pool:  # copying and hashing let go of the interpreter
-            ranks = range(len(self._streams))
-            sums = list(pool.map(lambda rank: self._send_rank(rank, tensors, sent, version), ranks))
+        ranks = range(len(self._streams))
+        if len(ranks) == 1 or not sent:
+            sums = [self._send_rank(rank, tensors, sent, version) for rank in ranks]
+        else:
+            with ThreadPoolExecutor(len(ranks)) as pool:  # copying and hashing let go of the interpreter
+                sums = list(pool.map(lambda rank: self._send_rank(rank, tensors, sent, version), ranks))
         num_bytes = sum(self._plan.size_of(self._streams[r][i]) for r, found in enumerate(sums) for i in found)
         return [pack_manifest(version, found) for found in sums], num_bytes
 

@@ -73,9 +73,9 @@ def _layer(config: ModelConfig, at: str, rank: int, tp_rank: int, tp: int) -> It
     yield _whole(at + "input_layernorm.weight", hidden, rank)
     qkv = [(f"{attn}{x}_proj.weight", (rows[x], (0, hidden))) for x in "qkv"]
     yield _stack(attn + "qkv_proj.weight", rank, qkv)
-    if config.qkv_bias:
+    if config.family == "qwen2":
         yield _stack(attn + "qkv_proj.bias", rank, [(f"{attn}{x}_proj.bias", (rows[x],)) for x in "qkv"])
-    if config.qk_norm:
+    if config.family == "qwen3":
         for x in "qk":
             yield _whole(f"{attn}{x}_norm.weight", config.head_dim, rank)
     columns = split(whole((hidden, width)), 1, tp_rank, tp)

@@ -6,6 +6,7 @@ fingerprint travels in the link, so that no authority has to be set up."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -89,6 +90,8 @@ class TcpLanding:
     def settle(self) -> None: ...
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # wakes the thread in accept; closing alone would let one more peer in
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         for connection in self._connections:
             connection.close()
