@@ -95,9 +95,7 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
                 unchanged = bridge.sync(params)
                 assert unchanged.num_bytes == 0
                 seconds.setdefault(f"{name}, nothing changed", []).append(unchanged.total_seconds)
-        growth = {
-            _name(*lane): _engine_memory(bridge) - memory[lane] for lane, bridge in lanes.items()
-        }
+        growth = {_name(*lane): _engine_memory(bridge) - memory[lane] for lane, bridge in lanes.items()}
     return {
         "machine": {"system": platform.platform(), "cpus": psutil.cpu_count(), "jax": jax.__version__},
         "num_bytes": num_bytes,
@@ -181,28 +179,53 @@ def _name(transport: str, hashed: bool) -> str:
 
 def show(results: dict, console: Console) -> None:
     seconds, size = results["median_seconds"], results["num_bytes"]
-    title = f"{size / 1e6:.0f} MB in {results['tensors']} tensors to {results['tp']} ranks of an engine in another process"
+    title = (
+        f"{size / 1e6:.0f} MB in {results['tensors']} tensors to {results['tp']} ranks of an engine in another process"
+    )
     table = Table("", "ms", "GB/s", "of its reference", "target", "", title=title)
     for name in ("memcpy", "socket"):
-        table.add_row(f"[dim]reference:[/] {name}", f"{1e3 * seconds[name]:.1f}", f"{size / seconds[name] / 1e9:.2f}", "", "", "")
+        table.add_row(
+            f"[dim]reference:[/] {name}", f"{1e3 * seconds[name]:.1f}", f"{size / seconds[name] / 1e9:.2f}", "", "", ""
+        )
     table.add_section()
     for (transport, hashed), (reference, target) in TARGETS.items():
         name = _name(transport, hashed)
         ratio = seconds[reference] / seconds[name]
         verdict = "PASS" if ratio >= target else "FAIL"
-        table.add_row(name, f"{1e3 * seconds[name]:.1f}", f"{size / seconds[name] / 1e9:.2f}", f"{ratio:.2f} × {reference}", f"≥ {target}", verdict)
+        table.add_row(
+            name,
+            f"{1e3 * seconds[name]:.1f}",
+            f"{size / seconds[name] / 1e9:.2f}",
+            f"{ratio:.2f} × {reference}",
+            f"≥ {target}",
+            verdict,
+        )
     table.add_section()
     for transport, hashed in TARGETS:
         name = _name(transport, hashed)
         pause = results["median_pause_seconds"][name]
         verdict = "PASS" if pause <= MAX_PAUSE_SHARE * seconds[name] else "FAIL"
-        table.add_row(f"pause: {name}", f"{1e3 * pause:.2f}", "", f"{pause / seconds[name]:.2%} of the transfer", f"≤ {MAX_PAUSE_SHARE:.0%}", verdict)
+        table.add_row(
+            f"pause: {name}",
+            f"{1e3 * pause:.2f}",
+            "",
+            f"{pause / seconds[name]:.2%} of the transfer",
+            f"≤ {MAX_PAUSE_SHARE:.0%}",
+            verdict,
+        )
     table.add_section()
     for transport, hashed in TARGETS:
         name = _name(transport, hashed)
         speedup = seconds[f"{name}, whole sync"] / seconds[f"{name}, nothing changed"]
         verdict = "PASS" if speedup >= MIN_UNCHANGED_SPEEDUP else "FAIL"
-        table.add_row(f"nothing changed: {name}", f"{1e3 * seconds[f'{name}, nothing changed']:.1f}", "", f"{speedup:.0f} × faster", f"≥ {MIN_UNCHANGED_SPEEDUP:g}", verdict)
+        table.add_row(
+            f"nothing changed: {name}",
+            f"{1e3 * seconds[f'{name}, nothing changed']:.1f}",
+            "",
+            f"{speedup:.0f} × faster",
+            f"≥ {MIN_UNCHANGED_SPEEDUP:g}",
+            verdict,
+        )
     console.print(table)
     for name, growth in results["engine_memory_growth_bytes"].items():
         console.print(f"engine's memory after all further syncs, {name}: {growth / 1e6:+.1f} MB")

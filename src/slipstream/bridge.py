@@ -117,9 +117,7 @@ class Bridge:
                     "no engine has registered, so there is nobody to sync to; `slipstream status` shows the fleet"
                 )
             try:
-                report = await self._publisher.publish(
-                    params, engines, version + 1, in_flight, partial, drop_failed
-                )
+                report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed)
             except FleetChanged:
                 continue
             self._version = report.version

@@ -25,7 +25,7 @@ from slipstream.engines.local import LocalFleet
 from slipstream.errors import ChecksumMismatch, InvalidPrompt, UnknownVersion, UpdateInProgress, VersionError
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
-from slipstream.types import Completion, EngineInfo, Failure, Offer, Request, SamplingParams, Score, VersionSpan
+from slipstream.types import Completion, EngineInfo, Failure, Request, SamplingParams, Score, VersionSpan
 from slipstream.weights.publisher import Publisher
 from tests.weights.by_hand import HandUpdate
 

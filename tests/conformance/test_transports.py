@@ -174,7 +174,10 @@ def test_links_that_are_nonsense_are_refused(link):
 
 @given(
     st.sampled_from(TRANSPORTS),
-    st.dictionaries(st.sampled_from(["path", "size", "nonce", "key", "pieces", "host", "secret", "name", "directory"]), st.none() | st.integers() | st.text()),
+    st.dictionaries(
+        st.sampled_from(["path", "size", "nonce", "key", "pieces", "host", "secret", "name", "directory"]),
+        st.none() | st.integers() | st.text(),
+    ),
 )
 def test_links_with_wrong_fields_are_refused(name, fields):
     with pytest.raises(TransferError):

@@ -27,7 +27,7 @@ from slipstream.errors import (
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, Failure, Request, VersionSpan
-from tests.conformance.engines import Subject, greedy_reference, log_softmax, update_of, other_params, request
+from tests.conformance.engines import Subject, greedy_reference, log_softmax, other_params, request, update_of
 from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config, variant, write_tokenizer
 
 Make = Callable[..., Subject]

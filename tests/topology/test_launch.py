@@ -136,7 +136,9 @@ def test_a_corrupted_chunk_is_refused_and_the_old_version_goes_on(model, fleet, 
         return checksum
 
     monkeypatch.setattr(InPlaceSender, "send", corrupting)
-    with pytest.raises(ChecksumMismatch, match=r"engine 'engine-[01]', rank 0: model\.layers\.0\.mlp\.(gate|up)_proj\.weight"):
+    with pytest.raises(
+        ChecksumMismatch, match=r"engine 'engine-[01]', rank 0: model\.layers\.0\.mlp\.(gate|up)_proj\.weight"
+    ):
         fleet.sync(model[2][1])
     assert tokens(fleet) == before and fleet.version == version
     assert {e.state for e in fleet.status().engines} == {"ready"}

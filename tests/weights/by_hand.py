@@ -13,7 +13,9 @@ from slipstream.weights.transfer import Outbox
 class HandUpdate:
     """`update.offer` to begin with; `update.send(berths)` moves the bytes and gives the manifests to stage with."""
 
-    def __init__(self, params: Any, specs: Any, parameters: Any, dtype: str, version: int, transport: str = "memory") -> None:
+    def __init__(
+        self, params: Any, specs: Any, parameters: Any, dtype: str, version: int, transport: str = "memory"
+    ) -> None:
         self.tensors, self.version = source.named_tensors(params), version
         self.plan = make_plan(source.describe(self.tensors), specs, parameters, dtype)
         self.offer = Offer(self.plan.to_bytes(), self.plan.fingerprint, transport)

@@ -19,13 +19,11 @@ from safetensors.numpy import save_file
 
 from slipstream.errors import ConfigError, MappingError
 from slipstream.model import checkpoint
-
 from slipstream.weights import families, source
 from slipstream.weights.layout import exact_cover, whole
-
 from slipstream.weights.transfer import Inbox
-from tests.weights.by_hand import HandUpdate
 from tests.tiny import hf_directory, hf_model, random_params, variant
+from tests.weights.by_hand import HandUpdate
 
 
 class Layer(NamedTuple):

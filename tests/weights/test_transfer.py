@@ -51,7 +51,12 @@ class Engine:
 
     def update_to(self, tensors, version=None):
         return HandUpdate(
-            tensors, SPECS, self.parameters, self.dtype, self.version + 1 if version is None else version, self.transport
+            tensors,
+            SPECS,
+            self.parameters,
+            self.dtype,
+            self.version + 1 if version is None else version,
+            self.transport,
         )
 
     def begin(self, update):
@@ -101,7 +106,9 @@ def test_memory_is_reused_from_the_third_update_on(transport):
     addresses = []
     for version in range(6):
         update.version = version
-        update.offer = dataclasses.replace(update.offer, fresh=version == 0, plan=update.offer.plan if version == 0 else b"")
+        update.offer = dataclasses.replace(
+            update.offer, fresh=version == 0, plan=update.offer.plan if version == 0 else b""
+        )
         engine.run(update)
         addresses.append(engine.serving["model.norm.weight"][0].ctypes.data)
     assert len(set(addresses)) == 2 and addresses[0::2] == [addresses[0]] * 3 and addresses[1::2] == [addresses[1]] * 3

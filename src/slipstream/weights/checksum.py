@@ -64,8 +64,12 @@ def unpack_manifest(data: bytes, version: int, count: int) -> dict[int, int]:
         raise ChecksumMismatch(f"the manifest of version {version} cannot be read ({len(data)} bytes)")
     _, got_version, got_count = _HEAD.unpack_from(data)
     if got_version != version or len(data) != _HEAD.size + _ENTRY.size * got_count:
-        raise ChecksumMismatch(f"a manifest of {got_count} pieces for version {got_version} came; expected version {version}")
+        raise ChecksumMismatch(
+            f"a manifest of {got_count} pieces for version {got_version} came; expected version {version}"
+        )
     found = dict(_ENTRY.iter_unpack(data[_HEAD.size :]))
     if len(found) != got_count or any(index >= count for index in found):
-        raise ChecksumMismatch(f"the manifest of version {version} names pieces twice, or some that the plan does not have")
+        raise ChecksumMismatch(
+            f"the manifest of version {version} names pieces twice, or some that the plan does not have"
+        )
     return found

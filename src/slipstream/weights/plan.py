@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,6 +57,19 @@ class Plan:
         for move in self.moves:
             found[move.receiver].append(move)
         return {rank: tuple(moves) for rank, moves in found.items()}
+
+    @cached_property
+    def made_of(self) -> dict[str, frozenset[str]]:
+        """The tensors that each parameter is made of."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for move in self.moves:
+            found[move.parameter].add(move.tensor)
+        return {name: frozenset(tensors) for name, tensors in found.items()}
+
+    @cached_property
+    def num_pieces(self) -> Counter[str]:
+        """Moves into each parameter, over all ranks."""
+        return Counter(move.parameter for move in self.moves)
 
     def stream(self, sender: int, receiver: int) -> dict[int, Move]:
         """What one sender has for one receiver, by index."""

@@ -68,8 +68,9 @@ class Publisher:
         self._fleet, self._transport, self._rank, self._hashed = fleet, transport, rank, checksums
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._routes: dict[str, _Route] = {}
-        self._routed: tuple[object, object] = (None, None)
-        """Sources and engines that the routes were made for."""
+        self._sources: dict[str, Source] = {}
+        self._engines: Sequence[EngineInfo] = ()
+        """What the routes were made for."""
 
     async def publish(
         self,
@@ -84,7 +85,7 @@ class Publisher:
         tensors that are not in `params` stay as they are."""
         start = time.perf_counter()
         tensors = source.named_tensors(params)
-        routes = self._routes_for(source.describe(tensors, self._rank), engines, partial)
+        routes = self._routes_for(self._describe(tensors), engines, partial)
         unchanged = {name: route.memory.unchanged(tensors, route.engine.tensors) for name, route in routes.items()}
         planned = time.perf_counter()
         try:
@@ -93,7 +94,8 @@ class Publisher:
             if not predicted:
                 routes = self._answered(routes, await self._fleet.begun())
             sends = [
-                asyncio.to_thread(route.outbox.send, tensors, unchanged[name], version) for name, route in routes.items()
+                asyncio.to_thread(route.outbox.send, tensors, unchanged[name], version)
+                for name, route in routes.items()
             ]
             sent = dict(zip(routes, await asyncio.gather(*sends)))
             handed_over = time.perf_counter()
@@ -129,6 +131,14 @@ class Publisher:
     def close(self) -> None:
         self._drop(*self._routes)
 
+    def _describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
+        """As `source.describe`, which need not look at the very arrays that were synced last time."""
+        known = self._sources
+        last = next((route.memory for route in self._routes.values()), Memory())
+        fresh = {n: t for n, t in tensors.items() if n not in known or not last.is_same(n, t)}
+        described = source.describe(fresh, self._rank)
+        return {name: described[name] if name in fresh else known[name] for name in tensors}
+
     def _answered(self, routes: Mapping[str, _Route], berths: Mapping[str, Berths]) -> dict[str, _Route]:
         """Engines that did not begin are left behind."""
         for name, answer in berths.items():
@@ -138,12 +148,14 @@ class Publisher:
     def _compare(self, routes: Mapping[str, _Route], berths: Mapping[str, Berths]) -> None:
         for name, route in routes.items():
             if berths.get(name) != route.outbox.berths:
-                raise FleetChanged(f"engine {name!r} wants its weights elsewhere than after the last update; trying again")
+                raise FleetChanged(
+                    f"engine {name!r} wants its weights elsewhere than after the last update; trying again"
+                )
 
     def _routes_for(
         self, sources: dict[str, Source], engines: Sequence[EngineInfo], partial: bool
     ) -> dict[str, _Route]:
-        if self._routed[1] is engines and self._routed[0] == sources and len(self._routes) == len(engines):
+        if self._engines is engines and self._sources == sources and len(self._routes) == len(engines):
             return dict(self._routes)
         routes = {}
         for engine in engines:
@@ -156,14 +168,19 @@ class Publisher:
                 route = _Route(engine, plan, transport, self._rank, self._hashed)
             routes[engine.name] = route
         self._drop(*(self._routes.keys() - routes.keys()))
-        self._routes, self._routed = routes, (sources, engines)
+        self._routes, self._sources, self._engines = routes, sources, engines
         return dict(routes)
 
     def _plan(self, sources: dict[str, Source], engine: EngineInfo, partial: bool) -> Plan:
         if partial:  # what does not come is never read; where it would come from does not matter
             absent = {t.name: Source(t.shape, engine.dtype, ((0, whole(t.shape)),)) for t in engine.tensors}
             sources = absent | sources
-        layout = (tuple(sorted(sources.items(), key=lambda item: item[0])), engine.tensors, engine.parameters, engine.dtype)
+        layout = (
+            tuple(sorted(sources.items(), key=lambda item: item[0])),
+            engine.tensors,
+            engine.parameters,
+            engine.dtype,
+        )
         if layout not in self._plans:
             try:
                 self._plans[layout] = make_plan(sources, engine.tensors, engine.parameters, engine.dtype)

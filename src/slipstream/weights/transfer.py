@@ -15,13 +15,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.errors import ChecksumMismatch, MappingError, PlanMismatch, UnknownVersion, UpdateInProgress, VersionError
+from slipstream.errors import (
+    ChecksumMismatch,
+    MappingError,
+    PlanMismatch,
+    UnknownVersion,
+    UpdateInProgress,
+    VersionError,
+)
 from slipstream.types import Berths, Offer, Parameter, StageReport
 from slipstream.weights.checksum import pack_manifest, unpack_manifest
 from slipstream.weights.image import Image, image_of
@@ -48,7 +55,7 @@ class Outbox:
         self.berths: Berths | None = None
         """What the engine answered last, or, after a commit, what it will answer next."""
 
-    def send(self, tensors: Mapping[str, Tensor], unchanged: Collection[str], version: int) -> tuple[list[bytes], int]:
+    def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
         unless all the tensors that it is made of are unchanged."""
         sent = self.changed_parameters(unchanged)
@@ -87,10 +94,10 @@ class Outbox:
             )
         return read(tensors[move.tensor], move.tensor_box)
 
-    def changed_parameters(self, unchanged: Collection[str]) -> set[str]:
-        return {move.parameter for move in self._plan.moves if move.tensor not in unchanged}
+    def changed_parameters(self, unchanged: Set[str]) -> set[str]:
+        return {name for name, tensors in self._plan.made_of.items() if not tensors <= unchanged}
 
-    def committed(self, unchanged: Collection[str]) -> None:
+    def committed(self, unchanged: Set[str]) -> None:
         """What was sent is in use now; it lands in its other slot next time."""
         assert self.berths is not None
         sent = self.changed_parameters(unchanged)
@@ -161,7 +168,9 @@ class Inbox:
             self._update = _Update(version, plan, slots, offer.hashed)
             return Berths(links, bytes(slots[name] for name in self._names))
 
-    def _prepare(self, rank: int, version: int, plan: Plan, slots: Mapping[str, int], offer: Offer) -> tuple[bytes, ...]:
+    def _prepare(
+        self, rank: int, version: int, plan: Plan, slots: Mapping[str, int], offer: Offer
+    ) -> tuple[bytes, ...]:
         """Makes the landings that this update needs, and tells them what to expect."""
         held, moves = self._ranks[rank], plan.incoming.get(rank, ())
         for slot in sorted(set(slots.values())):
@@ -195,13 +204,17 @@ class Inbox:
         check_cover(plan, self._parameters)
         return plan
 
-    def receive(self, version: int, manifests: Sequence[Sequence[bytes]]) -> tuple[dict[str, list[np.ndarray]], StageReport]:
+    def receive(
+        self, version: int, manifests: Sequence[Sequence[bytes]]
+    ) -> tuple[dict[str, list[np.ndarray]], StageReport]:
         """For each parameter that was sent, its new local array per rank: a view of the image, verified. The others are
         as they were. `manifests` has, per rank, one from each trainer rank. Blocks: call it in a thread."""
         with self._lock:
             update = self._current(version)
         if len(manifests) != len(self._ranks):
-            raise ChecksumMismatch(f"engine {self._name!r}: manifests for {len(manifests)} of {len(self._ranks)} rank(s) came")
+            raise ChecksumMismatch(
+                f"engine {self._name!r}: manifests for {len(manifests)} of {len(self._ranks)} rank(s) came"
+            )
         start, num_bytes = time.perf_counter(), 0
         sent: dict[str, int] = {}
         for rank, from_senders in enumerate(manifests):
@@ -236,13 +249,10 @@ class Inbox:
 
     def _check_whole(self, update: _Update, sent: Mapping[str, int]) -> None:
         """A parameter comes whole or not at all."""
-        wanted: dict[str, int] = {}
-        for move in update.plan.moves:
-            wanted[move.parameter] = wanted.get(move.parameter, 0) + 1
         for name, count in sent.items():
-            if count != wanted[name]:
+            if count != update.plan.num_pieces[name]:
                 raise ChecksumMismatch(
-                    f"engine {self._name!r}: {count} of the {wanted[name]} pieces of {name} came; version {update.version} "
+                    f"engine {self._name!r}: {count} of the {update.plan.num_pieces[name]} pieces of {name} came; version {update.version} "
                     "is not used. Did trainer ranks disagree on what has changed?"
                 )
 

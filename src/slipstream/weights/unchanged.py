@@ -27,12 +27,16 @@ class Memory:
         """Names that need not be sent. A tensor that is not in `tensors` (a partial sync) is left as it is."""
         found = {spec.name for spec in wanted if spec.name not in tensors}
         for name, tensor in tensors.items():
-            held = self._objects.get(name)
-            if held is not None and held() is tensor:
-                found.add(name)
-            elif isinstance(tensor, np.ndarray) and self._hashes.get(name) == checksum(tensor):
+            if self.is_same(name, tensor) or (
+                isinstance(tensor, np.ndarray) and self._hashes.get(name) == checksum(tensor)
+            ):
                 found.add(name)
         return found
+
+    def is_same(self, name: str, tensor: Tensor) -> bool:
+        """The very array that was committed last, and cannot have changed."""
+        held = self._objects.get(name)
+        return held is not None and held() is tensor
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():

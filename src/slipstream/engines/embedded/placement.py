@@ -55,9 +55,13 @@ class Placement:
     def assemble(self, ranks: Mapping[str, Sequence[np.ndarray]], serving: Params | None) -> Params:
         """A tree from each rank's local arrays, which it takes over without a copy where the device is the host. What did
         not come is shared with the tree that serves. Blocks until all is on the devices."""
+        if not ranks and serving is not None:
+            return serving
         kept = {} if serving is None else {n: x for n, x in flatten(serving).items() if n not in ranks}
         if missing := self._shapes.keys() - ranks.keys() - kept.keys():
-            raise MappingError(f"no weights came for {sorted(missing)[0]} and {len(missing) - 1} more, and there are none yet")
+            raise MappingError(
+                f"no weights came for {sorted(missing)[0]} and {len(missing) - 1} more, and there are none yet"
+            )
         adopted = {name: self._adopted.get((name, _addresses(arrays))) for name, arrays in ranks.items()}
         leaves = kept | {name: leaf for name, leaf in adopted.items() if leaf is not None}
         leaves |= self._put({name: ranks[name] for name, leaf in adopted.items() if leaf is None})

@@ -71,7 +71,12 @@ def host_identity() -> str:
 def choose(engine: str, offered: Sequence[str], engine_host: str, engine_pid: int, forced: str | None = None) -> str:
     """`memory` in one process, `shm` on one host, `tcp` between hosts. `forced` insists on one (`disk:/path` is never
     chosen by itself), and says so when it cannot work."""
-    possible = [("memory", engine_pid == os.getpid()), ("shm", engine_host == host_identity()), ("tcp", True), ("disk", True)]
+    possible = [
+        ("memory", engine_pid == os.getpid()),
+        ("shm", engine_host == host_identity()),
+        ("tcp", True),
+        ("disk", True),
+    ]
     usable = [name for name, works in possible if works and name in offered]
     if forced is not None:
         name, _, where = forced.partition(":")

@@ -76,7 +76,9 @@ class Silence:
 
     def check(self, missing: int) -> None:
         if time.monotonic() - self._since > SILENCE_SECONDS:
-            raise TransferError(f"{self._what}: {missing} piece(s) did not arrive; nothing came for {SILENCE_SECONDS:g} s")
+            raise TransferError(
+                f"{self._what}: {missing} piece(s) did not arrive; nothing came for {SILENCE_SECONDS:g} s"
+            )
 
 
 def pack_link(transport: str, **facts: Any) -> bytes:

@@ -24,7 +24,9 @@ from slipstream.weights.transports.memory import anonymous
 class DiskLanding:
     def __init__(self, size: int, directory: Path) -> None:
         if not directory.is_dir():
-            raise TransferError(f"the disk transport's directory {directory} does not exist for the engine; both sides must see it")
+            raise TransferError(
+                f"the disk transport's directory {directory} does not exist for the engine; both sides must see it"
+            )
         self.buffer = anonymous(size)
         self._directory, self._name = directory, f"slipstream-{secrets.token_hex(8)}"
         self._pieces: Mapping[int, np.ndarray] = {}
@@ -48,7 +50,9 @@ class DiskLanding:
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise TransferError(f"disk: the weights in {self._directory} cannot be read: {error}") from None
         if missing := expected.keys() - found.keys():
-            raise TransferError(f"disk: {len(missing)} piece(s) are not in {self._directory}; do both sides see the same directory?")
+            raise TransferError(
+                f"disk: {len(missing)} piece(s) are not in {self._directory}; do both sides see the same directory?"
+            )
         return {index: found[index] for index in expected}
 
     def settle(self) -> None:
@@ -81,7 +85,9 @@ class DiskSender:
 
     def send(self, index: int, array: np.ndarray) -> int:
         piece = np.ascontiguousarray(array, self._dtypes[index]).reshape(-1).view(np.uint8)
-        self._pending[str(index)] = piece.copy() if piece.base is not None else piece  # the trainer may go on before flush
+        self._pending[str(index)] = (
+            piece.copy() if piece.base is not None else piece
+        )  # the trainer may go on before flush
         return checksum(piece) if self._hashed else 0
 
     def flush(self) -> None:
@@ -96,7 +102,9 @@ class DiskSender:
             part.rename(self._path)
         except (OSError, SafetensorError) as error:
             part.unlink(missing_ok=True)
-            raise TransferError(f"disk: cannot write weights to {self._directory}: {error}; is it full or read-only?") from None
+            raise TransferError(
+                f"disk: cannot write weights to {self._directory}: {error}; is it full or read-only?"
+            ) from None
 
     def close(self) -> None:
         self._pending = {}

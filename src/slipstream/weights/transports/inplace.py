@@ -7,7 +7,6 @@ early hash turns out wrong is hashed again."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -68,7 +67,8 @@ class InPlaceLanding:
     def _hash_early(self, stop: threading.Event) -> None:
         waiting: Sequence[int] = list(self._pieces)
         while waiting and not stop.is_set():
-            ready = [i for i in waiting if self.marks[i] == self._mark]
+            marks = self.marks.tobytes()
+            ready = [i for i in waiting if marks[i] == self._mark]
             for index in ready:
                 if stop.is_set():
                     return
@@ -76,7 +76,7 @@ class InPlaceLanding:
             if ready:
                 waiting = [i for i in waiting if i not in self._early]
             else:
-                time.sleep(POLL_SECONDS)
+                stop.wait(POLL_SECONDS)
 
     def _halt(self) -> None:
         self._stop.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import secrets
 import weakref
+
 import numpy as np
 
 from slipstream.errors import TransferError
@@ -36,5 +37,3 @@ def memory_sender(link: bytes, pieces: Pieces, hashed: bool) -> InPlaceSender:
     if landing is None:
         raise TransferError("the memory link was made in another process or is closed; use shm between processes")
     return InPlaceSender(pieces(landing.buffer), landing.marks, hashed)
-
-

@@ -226,7 +226,9 @@ def _pinned(plain: socket.socket, expected: str, peer: str) -> ssl.SSLSocket:
     found = hashlib.sha256(secure.getpeercert(binary_form=True) or b"").hexdigest()
     if not expected or not hmac.compare_digest(found, expected):
         secure.close()
-        raise TransferError(f"the engine at {peer} shows another certificate than the gateway announced; refusing to send")
+        raise TransferError(
+            f"the engine at {peer} shows another certificate than the gateway announced; refusing to send"
+        )
     return secure
 
 
