@@ -177,6 +177,10 @@ def _name(transport: str, hashed: bool) -> str:
     return f"{transport}, checksums {'on' if hashed else 'off'}"
 
 
+def _verdict(reached: bool) -> str:
+    return "PASS" if reached else "FAIL"
+
+
 def show(results: dict, console: Console) -> None:
     seconds, size = results["median_seconds"], results["num_bytes"]
     title = (
@@ -184,48 +188,28 @@ def show(results: dict, console: Console) -> None:
     )
     table = Table("", "ms", "GB/s", "of its reference", "target", "", title=title)
     for name in ("memcpy", "socket"):
-        table.add_row(
-            f"[dim]reference:[/] {name}", f"{1e3 * seconds[name]:.1f}", f"{size / seconds[name] / 1e9:.2f}", "", "", ""
-        )
+        speed = f"{size / seconds[name] / 1e9:.2f}"
+        table.add_row(f"[dim]reference:[/] {name}", f"{1e3 * seconds[name]:.1f}", speed, "", "", "")
     table.add_section()
     for (transport, hashed), (reference, target) in TARGETS.items():
         name = _name(transport, hashed)
-        ratio = seconds[reference] / seconds[name]
-        verdict = "PASS" if ratio >= target else "FAIL"
-        table.add_row(
-            name,
-            f"{1e3 * seconds[name]:.1f}",
-            f"{size / seconds[name] / 1e9:.2f}",
-            f"{ratio:.2f} × {reference}",
-            f"≥ {target}",
-            verdict,
-        )
+        ratio, speed = seconds[reference] / seconds[name], f"{size / seconds[name] / 1e9:.2f}"
+        told = (f"{ratio:.2f} × {reference}", f"≥ {target}", _verdict(ratio >= target))
+        table.add_row(name, f"{1e3 * seconds[name]:.1f}", speed, *told)
     table.add_section()
     for transport, hashed in TARGETS:
         name = _name(transport, hashed)
         pause = results["median_pause_seconds"][name]
-        verdict = "PASS" if pause <= MAX_PAUSE_SHARE * seconds[name] else "FAIL"
-        table.add_row(
-            f"pause: {name}",
-            f"{1e3 * pause:.2f}",
-            "",
-            f"{pause / seconds[name]:.2%} of the transfer",
-            f"≤ {MAX_PAUSE_SHARE:.0%}",
-            verdict,
-        )
+        share = pause / seconds[name]
+        told = (f"{share:.2%} of the transfer", f"≤ {MAX_PAUSE_SHARE:.0%}", _verdict(share <= MAX_PAUSE_SHARE))
+        table.add_row(f"pause: {name}", f"{1e3 * pause:.2f}", "", *told)
     table.add_section()
     for transport, hashed in TARGETS:
         name = _name(transport, hashed)
-        speedup = seconds[f"{name}, whole sync"] / seconds[f"{name}, nothing changed"]
-        verdict = "PASS" if speedup >= MIN_UNCHANGED_SPEEDUP else "FAIL"
-        table.add_row(
-            f"nothing changed: {name}",
-            f"{1e3 * seconds[f'{name}, nothing changed']:.1f}",
-            "",
-            f"{speedup:.0f} × faster",
-            f"≥ {MIN_UNCHANGED_SPEEDUP:g}",
-            verdict,
-        )
+        unchanged = seconds[f"{name}, nothing changed"]
+        speedup = seconds[f"{name}, whole sync"] / unchanged
+        told = (f"{speedup:.0f} × faster", f"≥ {MIN_UNCHANGED_SPEEDUP:g}", _verdict(speedup >= MIN_UNCHANGED_SPEEDUP))
+        table.add_row(f"nothing changed: {name}", f"{1e3 * unchanged:.1f}", "", *told)
     console.print(table)
     for name, growth in results["engine_memory_growth_bytes"].items():
         console.print(f"engine's memory after all further syncs, {name}: {growth / 1e6:+.1f} MB")

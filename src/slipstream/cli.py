@@ -181,44 +181,60 @@ def doctor() -> None:
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Argument(help="HF model directory, or a config.json.")],
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the engine.")] = 1,
-    engines: Annotated[int, typer.Option(help="Replicas.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Dtype of the engine's weights.")] = "bfloat16",
-    gigabytes_per_second: Annotated[float, typer.Option("--gbps", help="Speed of the link, in GB/s.")] = 5.0,
+    model: Annotated[
+        str,
+        typer.Argument(help="HF model directory, or a name: llama-8b, llama-70b, qwen3-235b-a22b, kimi-k2."),
+    ],
+    trainer: Annotated[str, typer.Option(help="The trainer's mesh, as fsdp=128,tp=8.")] = "fsdp=1",
+    engines: Annotated[int, typer.Option(min=1, help="Replicas.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of an engine.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="Engine ranks hold whole experts.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the engine's weights.")] = "bfloat16",
+    gbps: Annotated[
+        list[float] | None, typer.Option(help="Speed of a rank's link in GB/s; may be given again.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Figures only, as JSON.")] = False,
 ) -> None:
-    """Predict a weight sync: which bytes go to which rank, and how long they take at a given link speed."""
+    """Predict a weight sync: bytes per rank and in all, moves, memory, and seconds at given link speeds."""
+    import dataclasses
+    import json
+
     from rich.console import Console
     from rich.table import Table
 
     from slipstream.model.config import ModelConfig
-    from slipstream.weights import families
-    from slipstream.weights.layout import whole
-    from slipstream.weights.plan import DTYPE_BYTES, Source, make_plan
+    from slipstream.weights import estimate, families
+    from slipstream.weights.plan import DTYPE_BYTES
 
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-    config = ModelConfig.read(model.parent if model.name == "config.json" else model)
-    tensors = families.tensors(config)
-    sources = {t.name: Source(t.shape, "float32", ((0, whole(t.shape)),)) for t in tensors}
-    made = make_plan(sources, tensors, families.parameters(config, tp), dtype)
-    table = Table(
-        "rank",
-        "pieces",
-        "bytes",
-        f"seconds at {gigabytes_per_second:g} GB/s",
-        title=f"{config.fingerprint()}, {len(tensors)} tensors",
-    )
-    for (_, rank), moves in sorted(made.streams.items()):
-        size = sum(m.num_bytes for m in moves)
-        table.add_row(str(rank), str(len(moves)), f"{size:,}", f"{size / gigabytes_per_second / 1e9:.4f}")
-    console = Console()
-    console.print(table)
-    total = made.num_bytes * engines
-    shared = "one copy leaves the trainer, read by all" if engines > 1 else "all leave the trainer once"
-    console.print(
-        f"{engines} engine(s) × tp {tp}: {total:,} bytes received; on one host {shared}: {made.num_bytes:,} bytes."
-    )
+    kinds = estimate.kinds_named(model)
+    if kinds is None:
+        if not Path(model).exists():
+            raise ConfigError(f"{model} is neither a directory nor a known name ({', '.join(estimate.names())})")
+        config = ModelConfig.read(Path(model).parent if model.endswith("config.json") else model)
+        families.shard_dims(config, tp)
+        kinds = estimate.kinds_of(families.family_tensors(config))
+    mesh = estimate.parse_trainer(trainer)
+    found = estimate.estimate(kinds, mesh, estimate.Fleet(engines, tp, ep), dtype)
+    speeds = gbps or [5.0, 50.0, 400.0]
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(found), "seconds": {f"{s:g} GB/s": found.seconds(s) for s in speeds}}))
+        return
+    title = f"{model}: {found.num_parameters / 1e9:,.3f}B parameters, {mesh.num_ranks} trainer rank(s) → {engines} × tp {tp}"
+    table = Table("", "", title=title, show_header=False)
+    for label, value in (
+        ("model, in the engine's dtype", f"{found.model_bytes / 1e9:,.3f} GB"),
+        ("an engine rank receives", f"{found.engine_rank_bytes / 1e9:,.3f} GB"),
+        ("in moves", f"{found.moves_per_engine_rank:,}"),
+        ("in buckets of 256 MiB", f"{found.buckets_per_engine_rank:,}"),
+        ("a trainer rank sends", f"{found.trainer_rank_bytes / 1e9:,.3f} GB"),
+        ("in all", f"{found.total_bytes / 1e9:,.1f} GB"),
+        ("an engine rank's extra memory", f"{found.engine_extra_bytes / 1e9:,.3f} GB"),
+        *((f"seconds at {speed:g} GB/s per rank", f"{found.seconds(speed):,.3f}") for speed in speeds),
+    ):
+        table.add_row(label, value)
+    Console().print(table)
 
 
 def _gateway_of(run_dir: Path | None, address: str) -> tuple[str, str, Path | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +40,8 @@ class Image:
 
     def piece(self, buffer: np.ndarray, parameter: str, box: Box) -> np.ndarray:
         """A rectangle of a parameter; contiguous only where the box is."""
-        return self.view(buffer, parameter)[(*slices(box), ...)]  # the ellipsis keeps a scalar an array
+        index: tuple[Any, ...] = (*slices(box), ...)  # the ellipsis keeps a scalar an array
+        return self.view(buffer, parameter)[index]
 
 
 def image_of(parameters: Sequence[Parameter], rank: int, dtype: str) -> Image:

@@ -218,7 +218,8 @@ class Inbox:
         start, num_bytes = time.perf_counter(), 0
         sent: dict[str, int] = {}
         for rank, from_senders in enumerate(manifests):
-            moves, expected = update.plan.incoming.get(rank, ()), {}
+            moves = update.plan.incoming.get(rank, ())
+            expected: dict[int, int] = {}
             for manifest in from_senders:
                 expected |= unpack_manifest(manifest, version, len(moves))
             self._verify(rank, update, expected)
@@ -226,7 +227,7 @@ class Inbox:
                 sent[moves[index].parameter] = sent.get(moves[index].parameter, 0) + 1
                 num_bytes += update.plan.size_of(moves[index])
         self._check_whole(update, sent)
-        arrays = {name: [] for name in self._names if name in sent}  # type: dict[str, list[np.ndarray]]
+        arrays: dict[str, list[np.ndarray]] = {name: [] for name in self._names if name in sent}
         for parameter in self._parameters:
             if parameter.name in sent:
                 held = self._ranks[parameter.rank]
@@ -252,8 +253,8 @@ class Inbox:
         for name, count in sent.items():
             if count != update.plan.num_pieces[name]:
                 raise ChecksumMismatch(
-                    f"engine {self._name!r}: {count} of the {update.plan.num_pieces[name]} pieces of {name} came; version {update.version} "
-                    "is not used. Did trainer ranks disagree on what has changed?"
+                    f"engine {self._name!r}: {count} of the {update.plan.num_pieces[name]} pieces of {name} came; version "
+                    f"{update.version} is not used. Did trainer ranks disagree on what has changed?"
                 )
 
     def check(self, version: int) -> None:
