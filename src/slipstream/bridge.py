@@ -72,10 +72,15 @@ class Bridge:
         on_close: Callable[[], None] | None = None,
         run_dir: str = "",
         checksums: bool = True,
+        trainer_rank: int = 0,
     ) -> None:
         self.run_dir = run_dir
         """Where logs, address and token of a launched or joined gateway are; empty in-process."""
-        self._fleet, self._publisher, self._on_close = fleet, Publisher(fleet, transport, checksums=checksums), on_close
+        self._fleet, self._publisher, self._on_close = (
+            fleet,
+            Publisher(fleet, transport, trainer_rank, checksums),
+            on_close,
+        )
         self._known: tuple[tuple[EngineInfo, ...], int] | None = None
         self._syncing = threading.Lock()
         self._version = -1

@@ -34,9 +34,13 @@ GRACE_SECONDS = 5.0
 class GatewayFleet:
     """All methods run on the event loop that made it."""
 
-    def __init__(self, address: str, token: str, timeout: float, max_message_bytes: int) -> None:
+    def __init__(
+        self, address: str, token: str, timeout: float, max_message_bytes: int, trainer: tuple[int, int] = (0, 1)
+    ) -> None:
+        """`trainer` is the rank of this process among the trainer's processes, and their number."""
         self.address, self._timeout = address, timeout
         self._metadata = wire.metadata(token)
+        self._trainer = (*self._metadata, (wire.TRAINER, f"{trainer[0]}/{trainer[1]}"))
         self._channel = grpc.aio.insecure_channel(address, options=wire.options(max_message_bytes))
         self._stub = GatewayStub(self._channel)
         self._engines: tuple[EngineInfo, ...] | None = None
@@ -77,7 +81,7 @@ class GatewayFleet:
 
     async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None:
         if self._updates is None:
-            self._updates = self._stub.Update(metadata=self._metadata)
+            self._updates = self._stub.Update(metadata=self._trainer)
         begin = pb.Begin(version=version, epoch=self._epoch, drop_failed=drop_failed)
         for name, offer in offers.items():
             begin.offers[name].CopyFrom(convert.offer_to_pb(offer))

@@ -17,6 +17,7 @@ from slipstream.gateway.attach import EngineLink
 from slipstream.gateway.dispatch import Dispatch
 from slipstream.gateway.registry import Registry
 from slipstream.gateway.slipstream_pb2_grpc import GatewayServicer
+from slipstream.gateway.trainers import TrainerGroup
 from slipstream.gateway.updates import FleetUpdate
 from slipstream.types import FleetStatus
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 4
 SCORE_SECONDS = 600.0
-MAX_STEP_SECONDS = 3600.0
+MAX_TRAINERS = 1 << 16
 
 
 class Service(GatewayServicer):
@@ -33,7 +34,7 @@ class Service(GatewayServicer):
     def __init__(self, lease_seconds: float) -> None:
         self._registry = Registry(lease_seconds)
         self._links: dict[str, EngineLink] = {}
-        self._publisher: str | None = None
+        self._trainers: TrainerGroup | None = None
         self._num_completions = 0
         self._started = time.monotonic()
 
@@ -79,37 +80,25 @@ class Service(GatewayServicer):
 
     async def Update(self, steps: AsyncIterator[pb.UpdateStep], context: grpc.aio.ServicerContext) -> None:
         async with _typed_errors(context):
-            if self._publisher is not None:
-                raise UpdateInProgress(
-                    f"another trainer ({self._publisher}) holds this fleet's updates; close it first"
-                )
-            self._publisher = context.peer()
-            update = FleetUpdate(self._registry, self._links)
+            rank, world = _trainer_of(context)
+            group = self._join(rank, world, context.peer())
             try:
                 async for step in steps:
-                    await context.write(await self._step(update, step))
+                    await context.write(await group.step(rank, step))
             finally:
-                self._publisher = None
-                await asyncio.shield(update.rollback())
+                await asyncio.shield(group.leave(rank))
+                if group.is_empty and self._trainers is group:
+                    self._trainers = None
 
-    async def _step(self, update: FleetUpdate, step: pb.UpdateStep) -> pb.UpdateReply:
-        timeout = min(step.timeout_seconds, MAX_STEP_SECONDS)
-        try:
-            match step.WhichOneof("step"):
-                case "begin":
-                    return await update.begin(step.begin, timeout)
-                case "stage":
-                    return await update.stage(step.stage, timeout)
-                case "commit":
-                    return await update.commit(step.commit, timeout)
-                case "rollback":
-                    await update.rollback()
-                    return pb.UpdateReply(rolled_back=pb.RolledBack())
-                case _:
-                    raise ProtocolMismatch("an update step without content came")
-        except SlipstreamError as error:
-            await update.rollback()
-            return pb.UpdateReply(error=convert.error_to_pb(error))
+    def _join(self, rank: int, world: int, peer: str) -> TrainerGroup:
+        if self._trainers is None:
+            self._trainers = TrainerGroup(FleetUpdate(self._registry, self._links), world, peer)
+        if self._trainers.world != world or not self._trainers.join(rank):
+            raise UpdateInProgress(
+                f"another trainer ({self._trainers.peer}, {self._trainers.world} process(es)) holds this fleet's updates; "
+                "close it first"
+            )
+        return self._trainers
 
     # --- engines ---
 
@@ -141,6 +130,15 @@ class Service(GatewayServicer):
         log.warning("engine %s lost: %s", name, why)
         self._registry.lose(name, why)
         self._links[name].lose(why)
+
+
+def _trainer_of(context: grpc.aio.ServicerContext) -> tuple[int, int]:
+    """`(rank, world)` of the trainer's process; 0 of 1 unless it says otherwise."""
+    text = next((v for k, v in context.invocation_metadata() or () if k == wire.TRAINER), "0/1")
+    rank, _, world = str(text).partition("/")
+    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world) <= MAX_TRAINERS):
+        raise ProtocolMismatch(f"a trainer calls itself {text!r}; expected its rank and the number of ranks, like 0/1")
+    return int(rank), int(world)
 
 
 async def _write(link: EngineLink, context: grpc.aio.ServicerContext) -> None:

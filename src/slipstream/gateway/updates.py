@@ -32,6 +32,10 @@ class FleetUpdate:
         self._engines: list[str] = []
         self._drop_failed = False
 
+    @property
+    def under_way(self) -> bool:
+        return self._version is not None
+
     async def begin(self, step: pb.Begin, timeout: float) -> pb.UpdateReply:
         if step.epoch != self._registry.epoch:
             raise FleetChanged("engines came or went since the trainer looked")

@@ -23,6 +23,8 @@ from slipstream.errors import (
 
 ERROR_KIND = "slipstream-error"
 TOKEN = "authorization"
+TRAINER = "slipstream-trainer"
+"""Which of a trainer's processes this is: `rank/world`."""
 MAX_DETAILS = 4000
 """gRPC sends status details as a header, and headers are limited to 8 KiB."""
 

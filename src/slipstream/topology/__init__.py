@@ -26,6 +26,7 @@ def launch(
     run_dir: str | Path | None = None,
     transport: str | None = None,
     checksums: bool = True,
+    trainer: tuple[int, int] = (0, 1),
     timeout: float = SYNC_SECONDS,
     start_timeout: float = START_SECONDS,
 ) -> Bridge:
@@ -34,7 +35,8 @@ def launch(
     `model` is an HF model directory: `config.json`, a `tokenizer.json` if prompts are text, and weights unless the first
     `sync` brings them. Logs, address and token are in `run_dir`. The processes end with the bridge, and also when this
     process dies, however it dies. `timeout` bounds each step of a sync and each score. `transport` forces a data plane
-    (`shm`, `tcp`, `disk:/directory`); `checksums=False` trusts it."""
+    (`shm`, `tcp`, `disk:/directory`); `checksums=False` trusts it. A trainer of several JAX processes launches in one of
+    them and connects in the others, each with `trainer=(jax.process_index(), jax.process_count())`; all call `sync`."""
     if engines < 1:
         raise ConfigError(f"engines must be at least 1, got {engines}; slipstream.inprocess needs no engine process")
     gateway = gateway or GatewayConfig()
@@ -46,7 +48,9 @@ def launch(
             group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig())
         group.wait_for_engines(engines)
         address, token = read_run_dir(directory)
-        return _bridge(address, token, timeout, gateway.max_message_bytes, transport, checksums, directory, group)
+        return _bridge(
+            address, token, timeout, gateway.max_message_bytes, transport, checksums, trainer, directory, group
+        )
     except BaseException:
         group.close()
         raise
@@ -58,6 +62,7 @@ def connect(
     token: str | None = None,
     transport: str | None = None,
     checksums: bool = True,
+    trainer: tuple[int, int] = (0, 1),
     timeout: float = SYNC_SECONDS,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Bridge:
@@ -66,14 +71,14 @@ def connect(
     Without `token`, the environment variable SLIPSTREAM_TOKEN is read."""
     if Path(target).is_dir():
         address, found = read_run_dir(Path(target))
-        return _bridge(address, token or found, timeout, max_message_bytes, transport, checksums, Path(target))
+        return _bridge(address, token or found, timeout, max_message_bytes, transport, checksums, trainer, Path(target))
     address = str(target).removeprefix("grpc://")
     if ":" not in address:
         raise ConfigError(f"{target!r} is neither a run directory nor an address like 127.0.0.1:8471")
     token = token or os.environ.get("SLIPSTREAM_TOKEN")
     if not token:
         raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
-    return _bridge(address, token, timeout, max_message_bytes, transport, checksums)
+    return _bridge(address, token, timeout, max_message_bytes, transport, checksums, trainer)
 
 
 def inprocess(model: str | Path, *, engine: EngineConfig | None = None, transport: str | None = None) -> Bridge:
@@ -104,6 +109,7 @@ def _bridge(
     max_message_bytes: int,
     transport: str | None,
     checksums: bool,
+    trainer: tuple[int, int],
     run_dir: Path | None = None,
     group: ProcessGroup | None = None,
 ) -> Bridge:
@@ -111,7 +117,7 @@ def _bridge(
     from slipstream.gateway.client import GatewayFleet
 
     async def join() -> GatewayFleet:
-        return GatewayFleet(address, token, timeout, max_message_bytes)
+        return GatewayFleet(address, token, timeout, max_message_bytes, trainer)
 
     fleet = portal.run(join())
-    return Bridge(fleet, transport, group.close if group else None, str(run_dir or ""), checksums)
+    return Bridge(fleet, transport, group.close if group else None, str(run_dir or ""), checksums, trainer[0])

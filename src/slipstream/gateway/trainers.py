@@ -1,0 +1,132 @@
+"""A trainer of several processes takes each step of an update together.
+
+Every process holds an update stream of its own and sends its own step; the step is run once, when all have come to it,
+and each gets the answer. One that dies, or does not come in time, ends the update for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from slipstream.errors import DeadlineExceeded, PeerError, PlanMismatch, ProtocolMismatch, SlipstreamError
+from slipstream.gateway import convert
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.updates import FleetUpdate
+
+MAX_STEP_SECONDS = 3600.0
+
+
+class TrainerGroup:
+    def __init__(self, update: FleetUpdate, world: int, peer: str) -> None:
+        self.world, self.peer = world, peer
+        self._update = update
+        self._present: set[int] = set()
+        self._waiting: dict[int, tuple[pb.UpdateStep, asyncio.Future[pb.UpdateReply]]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._present
+
+    def join(self, rank: int) -> bool:
+        """False when this rank is here already."""
+        fresh = rank not in self._present
+        self._present.add(rank)
+        return fresh
+
+    async def leave(self, rank: int) -> None:
+        """Its stream ended. What it took part in cannot be finished."""
+        self._present.discard(rank)
+        self._waiting.pop(rank, None)
+        if self._update.under_way:
+            self._fail(PeerError(f"trainer rank {rank} of {self.world} is gone; the update is rolled back"))
+            await asyncio.shield(self._update.rollback())
+
+    async def step(self, rank: int, step: pb.UpdateStep) -> pb.UpdateReply:
+        """The answer to a step, an error among them; after an error the fleet is rolled back."""
+        if step.WhichOneof("step") == "rollback":
+            self._fail(PeerError(f"trainer rank {rank} of {self.world} rolled the update back"))
+            await self._update.rollback()
+            return pb.UpdateReply(rolled_back=pb.RolledBack())
+        answer: asyncio.Future[pb.UpdateReply] = asyncio.get_running_loop().create_future()
+        self._waiting[rank] = (step, answer)
+        if len(self._waiting) == self.world:
+            await self._run()
+        timeout = min(step.timeout_seconds, MAX_STEP_SECONDS)
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            missing = sorted(set(range(self.world)) - self._waiting.keys())
+            what = step.WhichOneof("step")
+            error = DeadlineExceeded(
+                f"trainer rank(s) {missing} of {self.world} did not come to {what} within {timeout:g} s"
+            )
+            self._fail(error)
+            await self._update.rollback()
+            return pb.UpdateReply(error=convert.error_to_pb(error))
+
+    async def _run(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        steps = [waiting[rank][0] for rank in range(self.world)]
+        try:
+            reply = await self._take(_merged(steps))
+        except SlipstreamError as error:
+            await self._update.rollback()
+            reply = pb.UpdateReply(error=convert.error_to_pb(error))
+        for _, answer in waiting.values():
+            if not answer.done():
+                answer.set_result(reply)
+
+    async def _take(self, step: pb.UpdateStep) -> pb.UpdateReply:
+        timeout = min(step.timeout_seconds, MAX_STEP_SECONDS)
+        match step.WhichOneof("step"):
+            case "begin":
+                return await self._update.begin(step.begin, timeout)
+            case "stage":
+                return await self._update.stage(step.stage, timeout)
+            case "commit":
+                return await self._update.commit(step.commit, timeout)
+            case _:
+                raise ProtocolMismatch("an update step without content came")
+
+    def _fail(self, error: SlipstreamError) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for _, answer in waiting.values():
+            if not answer.done():
+                answer.set_result(pb.UpdateReply(error=convert.error_to_pb(error)))
+
+
+def _merged(steps: Sequence[pb.UpdateStep]) -> pb.UpdateStep:
+    """One step for all: they must agree, except on checksums, where each brings its own."""
+    first = steps[0]
+    for rank, step in enumerate(steps):
+        if step.WhichOneof("step") != first.WhichOneof("step"):
+            raise ProtocolMismatch(
+                f"trainer rank {rank} is at {step.WhichOneof('step')}, rank 0 at {first.WhichOneof('step')}; all ranks "
+                "must call bridge.sync alike"
+            )
+    if first.HasField("begin"):
+        wanted = _facts(first.begin)
+        for rank, step in enumerate(steps):
+            if _facts(step.begin) != wanted:
+                raise PlanMismatch(
+                    f"trainer ranks 0 and {rank} have different plans for this version; are their trees sharded alike?"
+                )
+    if first.HasField("stage") and len(steps) > 1:
+        merged = pb.UpdateStep(timeout_seconds=first.timeout_seconds)
+        merged.stage.version = first.stage.version
+        for step in steps:
+            if step.stage.version != first.stage.version:
+                raise ProtocolMismatch(f"trainer ranks stage versions {first.stage.version} and {step.stage.version}")
+            for name, manifests in step.stage.manifests.items():
+                into = merged.stage.manifests[name].ranks
+                for index, rank_manifests in enumerate(manifests.ranks):
+                    if index == len(into):
+                        into.add()
+                    into[index].senders.extend(rank_manifests.senders)
+        return merged
+    return first
+
+
+def _facts(begin: pb.Begin) -> tuple[object, ...]:
+    offers = sorted((name, o.fingerprint, o.transport, o.fresh, o.hashed) for name, o in begin.offers.items())
+    return begin.version, begin.epoch, begin.drop_failed, tuple(offers)
