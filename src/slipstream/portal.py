@@ -45,4 +45,13 @@ def iterate(work: AsyncGenerator[T, None]) -> Iterator[T]:
             except StopAsyncIteration:
                 return
     finally:
-        run(work.aclose())
+        run(_close(work))
+
+
+async def _close(work: AsyncGenerator[T, None]) -> None:
+    """An interrupted `anext` is cancelled on the loop a moment later, and until then the generator cannot be closed."""
+    for _ in range(500):
+        try:
+            return await work.aclose()
+        except RuntimeError:
+            await asyncio.sleep(0.01)

@@ -65,7 +65,9 @@ class Trainers:
             port = str(probe.getsockname()[1])
         command = [sys.executable, "-c", TRAINER]
         self.processes = [
-            subprocess.Popen([*command, str(rank), port, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, str(rank), port, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             for rank in range(2)
         ]
 
@@ -123,5 +125,3 @@ def test_two_processes_feed_engines_of_tp_1_2_and_3_and_a_replica(fleet):
         assert score.version == 2
         np.testing.assert_allclose(score.logprobs, own, atol=1e-4)
         assert {e.state for e in reader.status().engines} == {"ready"}
-
-

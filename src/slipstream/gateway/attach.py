@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REGISTER_SECONDS = 10.0
+ORPHAN_SECONDS = 60.0
 
 
 # --- the gateway's half -----------------------------------------------------------------------------------------------
@@ -144,6 +145,7 @@ class EngineSession:
         self._on_registered = on_registered
         self._outgoing: asyncio.Queue[pb.FromEngine] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._updating: set[asyncio.Task[None]] = set()
         self._begun: int | None = None
         self.last_contact = 0.0
 
@@ -176,11 +178,15 @@ class EngineSession:
         finally:
             stream.cancel()
             for task in (*helpers, *self._tasks.values()):
-                task.cancel()
+                if task not in self._updating:
+                    task.cancel()
             await self._roll_back_orphan()
 
     async def _roll_back_orphan(self) -> None:
-        """An update under way cannot be finished through a connection that is gone."""
+        """An update under way cannot be finished through a connection that is gone. A step that is running ends first:
+        cancelled in the middle, it would go on in its thread and leave an update begun that nobody knows of."""
+        if self._updating:
+            await asyncio.wait(self._updating, timeout=ORPHAN_SECONDS)
         if self._begun is not None:
             await self._engine.rollback(self._begun)
             self._begun = None
@@ -208,7 +214,10 @@ class EngineSession:
             error = ProtocolMismatch(f"this engine does not understand the gateway's call {kind!r}")
             self._outgoing.put_nowait(pb.FromEngine(call=message.call, error=convert.error_to_pb(error)))
             return
-        self._tasks[message.call] = asyncio.create_task(self._answer(verb, message))
+        task = self._tasks[message.call] = asyncio.create_task(self._answer(verb, message))
+        if kind in ("begin", "stage", "commit", "rollback"):
+            self._updating.add(task)
+            task.add_done_callback(self._updating.discard)
 
     async def _answer(self, verb: Callable[[pb.ToEngine], Awaitable[pb.FromEngine]], message: pb.ToEngine) -> None:
         try:

@@ -90,6 +90,9 @@ class TcpLanding:
     def settle(self) -> None: ...
 
     def close(self) -> None:
+        with self._arrived:
+            self._problem = self._problem or "the landing was closed"
+            self._arrived.notify_all()
         with contextlib.suppress(OSError):  # wakes the thread in accept; closing alone would let one more peer in
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -105,18 +108,22 @@ class TcpLanding:
             threading.Thread(target=self._serve, args=(connection, str(peer[0])), daemon=True).start()
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
-        """One trainer rank, until it hangs up. A stranger is dropped without an answer."""
+        """One trainer rank, until it hangs up. A stranger is dropped without an answer and without a trace."""
         try:
             connection.settimeout(CONNECT_SECONDS)
             if self._tls:
                 connection = self._tls.wrap_socket(connection, server_side=True)
             if not hmac.compare_digest(_read(connection, _SECRET_BYTES), self._secret):
                 return connection.close()
+        except (OSError, TransferError):
+            return connection.close()
+        try:
             connection.settimeout(None)
             _tune(connection)
             self._connections.append(connection)
-            while True:
-                self._take(connection, *_FRAME.unpack(_read(connection, _FRAME.size)))
+            while (first := connection.recv(1)) != b"":  # hanging up between frames is fine
+                self._take(connection, *_FRAME.unpack(first + _read(connection, _FRAME.size - 1)))
+            connection.close()
         except (OSError, TransferError) as error:
             with self._arrived:
                 self._problem = f"the connection from {peer} ended ({error})"
