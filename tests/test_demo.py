@@ -68,22 +68,19 @@ def test_the_demo_with_processes_and_too_few_steps_says_that_it_did_not_learn(tm
         demo.run(steps=3, out=str(tmp_path / "run"), console=out)
 
 
-def _default_sigint() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# A shell that runs the tests in the background has them ignore SIGINT, and so would the demo.
+_INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from slipstream.cli import main
+main()
+"""
 
 
 def test_an_interrupted_demo_ends_its_processes(tmp_path):
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "slipstream.cli", "demo", "--out", str(run_dir)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored where a shell runs us in the background
-    )
+    command = [sys.executable, "-c", _INTERRUPTIBLE, "demo", "--out", str(run_dir)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         deadline = time.monotonic() + 150
         while not _has_step(run_dir / "metrics.jsonl"):

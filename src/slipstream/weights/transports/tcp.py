@@ -217,6 +217,9 @@ def _server_tls(listen: Listen) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # No session tickets: the sender never reads, and closing a socket with unread bytes resets the connection, which
+    # throws away what is still on its way.
+    context.num_tickets = 0
     try:
         context.load_cert_chain(listen.certificate, listen.key)
     except (OSError, ssl.SSLError) as error:
