@@ -9,7 +9,7 @@ from slipstream.weights import families
 from slipstream.weights.families.live import expert_parameters, vllm_parameters
 from slipstream.weights.layout import slices, whole
 from slipstream.weights.plan import Source, make_plan
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, variant
 
 
 def carried_out(specs, arrays, parameters):
@@ -127,6 +127,30 @@ def test_experts_stacked_and_shared_out(ep, tp, num_experts):
             w2 = np.split(down, tp, axis=2)[r]
         np.testing.assert_array_equal(local[at + "w13_weight", r], w13)
         np.testing.assert_array_equal(local[at + "w2_weight", r], w2)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "qwen3_moe-dense-layer"])
+@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, False), (2, 1, False), (2, 2, False), (2, 1, True)])
+def test_every_family_has_a_live_layout(name, tp, pp, ep):
+    """Everything that HF has arrives, nothing else does, and what is fused is the concatenation."""
+    config = variant(name)
+    if ep and config.moe is None:
+        return
+    specs = families.tensors(config)
+    rng = np.random.default_rng(0)
+    hf = {t.name: rng.standard_normal(t.shape, np.float32) for t in specs}
+    parameters = vllm_parameters(config, tp, pp, ep)
+    local = carried_out(specs, hf, parameters)
+    assert {part.tensor for p in parameters for part in p.parts} == set(hf)
+    values = np.concatenate([x.reshape(-1) for x in hf.values()])
+    arrived = np.concatenate([x.reshape(-1) for x in local.values()])
+    assert set(values.tolist()) == set(arrived[arrived != 0].tolist())
+    at, last = f"model.layers.{config.num_layers - 1}.", (pp - 1) * tp
+    fused = np.concatenate([np.split(hf[f"{at}self_attn.{x}_proj.weight"], tp)[0] for x in "qkv"])
+    if config.num_kv_heads % tp == 0:
+        np.testing.assert_array_equal(local[at + "self_attn.qkv_proj.weight", last], fused)
+    for x in (n for n in hf if n.startswith(at) and n.endswith("norm.weight")):
+        np.testing.assert_array_equal(local[x, last], hf[x])
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,17 @@ neighbouring ranks where there are more ranks than heads. A rank is `pp_rank * t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from slipstream.errors import ConfigError
 from slipstream.model.config import ModelConfig
 from slipstream.types import Box, Parameter, Part
+from slipstream.weights import families
+from slipstream.weights.families.base import Mlp
 from slipstream.weights.layout import shape_of, shift, split, whole
 
 VOCABULARY_MULTIPLE = 64
-_FAMILIES = ("llama", "qwen2", "qwen3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text")
 
 
 def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = False) -> tuple[Parameter, ...]:
@@ -30,7 +33,7 @@ def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = Fa
             if first or (last and config.tie_word_embeddings):
                 found.append(_vocabulary("model.embed_tokens.weight", config, rank, tp_rank, tp))
             for layer in layers[stage]:
-                found += _layer(config, f"model.layers.{layer}.", rank, tp_rank, tp)
+                found += _layer(config, f"model.layers.{layer}.", rank, tp_rank, tp, ep)
             if last:
                 found.append(_stack("model.norm.weight", rank, [("model.norm.weight", whole((config.hidden_size,)))]))
                 if not config.tie_word_embeddings:
@@ -39,7 +42,15 @@ def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = Fa
 
 
 def expert_parameters(
-    at: str, num_experts: int, inner: int, hidden: int, rank: int, tp_rank: int, tp: int, ep: bool
+    at: str,
+    num_experts: int,
+    inner: int,
+    hidden: int,
+    rank: int,
+    tp_rank: int,
+    tp: int,
+    ep: bool,
+    names: Mlp = Mlp(),  # noqa: B008  # frozen
 ) -> tuple[Parameter, Parameter]:
     """`w13_weight` and `w2_weight` of one layer's experts as one rank holds them; `at` is the layer's `….mlp.experts.`, under
     which HF has `{expert}.gate_proj.weight` and so on.
@@ -54,38 +65,52 @@ def expert_parameters(
     size = inner // count
     w13, w2 = [], []
     for slot, expert in enumerate(own):
-        for offset, name in ((0, "gate_proj"), (size, "up_proj")):
+        for offset, name in ((0, names.gate), (size, names.up)):
             local = ((slot, slot + 1), (offset, offset + size), (0, hidden))
             w13.append(Part(f"{at}{expert}.{name}.weight", rows, local))
-        w2.append(Part(f"{at}{expert}.down_proj.weight", columns, ((slot, slot + 1), *shift(columns, columns))))
+        w2.append(Part(f"{at}{expert}.{names.down}.weight", columns, ((slot, slot + 1), *shift(columns, columns))))
     return (
         Parameter(at + "w13_weight", rank, (len(own), 2 * size, hidden), tuple(w13)),
         Parameter(at + "w2_weight", rank, (len(own), hidden, size), tuple(w2)),
     )
 
 
-def _layer(config: ModelConfig, at: str, rank: int, tp_rank: int, tp: int) -> Iterator[Parameter]:
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    attn, mlp = at + "self_attn.", at + "mlp."
+def _layer(config: ModelConfig, at: str, rank: int, tp_rank: int, tp: int, ep: bool) -> Iterator[Parameter]:
+    """What the family lists decides: its norms and biases, and whether the layer has experts."""
+    shapes = {name: shape for name, shape in _shapes(config).items() if name.startswith(at)}
+    hidden, width = config.hidden_size, config.num_heads * config.head_dim
+    attn = at + "self_attn."
     rows = {"q": _heads(config.num_heads, config.head_dim, tp_rank, tp)}
     rows["k"] = rows["v"] = _heads(config.num_kv_heads, config.head_dim, tp_rank, tp)
 
-    yield _whole(at + "input_layernorm.weight", hidden, rank)
+    for name, shape in shapes.items():
+        if name.endswith("norm.weight"):
+            yield _whole(name, shape[0], rank)
     qkv = [(f"{attn}{x}_proj.weight", (rows[x], (0, hidden))) for x in "qkv"]
     yield _stack(attn + "qkv_proj.weight", rank, qkv)
-    if config.family == "qwen2":
+    if attn + "q_proj.bias" in shapes:
         yield _stack(attn + "qkv_proj.bias", rank, [(f"{attn}{x}_proj.bias", (rows[x],)) for x in "qkv"])
-    if config.family == "qwen3":
-        for x in "qk":
-            yield _whole(f"{attn}{x}_norm.weight", config.head_dim, rank)
     columns = split(whole((hidden, width)), 1, tp_rank, tp)
     yield _stack(attn + "o_proj.weight", rank, [(attn + "o_proj.weight", columns)])
-    yield _whole(at + "post_attention_layernorm.weight", hidden, rank)
-    box = split(whole((inner, hidden)), 0, tp_rank, tp)
+    names = config.definition.mlp
+    router, mlp, moe = f"{at}{names.block}.gate.weight", at + "mlp.", config.moe
+    if moe is not None and router in shapes:
+        yield _stack(router, rank, [(router, whole(shapes[router]))])
+        experts = f"{at}{names.block}.experts."
+        yield from expert_parameters(
+            experts, moe.num_experts, moe.intermediate_size, hidden, rank, tp_rank, tp, ep, names
+        )
+        return
+    box = split(whole(shapes[mlp + "gate_proj.weight"]), 0, tp_rank, tp)
     gate_up = [(f"{mlp}{name}.weight", box) for name in ("gate_proj", "up_proj")]
     yield _stack(mlp + "gate_up_proj.weight", rank, gate_up)
-    columns = split(whole((hidden, inner)), 1, tp_rank, tp)
+    columns = split(whole(shapes[mlp + "down_proj.weight"]), 1, tp_rank, tp)
     yield _stack(mlp + "down_proj.weight", rank, [(mlp + "down_proj.weight", columns)])
+
+
+@lru_cache(8)
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {t.name: t.shape for t in families.tensors(config)}
 
 
 def _stack(name: str, rank: int, parts: Sequence[tuple[str, Box]]) -> Parameter:
@@ -146,14 +171,14 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 def _check(config: ModelConfig, tp: int, pp: int, ep: bool) -> None:
     if config.family not in _FAMILIES:
         raise ConfigError(f"vLLM's live layout of {config.family} models is not known; known: {', '.join(_FAMILIES)}")
-    if ep:
+    if ep and config.moe is None:
         raise ConfigError(f"ep is set, but a {config.family} model has no experts to share out; leave it off")
     if tp < 1 or not 1 <= pp <= config.num_layers:
         raise ConfigError(f"tp={tp} and pp={pp} must be positive, and pp at most num_layers ({config.num_layers})")
     problems = [
         f"{name} ({size})"
         for name, size in (("num_heads", config.num_heads), ("intermediate_size", config.intermediate_size))
-        if size % tp
+        if size % tp and not (name == "intermediate_size" and config.moe is not None and not config.moe.dense_layers)
     ]
     if max(config.num_kv_heads, tp) % min(config.num_kv_heads, tp):
         problems.append(f"num_kv_heads ({config.num_kv_heads}), of which it must be a multiple or a divisor")
