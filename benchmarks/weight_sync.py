@@ -63,6 +63,7 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
     )  # fmt: skip
     versions = [decoder.init(config, jax.random.key(seed)) for seed in range(2)]
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(versions[0])]
+    others = [np.asarray(leaf) for leaf in jax.tree.leaves(versions[1])]
     num_bytes = sum(a.nbytes for a in arrays)
     seconds: dict[str, list[float]] = {}
     pauses: dict[str, list[float]] = {}
@@ -78,6 +79,7 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
             )
             lanes[transport, hashed] = bridge
         copy, exchange = memcpy_reference(arrays), stack.enter_context(SocketReference(arrays))
+        bare = {lane: _engine_memory(bridge) for lane, bridge in lanes.items()}
         for bridge in lanes.values():  # the first two make the engine's two images
             for params in (*versions, *versions):
                 bridge.sync(params)
@@ -85,6 +87,7 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
         for _ in track(range(repeats), "rounds"):
             seconds.setdefault("memcpy", []).append(copy())
             seconds.setdefault("socket", []).append(exchange.run())
+            seconds.setdefault("finding changed elements", []).append(compare_reference(arrays, others))
             for (transport, hashed), bridge in lanes.items():
                 name = _name(transport, hashed)
                 for params in versions:
@@ -104,6 +107,7 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
         "median_seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "median_pause_seconds": {name: statistics.median(values) for name, values in pauses.items()},
         "engine_memory_growth_bytes": growth,
+        "engine_extra_bytes": {_name(*lane): memory[lane] - bare[lane] - num_bytes for lane in lanes},
     }
 
 
@@ -117,6 +121,14 @@ def memcpy_reference(arrays: list[np.ndarray]) -> Callable[[], float]:
         return time.perf_counter() - start
 
     return run
+
+
+def compare_reference(old: list[np.ndarray], new: list[np.ndarray]) -> float:
+    """What a sparse delta would have to do first, before it could save a byte."""
+    start = time.perf_counter()
+    for a, b in zip(old, new):
+        np.count_nonzero(a != b)
+    return time.perf_counter() - start
 
 
 class SocketReference:
@@ -211,6 +223,13 @@ def show(results: dict, console: Console) -> None:
         told = (f"{speedup:.0f} × faster", f"≥ {MIN_UNCHANGED_SPEEDUP:g}", _verdict(speedup >= MIN_UNCHANGED_SPEEDUP))
         table.add_row(f"nothing changed: {name}", f"{1e3 * unchanged:.1f}", "", *told)
     console.print(table)
+    compare = seconds["finding changed elements"]
+    full = seconds[_name("tcp", True)]
+    console.print(
+        f"finding which elements changed, alone: {1e3 * compare:.1f} ms, {compare / full:.2f} × a full tcp transfer"
+    )
+    for name, extra in results["engine_extra_bytes"].items():
+        console.print(f"engine's memory beyond bare and one copy of the model, {name}: {extra / size:.2f} × the model")
     for name, growth in results["engine_memory_growth_bytes"].items():
         console.print(f"engine's memory after all further syncs, {name}: {growth / 1e6:+.1f} MB")
 

@@ -102,6 +102,11 @@ def engine(
     max_concurrency: Annotated[int, typer.Option(help="Sequences generated at once.")] = 64,
     max_model_len: Annotated[int, typer.Option(help="Longest prompt plus completion; 0 takes the model's limit.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    listen: Annotated[
+        str, typer.Option(help="Address at which weights arrive over tcp; TLS beyond loopback.")
+    ] = "127.0.0.1",
+    certificate: Annotated[str, typer.Option(help="PEM certificate, to listen beyond loopback.")] = "",
+    key: Annotated[str, typer.Option(help="PEM key of the certificate.")] = "",
     patience: Annotated[
         float, typer.Option(help="Seconds to look for a gateway that is gone before giving up.")
     ] = 60.0,
@@ -112,7 +117,16 @@ def engine(
 
     _log_to_stderr()
     options = build(
-        EngineConfig, {"tp": tp, "max_concurrency": max_concurrency, "max_model_len": max_model_len, "dtype": dtype}
+        EngineConfig,
+        {
+            "tp": tp,
+            "max_concurrency": max_concurrency,
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "listen": listen,
+            "certificate": certificate,
+            "key": key,
+        },
     )
     if tp > 1:  # devices of the host platform, when there is no accelerator; must be said before JAX starts
         flag = f"--xla_force_host_platform_device_count={tp}"

@@ -19,6 +19,7 @@ from slipstream.errors import ConfigError
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,17 @@ class EngineConfig:
     """Devices over which the weights and the KV cache are split."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and the KV cache."""
+    listen: str = "127.0.0.1"
+    """Address at which weights arrive when they come over tcp; nothing listens before they do."""
+    certificate: str = ""
+    """PEM file of a certificate, needed to listen beyond loopback; the trainer is told its fingerprint."""
+    key: str = ""
+    """PEM file of the certificate's key."""
 
     def __post_init__(self) -> None:
         _at_least(self, max_concurrency=1, max_model_len=0, tp=1)
+        if self.listen not in LOOPBACK and not (self.certificate and self.key):
+            raise ConfigError(f"listening for weights on {self.listen} needs TLS: give a certificate and its key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, port=0, lease_seconds=0.1, max_message_bytes=1 << 10)
-        if self.host not in ("127.0.0.1", "localhost", "::1"):
+        if self.host not in LOOPBACK:
             raise ConfigError(
                 f"gateway.host is {self.host!r}: the gateway listens on loopback only (127.0.0.1, localhost, ::1); "
                 "to reach it from another machine, forward the port over SSH"

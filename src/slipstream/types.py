@@ -300,7 +300,19 @@ class SyncReport:
     total_seconds: float
     engines: tuple[EngineSync, ...]
     lost: tuple[str, ...] = ()
-    """Engines that staged the version but died before they could commit it."""
+    """Engines that did not come along: they died before they could commit, or failed and were to be left behind."""
+    best_bytes_per_second: float = 0.0
+    """The fastest transfer that this bridge has seen, this one included: what the link can do."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of the transfer: from the first byte until every engine had verified."""
+        return self.num_bytes / max(self.send_seconds + self.stage_seconds, 1e-9)
+
+    @property
+    def link_share(self) -> float:
+        """This transfer's speed as a share of the best one's; 1 when nothing was sent."""
+        return self.bytes_per_second / self.best_bytes_per_second if self.num_bytes else 1.0
 
     @property
     def pause_seconds(self) -> float:

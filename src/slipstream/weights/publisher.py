@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from slipstream.errors import FleetChanged, MappingError
@@ -69,6 +70,7 @@ class Publisher:
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._routes: dict[str, _Route] = {}
         self._sources: dict[str, Source] = {}
+        self._best = 0.0
         self._engines: Sequence[EngineInfo] = ()
         """What the routes were made for."""
 
@@ -116,7 +118,7 @@ class Publisher:
                 route.committed(tensors, unchanged[name])
         lost = [e.name for e in engines if e.name not in commits]
         self._drop(*lost)
-        return SyncReport(
+        report = SyncReport(
             version=version,
             num_bytes=sum(num_bytes for _, num_bytes in sent.values()),
             plan_seconds=planned - start,
@@ -127,6 +129,8 @@ class Publisher:
             engines=tuple(EngineSync(n, routes[n].transport, stages[n], commits[n]) for n in routes if n in commits),
             lost=tuple(lost),
         )
+        self._best = max(self._best, report.bytes_per_second)
+        return replace(report, best_bytes_per_second=self._best)
 
     def close(self) -> None:
         self._drop(*self._routes)

@@ -33,6 +33,7 @@ from slipstream.types import (
 from slipstream.weights import families
 from slipstream.weights.transfer import Inbox
 from slipstream.weights.transports import TRANSPORTS, host_identity
+from slipstream.weights.transports.tcp import Listen
 
 MAX_SCORE_TOKENS = 8192
 
@@ -70,7 +71,8 @@ class EmbeddedEngine:
         self._tensors = families.tensors(model)
         self._parameters = families.parameters(model, options.tp)
         self._intake = Intake(model, tokenizer, self._max_length, name)
-        self._inbox = Inbox(self._parameters, options.dtype, name)
+        listen = Listen(options.listen, options.certificate, options.key)
+        self._inbox = Inbox(self._parameters, options.dtype, name, listen)
         self._shadow: Policy | None = None
         """A version that is staged and not committed."""
         policy = None if params is None else Policy(self._placement.place(params), version or 0)

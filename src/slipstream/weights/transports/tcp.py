@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from slipstream.config import LOOPBACK
 from slipstream.errors import ConfigError, TransferError
 from slipstream.weights.checksum import CHUNK_BYTES, chunks
 from slipstream.weights.transports.base import SILENCE_SECONDS, Silence, fact, pack_link, unpack_link
@@ -31,7 +32,6 @@ _SECRET_BYTES = 32
 _SOCKET_BUFFER = 4 << 20
 CONNECT_SECONDS = 10.0
 SEND_SECONDS = 60.0
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
