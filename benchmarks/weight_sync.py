@@ -229,6 +229,7 @@ def show(results: dict, console: Console) -> None:
         f"finding which elements changed, alone: {1e3 * compare:.1f} ms, {compare / full:.2f} × a full tcp transfer"
     )
     for name, extra in results["engine_extra_bytes"].items():
+        # What the engine never touched (shared memory, without checksums) does not count as its memory.
         console.print(f"engine's memory beyond bare and one copy of the model, {name}: {extra / size:.2f} × the model")
     for name, growth in results["engine_memory_growth_bytes"].items():
         console.print(f"engine's memory after all further syncs, {name}: {growth / 1e6:+.1f} MB")

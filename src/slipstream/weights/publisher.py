@@ -95,11 +95,7 @@ class Publisher:
             predicted = all(route.outbox.berths is not None for route in routes.values()) and not drop_failed
             if not predicted:
                 routes = self._answered(routes, await self._fleet.begun())
-            sends = [
-                asyncio.to_thread(route.outbox.send, tensors, unchanged[name], version)
-                for name, route in routes.items()
-            ]
-            sent = dict(zip(routes, await asyncio.gather(*sends)))
+            sent = await self._send(routes, tensors, unchanged, version)
             handed_over = time.perf_counter()
             await self._fleet.stage(version, {name: [[m] for m in manifests] for name, (manifests, _) in sent.items()})
             if predicted:
@@ -134,6 +130,19 @@ class Publisher:
 
     def close(self) -> None:
         self._drop(*self._routes)
+
+    async def _send(
+        self,
+        routes: Mapping[str, _Route],
+        tensors: Mapping[str, Tensor],
+        unchanged: Mapping[str, set[str]],
+        version: int,
+    ) -> dict[str, tuple[list[bytes], int]]:
+        """Manifests and bytes by engine; to all engines at once, unless there is too little to send for that to pay."""
+        if all(transports.is_quick(route.transport, route.plan.num_bytes) for route in routes.values()):
+            return {n: route.outbox.send(tensors, unchanged[n], version) for n, route in routes.items()}
+        sends = [asyncio.to_thread(route.outbox.send, tensors, unchanged[n], version) for n, route in routes.items()]
+        return dict(zip(routes, await asyncio.gather(*sends)))
 
     def _describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
         """As `source.describe`, which need not look at the very arrays that were synced last time."""

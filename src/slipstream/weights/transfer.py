@@ -35,7 +35,7 @@ from slipstream.weights.image import Image, image_of
 from slipstream.weights.layout import shape_of, slices
 from slipstream.weights.plan import Move, Plan, check_cover
 from slipstream.weights.source import Tensor, read
-from slipstream.weights.transports import make_landing, open_sender
+from slipstream.weights.transports import SMALL_BYTES, make_landing, open_sender
 from slipstream.weights.transports.base import Landing, Sender
 from slipstream.weights.transports.tcp import Listen
 
@@ -60,7 +60,7 @@ class Outbox:
         unless all the tensors that it is made of are unchanged."""
         sent = self.changed_parameters(unchanged)
         ranks = range(len(self._streams))
-        if len(ranks) == 1 or not sent:
+        if len(ranks) == 1 or not sent or self._plan.num_bytes <= SMALL_BYTES:
             sums = [self._send_rank(rank, tensors, sent, version) for rank in ranks]
         else:
             with ThreadPoolExecutor(len(ranks)) as pool:  # copying and hashing let go of the interpreter

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded.intake import Intake
@@ -31,11 +33,14 @@ from slipstream.types import (
     StageReport,
 )
 from slipstream.weights import families
+from slipstream.weights.image import numpy_dtype
 from slipstream.weights.transfer import Inbox
-from slipstream.weights.transports import TRANSPORTS, host_identity
+from slipstream.weights.transports import TRANSPORTS, host_identity, is_quick
 from slipstream.weights.transports.tcp import Listen
 
 MAX_SCORE_TOKENS = 8192
+
+T = TypeVar("T")
 
 
 class EmbeddedEngine:
@@ -73,6 +78,9 @@ class EmbeddedEngine:
         self._intake = Intake(model, tokenizer, self._max_length, name)
         listen = Listen(options.listen, options.certificate, options.key)
         self._inbox = Inbox(self._parameters, options.dtype, name, listen)
+        self._num_bytes = numpy_dtype(options.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
+        self._quick = False
+        """The update under way is too small for a thread to be worth it."""
         self._shadow: Policy | None = None
         """A version that is staged and not committed."""
         policy = None if params is None else Policy(self._placement.place(params), version or 0)
@@ -163,17 +171,22 @@ class EmbeddedEngine:
     # --- weights ---
 
     async def begin(self, version: int, offer: Offer) -> Berths:
-        return await asyncio.to_thread(self._inbox.begin, self._worker.version, version, offer)
+        self._quick = is_quick(offer.transport, self._num_bytes)
+        return await self._do(partial(self._inbox.begin, self._worker.version, version, offer))
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         def receive() -> tuple[Params, StageReport]:
             arrays, report = self._inbox.receive(version, manifests)
             return self._placement.assemble(arrays, self._worker.params), report
 
-        params, report = await asyncio.to_thread(receive)
+        params, report = await self._do(receive)
         self._inbox.check(version)  # a rollback may have come meanwhile
         self._shadow = Policy(params, version)
         return report
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        """In a thread, unless that would take longer than the work."""
+        return work() if self._quick else await asyncio.to_thread(work)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
         report = CommitReport(0.0, 0.0)

@@ -21,6 +21,13 @@ from slipstream.weights.transports.tcp import Listen, TcpLanding, TcpSender
 
 TRANSPORTS = ("memory", "shm", "tcp", "disk")
 
+SMALL_BYTES = 8 << 20
+
+
+def is_quick(transport: str, num_bytes: int) -> bool:
+    """Whether moving this much takes no longer than handing it to a thread: then an event loop may do it itself."""
+    return transport in ("memory", "shm") and num_bytes <= SMALL_BYTES
+
 
 def make_landing(transport: str, size: int, num_pieces: int, listen: Listen | None = None) -> Landing:
     """The engine's half. `transport` is a name, for `disk` with its directory: `disk:/path`."""
