@@ -467,3 +467,69 @@ def test_a_gateway_that_is_not_there():
         await fleet.close()
 
     portal.run(main())
+
+
+# --- trainers of several processes ------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def trainers(address, count, timeout=1.0):
+    fleets = [GatewayFleet(address, TOKEN, timeout, CAP, trainer=(rank, count)) for rank in range(count)]
+    try:
+        for one in fleets:
+            await one.refresh()
+        yield fleets
+    finally:
+        for one in fleets:
+            await one.close()
+
+
+@on_the_loop
+async def test_the_processes_of_a_trainer_step_together(address, fleet):
+    a = ScriptedEngine("a")
+    async with attached(a, address, TOKEN), trainers(address, 3) as ranks:
+        for version in (1, 2):
+            answers = await asyncio.gather(*(update(one, version, ["a"]) for one in ranks))
+            assert [set(answer) for answer in answers] == [{"a"}] * 3
+        assert a.history == [(step, v) for v in (1, 2) for step in ("begin", "stage", "commit")]
+        with pytest.raises(UpdateInProgress, match="3 process"):
+            await update(fleet, 3, ["a"])
+
+
+@on_the_loop
+async def test_a_process_that_does_not_come_is_named(address, fleet):
+    a = ScriptedEngine("a")
+    async with attached(a, address, TOKEN), trainers(address, 2) as ranks:
+        with pytest.raises(DeadlineExceeded, match=r"trainer rank\(s\) \[1\] of 2 did not come to begin"):
+            await update(ranks[0], 1, ["a"])
+        assert a.history == []
+        await asyncio.gather(*(update(one, 1, ["a"]) for one in ranks))
+        assert a.version == 1
+
+
+@on_the_loop
+async def test_a_process_that_dies_in_mid_update_ends_it_for_all(address, fleet):
+    a = ScriptedEngine("a")
+    async with attached(a, address, TOKEN), trainers(address, 2, timeout=5.0) as ranks:
+        await asyncio.gather(*(begin(one, 1, ["a"]) for one in ranks))
+        waiting = asyncio.create_task(stage(ranks[0], 1, ["a"]))
+        await asyncio.sleep(0.1)
+        await ranks[1].close()
+        with pytest.raises(errors.PeerError, match="trainer rank 1 of 2 is gone"):
+            await waiting
+        assert a.history == [("begin", 1), ("rollback", 1)]
+
+
+@on_the_loop
+async def test_processes_that_disagree_are_told(address, fleet):
+    a = ScriptedEngine("a")
+    async with attached(a, address, TOKEN), trainers(address, 2) as ranks:
+        other = Offer(b"p", "another plan", "memory")
+
+        async def wrong():
+            await ranks[1].begin(1, {"a": other}, False)
+            return await ranks[1].begun()
+
+        outcomes = await asyncio.gather(begin(ranks[0], 1, ["a"]), wrong(), return_exceptions=True)
+        assert all(isinstance(o, errors.PlanMismatch) and "sharded alike" in str(o) for o in outcomes)
+        assert a.history == []

@@ -175,6 +175,10 @@ class EngineSession:
             raise GatewayLost(f"the gateway at {self._address} did not answer within {REGISTER_SECONDS:g} s") from None
         except asyncio.InvalidStateError:  # gRPC: written to a stream that has ended
             raise GatewayLost(f"the gateway at {self._address} closed the connection") from None
+        except asyncio.CancelledError:  # the engine is shutting down: nothing is worth waiting for
+            for task in self._updating:
+                task.cancel()
+            raise
         finally:
             stream.cancel()
             for task in (*helpers, *self._tasks.values()):

@@ -50,7 +50,8 @@ class TrainerGroup:
         answer: asyncio.Future[pb.UpdateReply] = asyncio.get_running_loop().create_future()
         self._waiting[rank] = (step, answer)
         if len(self._waiting) == self.world:
-            await self._run()
+            # On its own: should this process's stream break meanwhile, the others are owed their answer all the same.
+            await asyncio.shield(asyncio.create_task(self._run()))
         timeout = min(step.timeout_seconds, MAX_STEP_SECONDS)
         try:
             return await asyncio.wait_for(answer, timeout)

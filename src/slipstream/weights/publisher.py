@@ -103,10 +103,9 @@ class Publisher:
             stages = await self._fleet.staged()
             staged = time.perf_counter()
             commits = await self._fleet.commit(version, in_flight)
-        except BaseException as error:
+        except BaseException:
             self._drop(*routes)  # who knows what is still being written: the next update takes other memory
-            if not isinstance(error, FleetChanged):
-                await asyncio.shield(self._fleet.rollback(version))
+            await asyncio.shield(self._fleet.rollback(version))
             raise
         committed = time.perf_counter()
         for name, route in routes.items():
