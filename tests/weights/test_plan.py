@@ -10,7 +10,7 @@ from slipstream.model.config import ModelConfig
 from slipstream.types import Parameter, Part, TensorSpec
 from slipstream.weights import families
 from slipstream.weights.image import ALIGNMENT, image_of
-from slipstream.weights.layout import slices, split, volume, whole
+from slipstream.weights.layout import shape_of, slices, split, volume, whole
 from slipstream.weights.plan import Plan, Source, check_cover, make_plan
 
 
@@ -96,6 +96,68 @@ def test_any_sharding_to_any_sharding(case):
         box = senders[move.sender]
         assert all(a <= x and y <= b for (x, y), (a, b) in zip(move.tensor_box, box))
     assert Plan.from_bytes(plan.to_bytes()) == plan
+
+
+@st.composite
+def trees(draw):
+    """Several tensors on a trainer's mesh of two axes, each split by either, both or none of them, and engine ranks that
+    split each along some dimension or hold it whole."""
+    mesh = draw(st.tuples(st.integers(1, 4), st.integers(1, 3)))
+    num_ranks = draw(st.integers(1, 5))
+    sources, parameters, shapes = {}, [], {}
+    for index in range(draw(st.integers(1, 5))):
+        name = f"t{index}"
+        shape = shapes[name] = tuple(draw(st.sampled_from([12, 24, 60])) for _ in range(draw(st.integers(1, 3))))
+        dims = [draw(st.sampled_from([None, *range(len(shape))])) for _ in mesh]
+        if dims[0] == dims[1]:
+            dims[1] = None
+        shards = []
+        for rank in range(mesh[0] * mesh[1]):
+            box = split(whole(shape), dims[0], rank // mesh[1], mesh[0])
+            shards.append((rank, split(box, dims[1], rank % mesh[1], mesh[1])))
+        sources[name] = Source(shape, "float32", tuple(shards))
+        cut = draw(st.sampled_from([None, *range(len(shape))]))
+        for rank in range(num_ranks):
+            box = split(whole(shape), cut if cut is not None and shape[cut] % num_ranks == 0 else None, rank, num_ranks)
+            parameters.append(Parameter(name, rank, shape_of(box), (Part(name, box, whole(shape_of(box))),)))
+    return sources, parameters, shapes, num_ranks
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(), st.sampled_from([64, 1000, 1 << 20]))
+def test_random_trees_meshes_and_targets(tree, bucket_bytes):
+    sources, parameters, shapes, num_ranks = tree
+    specs = [TensorSpec(name, shape) for name, shape in shapes.items()]
+    plan = make_plan(sources, specs, parameters, "float32", bucket_bytes)
+    arrays = {
+        n: np.arange(np.prod(s), dtype=np.float32).reshape(s) + 1e4 * i for i, (n, s) in enumerate(shapes.items())
+    }
+    local = execute(plan, arrays, parameters)
+    for parameter in parameters:
+        direct = arrays[parameter.name][slices(parameter.parts[0].tensor_box)]
+        np.testing.assert_array_equal(local[parameter.name, parameter.rank], direct)
+    for rank in range(num_ranks):
+        own = sum(4 * volume(whole(p.shape)) for p in parameters if p.rank == rank)
+        assert sum(map(plan.size_of, plan.incoming[rank])) == own
+    assert all(plan.size_of(move) <= max(bucket_bytes, 4) for move in plan.moves)
+    held = {(name, rank): box for name, source in sources.items() for rank, box in source.shards}
+    for move in plan.moves:
+        box = held[move.tensor, move.sender]
+        assert all(a <= x and y <= b for (x, y), (a, b) in zip(move.tensor_box, box))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 9), st.integers(1, 4), st.integers(60, 120))
+def test_replicas_share_the_load_evenly(replicas, num_ranks, count):
+    specs = [TensorSpec(f"t{i}", (12, 8)) for i in range(count)]
+    parameters = [
+        Parameter(s.name, r, (12, 8), (Part(s.name, whole((12, 8)), whole((12, 8))),))
+        for s in specs
+        for r in range(num_ranks)
+    ]
+    plan = make_plan(replicated(specs, replicas), specs, parameters, "float32")
+    sent = [sum(plan.size_of(m) for m in plan.moves if m.sender == rank) for rank in range(replicas)]
+    assert max(sent) - min(sent) <= 4 * 96 and max(sent) <= 1.2 * min(sent)
 
 
 def test_replicas_share_the_sending():
