@@ -38,14 +38,14 @@ class TrainerGroup:
         self._present.discard(rank)
         self._waiting.pop(rank, None)
         if self._update.under_way:
-            self._fail(PeerError(f"trainer rank {rank} of {self.world} is gone; the update is rolled back"))
             await asyncio.shield(self._update.rollback())
+            self._fail(PeerError(f"trainer rank {rank} of {self.world} is gone; the update is rolled back"))
 
     async def step(self, rank: int, step: pb.UpdateStep) -> pb.UpdateReply:
         """The answer to a step, an error among them; after an error the fleet is rolled back."""
         if step.WhichOneof("step") == "rollback":
-            self._fail(PeerError(f"trainer rank {rank} of {self.world} rolled the update back"))
             await self._update.rollback()
+            self._fail(PeerError(f"trainer rank {rank} of {self.world} rolled the update back"))
             return pb.UpdateReply(rolled_back=pb.RolledBack())
         answer: asyncio.Future[pb.UpdateReply] = asyncio.get_running_loop().create_future()
         self._waiting[rank] = (step, answer)
@@ -61,8 +61,8 @@ class TrainerGroup:
             error = DeadlineExceeded(
                 f"trainer rank(s) {missing} of {self.world} did not come to {what} within {timeout:g} s"
             )
-            self._fail(error)
             await self._update.rollback()
+            self._fail(error)
             return pb.UpdateReply(error=convert.error_to_pb(error))
 
     async def _run(self) -> None:
