@@ -19,22 +19,23 @@ check: $(VENV)/.installed-check
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks/weight_sync.py
 
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[plot]'
+	$(PIP) -e '.[plot,bench]'
 	@touch $@
 
 # torch and transformers are the reference that the decoder is tested against. The version is pinned because an
 # unpinned torch may bring gigabytes of CUDA libraries along.
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) 'torch==2.13.0'
-	$(PIP) -e '.[plot,test]'
+	$(PIP) -e '.[plot,bench,test]'
 	@touch $@
 
 $(VENV)/.installed-check: $(VENV)/.installed
-	$(PIP) -e '.[plot,check]'
+	$(PIP) -e '.[plot,bench,check]'
 	@touch $@
 
 # The generated gRPC code runs with this generator's release and later ones, so it is made with an old one.
