@@ -260,8 +260,8 @@ class StageReport:
     """An engine has received and verified a version, and does not use it yet."""
 
     num_bytes: int
-    receive_seconds: float
     verify_seconds: float
+    """Until all bytes were there and their checksums were right."""
 
 
 @dataclass(frozen=True, slots=True)

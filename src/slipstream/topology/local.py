@@ -59,9 +59,6 @@ class ProcessGroup:
     def _mark(self, name: str) -> Path:
         return self.run_dir / f"{name}.ready"
 
-    def pids(self) -> dict[str, int]:
-        return {name: process.pid for name, process in self._processes.items()}
-
     def close(self) -> None:
         """Engines first, so that the gateway sees them go; then whatever is left is killed. May be called twice."""
         atexit.unregister(self.close)

@@ -234,7 +234,7 @@ class Inbox:
                 landing = held.landings[update.slots[parameter.name]]
                 arrays[parameter.name].append(held.image.view(landing.buffer, parameter.name))
         update.slots = {name: slot for name, slot in update.slots.items() if name in sent}
-        return arrays, StageReport(num_bytes, 0.0, time.perf_counter() - start)
+        return arrays, StageReport(num_bytes, time.perf_counter() - start)
 
     def _verify(self, rank: int, update: _Update, expected: Mapping[int, int]) -> None:
         moves = update.plan.incoming.get(rank, ())
