@@ -415,11 +415,14 @@ async def test_engines_that_do_not_fit_are_refused_with_the_reason(address, flee
     old = ScriptedEngine("old")
     info = old.describe()
     async with attached(ScriptedEngine("a"), address, TOKEN):
-        with pytest.raises(RequestError, match="registered already"):
-            async with attached(ScriptedEngine("a"), address, TOKEN):
-                pass
         import dataclasses
 
+        namesake = ScriptedEngine("a")
+        elsewhere = dataclasses.replace(namesake.describe(), pid=info.pid + 1)
+        namesake.describe = lambda: elsewhere
+        with pytest.raises(RequestError, match="registered already"):
+            async with attached(namesake, address, TOKEN):
+                pass
         old.describe = lambda: dataclasses.replace(info, protocol=0)
         with pytest.raises(ProtocolMismatch, match="protocol 0"):
             async with attached(old, address, TOKEN):

@@ -56,6 +56,15 @@ def test_the_epoch_grows_when_engines_come_or_go():
     assert registry.epoch == 5
 
 
+def test_an_engine_may_register_again_before_its_loss_was_noticed():
+    registry = Registry(10)
+    registry.register(info("a", version=0, pid=7), 0)
+    registry.register(info("a", version=0, pid=7), 5)
+    assert states(registry) == {"a": "ready"} and registry.epoch == 2
+    with pytest.raises(RequestError, match=r"registered already \(pid 7\)"):
+        registry.register(info("a", version=0, pid=8), 6)
+
+
 def test_a_checkpoint_sets_the_first_version_and_a_latecomer_is_stale():
     registry = Registry(10)
     registry.register(info("a", version=0), 0)
@@ -68,7 +77,7 @@ def test_a_checkpoint_sets_the_first_version_and_a_latecomer_is_stale():
 @pytest.mark.parametrize(
     ("other", "error", "said"),
     [
-        (info("e0"), RequestError, "registered already"),
+        (info("e0", pid=2), RequestError, "registered already"),
         (info("e1", model="qwen3-2"), RequestError, "one gateway serves one model"),
         (info("e1", protocol=99), ProtocolMismatch, "protocol 99"),
         (info(""), ProtocolMismatch, "did not say"),

@@ -47,7 +47,8 @@ class Registry:
         if not info.name or not info.parameters or info.num_ranks < 1:
             raise ProtocolMismatch(f"engine {info.name!r} did not say its name, ranks and parameters")
         present = self._members.get(info.name)
-        if present is not None and not present.lost:
+        again = present is not None and info.pid and (present.info.host, present.info.pid) == (info.host, info.pid)
+        if present is not None and not present.lost and not again:  # again: it saw its connection break before we did
             raise RequestError(f"an engine named {info.name!r} is registered already (pid {present.info.pid})")
         for other in self.alive():
             if (other.info.model, other.info.tensors) != (info.model, info.tensors):

@@ -109,6 +109,8 @@ class Service(GatewayServicer):
                 raise ProtocolMismatch("an engine's first message must register it")
             info = convert.engine_from_pb(first.register)
             self._registry.register(info, time.monotonic())
+            if info.name in self._links:
+                self._links[info.name].lose("it has registered anew")
             link = self._links[info.name] = EngineLink(info.name)
             log.info("engine %s registered: %s, version %d, pid %d", info.name, info.model, info.version, info.pid)
             seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE

@@ -87,7 +87,8 @@ def error_of(failed: grpc.aio.AioRpcError, peer: str, doing: str) -> SlipstreamE
         return MessageTooLarge(
             f"{doing}: the message is larger than the gateway at {peer} takes; send fewer prompts at once ({details})"
         )
-    if code is grpc.StatusCode.UNAVAILABLE:
+    # INTERNAL without our own word comes from gRPC itself: a stream that broke, or was ended while it was written to.
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
         return GatewayLost(f"{doing}: the gateway at {peer} cannot be reached ({details})")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{doing}: no answer from the gateway at {peer} in time")
