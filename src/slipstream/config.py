@@ -27,13 +27,32 @@ class EngineConfig:
     """The embedded JAX engine."""
 
     max_concurrency: int = 64
-    """Sequences generated at once (slots of the KV cache)."""
+    """Sequences generated at once."""
     max_model_len: int = 0
     """Longest prompt plus completion; 0 takes the model's own limit."""
     tp: int = 1
     """Devices over which the weights and the KV cache are split."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and the KV cache."""
+    page_size: int = 32
+    """Tokens per page of the KV cache."""
+    kv_cache_tokens: int = 0
+    """Tokens that fit into the KV cache; 0 takes what `max_concurrency` sequences of `max_model_len` need, or as much of it
+    as memory allows."""
+    prefix_cache: bool = True
+    """Keep the KV cache of prompts and completions, for prompts that begin alike."""
+    prefill_tokens: int = 0
+    """Most prompt tokens computed between two decode steps; 0 chooses by platform."""
+    decode_steps: int = 0
+    """Most tokens per sequence drawn in one round trip to the device; 0 chooses by platform."""
+    deterministic: bool | None = None
+    """Bit-identical results whatever else is in the batch. None: where it costs nothing, which is on CPU."""
+    speculation: Literal["off", "prompt_lookup", "draft"] = "off"
+    """Guess several tokens and check them at once. Tokens and their distribution stay what they are without."""
+    speculative_tokens: int = 4
+    """Most tokens guessed at a time."""
+    draft_model: str = ""
+    """HF directory of the draft model, for `speculation = "draft"`; it must have the policy's vocabulary."""
     listen: str = "127.0.0.1"
     """Address at which weights arrive when they come over tcp; nothing listens before they do."""
     certificate: str = ""
@@ -42,7 +61,13 @@ class EngineConfig:
     """PEM file of the certificate's key."""
 
     def __post_init__(self) -> None:
-        _at_least(self, max_concurrency=1, max_model_len=0, tp=1)
+        _at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
+        _at_least(self, decode_steps=0, speculative_tokens=1)
+        if (self.speculation == "draft") != bool(self.draft_model):
+            raise ConfigError(
+                f"speculation is {self.speculation!r} and draft_model is {self.draft_model!r}: a draft needs both, "
+                'speculation="draft" and the directory of the draft model'
+            )
         if self.listen not in LOOPBACK and not (self.certificate and self.key):
             raise ConfigError(f"listening for weights on {self.listen} needs TLS: give a certificate and its key")
 

@@ -8,6 +8,7 @@
     │   ├── UnknownEngine
     │   ├── UnknownVersion        a step of an update names a version that is not under way
     │   ├── MessageTooLarge
+    │   ├── OutOfPages            the sequence cannot fit into the KV cache, however empty
     │   └── Unsupported           this engine or build cannot do it
     ├── NotReady                  no engine holds a committed policy (yet)
     ├── WeightsError
@@ -57,6 +58,9 @@ class UnknownVersion(RequestError): ...
 
 
 class MessageTooLarge(RequestError): ...
+
+
+class OutOfPages(RequestError): ...
 
 
 class Unsupported(RequestError): ...

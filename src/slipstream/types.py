@@ -4,7 +4,7 @@ beyond checks and derived properties, and no import of JAX, gRPC or torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -16,9 +16,14 @@ Prompt: TypeAlias = str | Sequence[int]
 FinishReason: TypeAlias = Literal["stop", "length"]
 """`stop`: an end-of-sequence or stop token came (it is the last token). `length`: `max_tokens` or the context ended it."""
 
-InFlight: TypeAlias = Literal["keep", "finish"]
+InFlight: TypeAlias = Literal["keep", "finish", "recompute", "requeue"]
 """What a commit does with running requests. `keep`: they go on from their KV cache under the new weights, at the next
-token. `finish`: they finish under the old weights first, and the swap waits for them."""
+token. `finish`: they finish under the old weights first, and the swap waits for them. `recompute`: they keep their
+tokens, and their KV cache is computed anew under the new weights. `requeue`: their tokens are thrown away, and they start
+again from the prompt."""
+
+MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
+"""What an engine that sleeps has given up, and `wake` brings back."""
 
 PROTOCOL_VERSION = 1
 
@@ -30,8 +35,11 @@ PROTOCOL_VERSION = 1
 class SamplingParams:
     """How to draw completions. `SamplingParams(max_tokens=64, temperature=0.8, n=8, seed=7)`.
 
-    Sample `i` of a request draws its token at position `p` from a key made of `(seed, i, p)`, so what else is in the
-    batch does not enter into it. (It may enter through the last bits of float rounding, when batch shapes differ.)"""
+    Sample `i` of a request draws its token at position `p` with a number made of `(seed, i, p)`, so what else is in the
+    batch does not enter into it.
+
+    Logits pass, in this order: bias, penalties, banned stop tokens (until `min_tokens`), temperature, top-k, top-p,
+    min-p."""
 
     max_tokens: int = 64
     """Most tokens to generate, the stop token included."""
@@ -49,32 +57,91 @@ class SamplingParams:
     """Tokens that end a completion, beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     """Do not end at the model's own end-of-sequence tokens (benchmarks)."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion: its text ends before the first of them, its tokens with the one that completed it."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token is drawn, and no stop text heeded, before this many tokens."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens seen in prompt or completion are divided (if positive) or multiplied by it; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the completion has."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the completion has the token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """`(token id, what to add to its logit)`; a dict is taken too. At most 64."""
+    top_logprobs: int = 0
+    """Also report the raw logprobs of this many likeliest tokens at each position; at most 20."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name, low, kind in (("max_tokens", 1, int), ("top_k", 0, int), ("n", 1, int)):
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in bias))
+        for name, low, high in _INTEGERS:
             value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool) or value < low:
-                raise InvalidSampling(f"{name} must be an integer of at least {low}, got {value!r}")
-        if self.n > MAX_SAMPLES:
-            raise InvalidSampling(
-                f"n must be at most {MAX_SAMPLES}, got {self.n}: send the prompt several times instead"
-            )
-        for name in ("temperature", "top_p"):
+            if not _is_int(value) or not low <= value <= high:
+                limit = f"of at least {low}" if value.__class__ is not int or value < low else f"of at most {high}"
+                raise InvalidSampling(f"{name} must be an integer {limit}, got {value!r}{_ADVICE.get(name, '')}")
+        for name, low, high in _NUMBERS:
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-                raise InvalidSampling(f"{name} must be a finite number, got {value!r}")
-        if self.temperature < 0:
-            raise InvalidSampling(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise InvalidSampling(f"top_p must be in (0, 1], got {self.top_p}; 1 switches it off")
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
+            if not _is_number(value) or not low <= value <= high:
+                raise InvalidSampling(
+                    f"{name} must be a finite number in [{low:g}, {high:g}], got {value!r}{_ADVICE.get(name, '')}"
+                )
+        if self.top_p == 0 or self.repetition_penalty == 0:
+            name = "top_p" if self.top_p == 0 else "repetition_penalty"
+            raise InvalidSampling(f"{name} must be more than 0, got 0; 1 switches it off")
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
             raise InvalidSampling(f"seed must be None or an integer in [0, 2**63), got {self.seed!r}")
-        if any(not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
+        if any(not _is_int(t) or t < 0 for t in self.stop_token_ids):
             raise InvalidSampling(f"stop_token_ids must be token ids (0 or more), got {self.stop_token_ids!r}")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise InvalidSampling(f"at most {MAX_STOP_TOKENS} stop_token_ids, got {len(self.stop_token_ids)}")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidSampling(f"stop must be texts of at least one character, got {self.stop!r}")
+        if any(not _is_int(t) or t < 0 or not _is_number(b) for t, b in self.logit_bias):
+            raise InvalidSampling(f"logit_bias maps token ids to finite numbers, got {self.logit_bias!r}")
+        if len(self.logit_bias) > MAX_BIASES or len({t for t, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidSampling(f"logit_bias takes at most {MAX_BIASES} tokens, each once")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidSampling(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); they contradict"
+            )
 
 
-MAX_SAMPLES = 4096
+MAX_SAMPLES, MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS = 4096, 64, 16, 20
+
+_INTEGERS = (
+    ("max_tokens", 1, 2**31 - 1),
+    ("top_k", 0, 2**31 - 1),
+    ("n", 1, MAX_SAMPLES),
+    ("min_tokens", 0, 2**31 - 1),
+    ("top_logprobs", 0, MAX_TOP_LOGPROBS),
+)
+_NUMBERS = (
+    ("temperature", 0.0, 1e6),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 1e6),
+    ("presence_penalty", -1e6, 1e6),
+    ("frequency_penalty", -1e6, 1e6),
+)
+_ADVICE = {
+    "temperature": "; 0 is greedy",
+    "top_p": "; 1 switches it off",
+    "n": "; send the prompt several times for more",
+    "repetition_penalty": "; 1 switches it off",
+}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +151,8 @@ class Request:
     id: str
     prompt: str | tuple[int, ...]
     sampling: SamplingParams
+    priority: int = 0
+    """Lower goes first; equal ones share fairly between calls."""
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
@@ -113,6 +182,14 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The likeliest tokens at one position, likeliest first, with their raw logprobs."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sample of one prompt.
 
@@ -135,6 +212,8 @@ class Completion:
     engine: str = ""
     prompt_index: int = 0
     """Position of the prompt in the list given to `generate`."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """For each token, where asked for."""
 
     @property
     def version(self) -> int:
@@ -159,6 +238,20 @@ class Score:
     logprobs: tuple[float, ...]
     version: int
     engine: str = ""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """As long as `logprobs`, where asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What an engine holds on its devices, in bytes."""
+
+    weights: int
+    kv_cache: int
+    in_use: int
+    """All that the runtime counts for this process, by its own figures."""
+    asleep: tuple[MemoryTag, ...] = ()
+    """What has been given up."""
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
