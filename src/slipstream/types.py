@@ -84,11 +84,11 @@ class SamplingParams:
             if not _is_int(value) or not low <= value <= high:
                 limit = f"of at least {low}" if value.__class__ is not int or value < low else f"of at most {high}"
                 raise InvalidSampling(f"{name} must be an integer {limit}, got {value!r}{_ADVICE.get(name, '')}")
-        for name, low, high in _NUMBERS:
+        for name, least, most in _NUMBERS:
             value = getattr(self, name)
-            if not _is_number(value) or not low <= value <= high:
+            if not _is_number(value) or not least <= value <= most:
                 raise InvalidSampling(
-                    f"{name} must be a finite number in [{low:g}, {high:g}], got {value!r}{_ADVICE.get(name, '')}"
+                    f"{name} must be a finite number in [{least:g}, {most:g}], got {value!r}{_ADVICE.get(name, '')}"
                 )
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
