@@ -1,182 +1,285 @@
-"""What runs on the device: prefill, copy, decode and score, each compiled once per bucket of shapes.
+"""What runs on the device: prefill, decode, verification of guesses, scoring, page copies; each compiled once per shape.
 
-The KV cache is one `(keys, values)` pair per layer, `[slots, kv_heads, length, head_dim]`, in layers with a sliding
-window too. It is donated to every program that changes it: after a call only the returned cache is valid, and after a
-failed call none is."""
+Nothing but the KV pages stays on the device between calls: tokens, positions, page tables and settings come from the host
+each time. The cache is donated to every program that changes it: after a call only the returned cache is valid, and after
+a failed call none is."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TypeAlias
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from slipstream.engines.embedded.attention import CacheLayer, PagedAttention
 from slipstream.engines.embedded.placement import Placement
-from slipstream.engines.embedded.sampling import Drawn, Settings, sample
-from slipstream.engines.embedded.scheduler import Prefill, bucket
-from slipstream.model.attention import attend, causal_attention, visible
+from slipstream.engines.embedded.sampling import Counts, Settings, counts_of, counts_with, sample
+from slipstream.engines.embedded.shapes import COPIES, Shapes, bucket
 from slipstream.model.config import LayerAttention, ModelConfig
 from slipstream.model.decoder import apply_layers, token_logprobs, unembed
 from slipstream.model.layers import Params
+from slipstream.types import MAX_TOP_LOGPROBS
 
-CacheLayer: TypeAlias = tuple[jax.Array, jax.Array]
+log = logging.getLogger(__name__)
+
 Cache: TypeAlias = list[CacheLayer]
 
-MIN_PREFILL, MIN_LENGTH = 8, 16
-"""Smallest buckets of prompts and of the cache: below them a program's cost hardly falls."""
-MAX_SCORE_LOGITS = 1 << 25
+MAX_LOGITS = 1 << 25
 """Logits that exist at once while scoring."""
 
-# Apart from decode, whose shapes vary with the length of the cache: it is slow to compile, and all engines share it.
-_sample = jax.jit(sample)
+
+class Rows(NamedTuple):
+    """Sequences about to be continued; numpy arrays of `[rows]`, padded with position -1."""
+
+    tokens: np.ndarray
+    """The newest token of each, not yet in the cache."""
+    positions: np.ndarray
+    """Where it stands."""
+    room: np.ndarray
+    """Tokens that may be drawn in this call."""
+    tables: np.ndarray
+    """`[rows, table_width]`."""
 
 
-@functools.lru_cache(maxsize=16)
-def programs_for(config: ModelConfig, tp: int, dtype: str, num_slots: int, max_length: int) -> Programs:
-    """Engines of one shape in one process share what is compiled."""
-    return Programs(config, Placement(config, tp, dtype), num_slots, max_length)
+class Steps(NamedTuple):
+    """What was drawn: `[steps, rows]`, of which the first `num_drawn[row]` count."""
+
+    tokens: Any
+    logprobs: Any
+    raw_logprobs: Any
+    top_ids: Any
+    top_logprobs: Any
+    """`[steps, rows, num_top]`, raw."""
+    num_drawn: Any
+    stopped: Any
+    """The last token drawn is one of the row's stop tokens."""
+
+
+class Chunk(NamedTuple):
+    """Blocks of prompt tokens: `[blocks, block]`, padded with position -1."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    tables: np.ndarray
+    targets: np.ndarray | None = None
+    """Scoring: the token that follows each."""
 
 
 class Programs:
     """Holds no weights and no cache: both are arguments."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, num_slots: int, max_length: int) -> None:
-        self._config, self.placement = config, placement
-        self._num_slots, self._max_length = num_slots, max_length
+    def __init__(self, config: ModelConfig, placement: Placement, shapes: Shapes, attention: PagedAttention) -> None:
+        self._config, self.placement, self.shapes, self._attention = config, placement, shapes, attention
+        self.compiled: dict[tuple[Any, ...], float] = {}
+        """Seconds of the first call of each program, by name and shape."""
         cache, replicated = placement.cache, placement.replicated
-        self._prefill = jax.jit(self._prefill_program, donate_argnums=1, out_shardings=cache)
-        self._copy = jax.jit(_copy_program, donate_argnums=0, static_argnums=3, out_shardings=cache)
-        self._resize = jax.jit(_resize_program, static_argnums=1, out_shardings=cache)
-        # Logits split over the vocabulary would make every draw several rounds between devices.
-        self._decode = jax.jit(self._decode_program, donate_argnums=1, out_shardings=(replicated, cache))
-        self._score = jax.jit(self._score_program, out_shardings=replicated)
+        jit = functools.partial(jax.jit, donate_argnums=1)
+        self._prefill = jit(self._prefill_program, out_shardings=(replicated, cache))
+        self._decode = jit(self._decode_program, static_argnames="num_top", out_shardings=(replicated, cache))
+        self._verify = jit(self._verify_program, out_shardings=(replicated, cache))
+        self._score = jit(self._score_program, static_argnames="num_top", out_shardings=(replicated, cache))
+        self._copy = jax.jit(_copy_program, donate_argnums=0, out_shardings=cache)
 
-    # --- called by the worker, with host arrays ---
+    @property
+    def cache_bytes(self) -> int:
+        config, shapes = self._config, self.shapes
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.placement.dtype.itemsize
+        return per_token * shapes.num_pages * shapes.page_size
 
-    def new_cache(self, length: int) -> Cache:
-        config, placement = self._config, self.placement
-        shape = (self._num_slots, config.num_kv_heads, self.length_bucket(length), config.head_dim)
-        zeros = functools.partial(jnp.zeros, shape, placement.dtype, device=placement.cache)
-        return [(zeros(), zeros()) for _ in range(config.num_layers)]
+    def new_cache(self) -> Cache:
+        config, shapes, placement = self._config, self.shapes, self.placement
+        sizes = (shapes.num_pages, config.num_kv_heads, shapes.page_size, config.head_dim)
+        keys, values = self._attention.layer_shapes(*sizes)
+        zeros = functools.partial(jnp.zeros, dtype=placement.dtype, device=placement.cache)
+        return [(zeros(keys), zeros(values)) for _ in range(config.num_layers)]
 
-    def fitted(self, cache: Cache, length: int) -> Cache:
-        """The same first `length` positions, with room for them and not much more, as a step reads all of the cache. The
-        gap between growing and shrinking keeps it from doing both in turn."""
-        length, now = self.length_bucket(length), cache[0][0].shape[2]
-        return self._resize(cache, length) if length > now or 4 * length <= now else cache
+    # --- called by the worker, with host arrays; nothing is waited for ---
 
-    def prefill(self, params: Params, cache: Cache, work: Prefill) -> Cache:
-        """Fills the cache for prompts. Nothing is waited for: the next decode step comes after it on the device."""
-        if not work.prompts:
-            return cache
-        length = bucket(work.longest, min(MIN_PREFILL, self._max_length), self._max_length)
-        tokens = np.zeros((bucket(len(work.prompts), 1, self._num_slots), length), np.int32)
-        for row, prompt in zip(tokens, work.prompts):
-            row[: len(prompt)] = prompt
-        cache = self._prefill(params, cache, tokens, self._padded_slots(work.slots, len(tokens)))
-        if work.copies:
-            count = bucket(len(work.copies), 1, self._num_slots)
-            sources, targets = (self._padded_slots(slots, count) for slots in zip(*work.copies))
-            cache = self._copy(cache, sources, targets, length)
-        return cache
+    def prefill(self, params: Params, cache: Cache, chunk: Chunk) -> tuple[jax.Array, Cache]:
+        """The first result is nothing but a thing to wait for."""
+        return self._run("prefill", self._prefill, params, cache, chunk, shape=chunk.tokens.shape)
 
     def decode(
-        self, params: Params, cache: Cache, tokens: np.ndarray, positions: np.ndarray, settings: Settings
-    ) -> tuple[Drawn, Cache]:
-        """One step over the first `len(tokens)` slots: takes each slot's newest token, at its position, and draws the
-        next."""
-        logits, cache = self._decode(params, cache, tokens, positions)
-        return _sample(logits, positions + 1, settings), cache
+        self, params: Params, cache: Cache, rows: Rows, settings: Settings, steps: int, history: np.ndarray | None
+    ) -> tuple[Steps, Cache]:
+        """Up to `steps` tokens for each row. `history` is every row's sequence `[rows, max_length]`, padded with -1, and
+        given where some row has penalties, biases or wants alternatives."""
+        name, num_top = ("decode", 0) if history is None else ("decode rich", MAX_TOP_LOGPROBS)
+        shape = rows.tokens.shape
+        return self._run(
+            name, self._decode, params, cache, rows, settings, np.int32(steps), history, num_top=num_top, shape=shape
+        )
 
-    def score(self, params: Params, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Raw logprobs of each sequence's tokens but the first."""
-        length = bucket(max(map(len, sequences)), MIN_LENGTH, 1 << 30)
-        tokens = np.zeros((bucket(len(sequences), 1, 1 << 30), length), np.int32)
-        for row, sequence in zip(tokens, sequences):
-            row[: len(sequence)] = sequence
-        scores = np.asarray(self._score(params, tokens))
-        return [row[: len(sequence) - 1] for row, sequence in zip(scores, sequences)]
+    def verify(
+        self, params: Params, cache: Cache, rows: Rows, settings: Settings, guesses: np.ndarray | jax.Array
+    ) -> tuple[Steps, Cache]:
+        """Draws what follows the newest token and what follows each guess `[rows, guesses]`, as if each were right; those
+        that count are the first up to the first wrong guess. A guess of -1 is none."""
+        return self._run(
+            "verify", self._verify, params, cache, rows, settings, guesses, shape=(*rows.tokens.shape, guesses.shape[1])
+        )
 
-    def slot_bucket(self, count: int) -> int:
-        """Slots to step over when the first `count` hold all live sequences: all of them, a quarter, a sixteenth …"""
-        size = self._num_slots
-        while size > 1 and -(-size // 4) >= count:
-            size = -(-size // 4)
-        return size
+    def score(self, params: Params, cache: Cache, chunk: Chunk, num_top: int) -> tuple[tuple[jax.Array, ...], Cache]:
+        """Raw logprobs of the targets `[blocks, block]`, and the `num_top` likeliest tokens with theirs."""
+        name = "score with alternatives" if num_top else "score"
+        return self._run(name, self._score, params, cache, chunk, num_top=num_top, shape=chunk.tokens.shape)
 
-    def length_bucket(self, length: int) -> int:
-        return bucket(length, min(MIN_LENGTH, self._max_length), self._max_length)
+    def copy(self, cache: Cache, copies: Sequence[tuple[int, int]]) -> Cache:
+        """Pages `(from, to)`."""
+        done = 0
+        while done < len(copies):
+            part = copies[done : done + COPIES[-1]]
+            done += len(part)
+            padded = np.full((2, bucket(len(part), COPIES)), self.shapes.num_pages, np.int32)
+            padded[:, : len(part)] = np.array(part, np.int32).T
+            cache = self._run("copy", self._copy, cache, padded[0], padded[1], shape=padded.shape[1:])
+        return cache
 
-    def _padded_slots(self, slots: Sequence[int], count: int) -> np.ndarray:
-        """A slot that does not exist fills up; what is written there is dropped."""
-        return np.array([*slots, *[self._num_slots] * (count - len(slots))], np.int32)
+    def _run(self, name: str, program: Callable[..., Any], *args: Any, shape: tuple[int, ...], **static: Any) -> Any:
+        key = (name, *shape)
+        if key in self.compiled:
+            return program(*args, **static)
+        start = time.perf_counter()
+        result = program(*args, **static)
+        self.compiled[key] = time.perf_counter() - start
+        count, most = len(self.compiled), self.shapes.num_programs
+        log.info("compiled %s %s in %.1f s (%d of at most %d)", name, shape, self.compiled[key], count, most)
+        return result
 
     # --- traced ---
 
-    def _prefill_program(self, params: Params, cache: Cache, tokens: jax.Array, slots: jax.Array) -> Cache:
-        length = tokens.shape[1]
+    def _forward(
+        self, params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array, tables: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """Writes the tokens' keys and values into their pages; returns their final hidden states."""
 
         def attention(
             q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer, how: LayerAttention
         ) -> tuple[jax.Array, CacheLayer]:
-            out, _ = causal_attention(q, k, v, None, how)
-            keys, values = layer
-            keys = keys.at[slots, :, :length].set(k.swapaxes(1, 2), mode="drop")
-            values = values.at[slots, :, :length].set(v.swapaxes(1, 2), mode="drop")
-            return out, (keys, values)
+            layer = self._attention.write(layer, k, v, tables, positions)
+            return self._attention.attend(q, layer, tables, positions, how), layer
 
-        positions = jnp.arange(length, dtype=jnp.int32)[None]
-        return apply_layers(params, self._config, tokens, positions, attention, cache)[1]
+        return apply_layers(params, self._config, tokens, positions, attention, cache)
+
+    def _logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        # Split over the vocabulary, every draw would be several rounds between devices.
+        logits = unembed(params, self._config, hidden)
+        return jax.lax.with_sharding_constraint(logits, self.placement.replicated)
+
+    def _prefill_program(self, params: Params, cache: Cache, chunk: Chunk) -> tuple[jax.Array, Cache]:
+        hidden, cache = self._forward(params, cache, chunk.tokens, chunk.positions, chunk.tables)
+        return hidden[0, 0, 0], cache
 
     def _decode_program(
-        self, params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        num_rows = tokens.shape[0]
-        rows = jnp.arange(num_rows)
+        self,
+        params: Params,
+        cache: Cache,
+        rows: Rows,
+        settings: Settings,
+        steps: jax.Array,
+        history: jax.Array | None,
+        num_top: int,
+    ) -> tuple[Steps, Cache]:
+        num_rows, most = rows.tokens.shape[0], self.shapes.max_steps
+        counts = None if history is None else counts_of(history, settings.prompt_length, self._config.vocab_size)
 
-        def attention(
-            q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer, how: LayerAttention
-        ) -> tuple[jax.Array, CacheLayer]:
-            keys, values = layer
-            keys = keys.at[rows, :, positions].set(k[:, 0])
-            values = values.at[rows, :, positions].set(v[:, 0])
-            seen_keys, seen_values = (x[:num_rows].swapaxes(1, 2) for x in (keys, values))
-            mask = visible(positions[:, None], keys.shape[2], how.window)
-            return attend(q, seen_keys, seen_values, mask, how), (keys, values)
+        class Loop(NamedTuple):
+            step: jax.Array
+            cache: Cache
+            tokens: jax.Array
+            positions: jax.Array
+            active: jax.Array
+            counts: Counts | None
+            out: Steps
 
-        hidden, cache = apply_layers(params, self._config, tokens[:, None], positions[:, None], attention, cache)
-        return unembed(params, self._config, hidden[:, 0]), cache
+        def one(loop: Loop) -> Loop:
+            positions = jnp.where(loop.active, loop.positions, -1)
+            hidden, cache = self._forward(params, loop.cache, loop.tokens[:, None], positions[:, None], rows.tables)
+            drawn = sample(self._logits(params, hidden[:, 0]), loop.positions + 1, settings, loop.counts, num_top)
+            out = loop.out
+            columns = (drawn.token, drawn.logprob, drawn.raw_logprob, drawn.top_ids, drawn.top_logprobs)
+            kept = [seen.at[loop.step].set(new) for seen, new in zip(out[:5], columns)]
+            num_drawn = out.num_drawn + loop.active
+            stopped = jnp.where(loop.active, drawn.stopped, out.stopped)
+            return Loop(
+                loop.step + 1,
+                cache,
+                jnp.where(loop.active, drawn.token, loop.tokens),
+                loop.positions + 1,
+                loop.active & ~drawn.stopped & (num_drawn < rows.room),
+                None if loop.counts is None else counts_with(loop.counts, drawn.token, loop.active),
+                Steps(*kept, num_drawn, stopped),
+            )
 
-    def _score_program(self, params: Params, tokens: jax.Array) -> jax.Array:
-        rows, length = tokens.shape
-        positions = jnp.arange(length, dtype=jnp.int32)[None]
-        hidden, _ = apply_layers(params, self._config, tokens, positions, causal_attention, None)
-        targets = jnp.roll(tokens, -1, axis=1)  # the last column is meaningless, and cut off
-        block = length  # a power of two, and so are its halves
-        while block > 1 and rows * block * self._config.vocab_size > MAX_SCORE_LOGITS:
-            block //= 2
-        blocked = (hidden.reshape(rows, -1, block, hidden.shape[-1]), targets.reshape(rows, -1, block))
+        def empty(dtype: Any, *shape: int) -> jax.Array:
+            return jnp.zeros((most, num_rows, *shape), dtype)
 
-        def one_block(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return token_logprobs(unembed(params, self._config, pair[0]), pair[1])
+        out = Steps(
+            empty(jnp.int32),
+            empty(jnp.float32),
+            empty(jnp.float32),
+            empty(jnp.int32, num_top),
+            empty(jnp.float32, num_top),
+            jnp.zeros(num_rows, jnp.int32),
+            jnp.zeros(num_rows, bool),
+        )
+        active = (rows.positions >= 0) & (rows.room > 0)
+        start = Loop(jnp.int32(0), cache, rows.tokens, rows.positions, active, counts, out)
+        end = jax.lax.while_loop(lambda loop: (loop.step < steps) & loop.active.any(), one, start)
+        return end.out, end.cache
 
-        scores = jax.lax.map(one_block, jax.tree.map(lambda x: x.swapaxes(0, 1), blocked))
-        return scores.swapaxes(0, 1).reshape(rows, length)[:, :-1]
+    def _verify_program(
+        self, params: Params, cache: Cache, rows: Rows, settings: Settings, guesses: jax.Array
+    ) -> tuple[Steps, Cache]:
+        num_rows, width = guesses.shape[0], guesses.shape[1] + 1
+        offsets = jnp.arange(width)
+        tokens = jnp.concatenate((rows.tokens[:, None], jnp.maximum(guesses, 0)), axis=1)
+        real = jnp.concatenate((rows.positions[:, None] >= 0, guesses >= 0), axis=1) & (offsets < rows.room[:, None])
+        positions = jnp.where(real, rows.positions[:, None] + offsets, -1)
+        hidden, cache = self._forward(params, cache, tokens, positions, rows.tables)
+        logits = self._logits(params, hidden.reshape(num_rows * width, -1))
+        each = jax.tree.map(lambda column: jnp.repeat(column, width, axis=0), settings)
+        drawn = sample(logits, (rows.positions[:, None] + offsets + 1).reshape(-1), each, None, 0)
+        token, logprob, raw, stopped = (
+            x.reshape(num_rows, width) for x in (drawn.token, drawn.logprob, drawn.raw_logprob, drawn.stopped)
+        )
+        # Draw i counts if all guesses before it were right and none of the draws before it ended the sequence.
+        right = (token[:, :-1] == guesses) & real[:, 1:] & ~stopped[:, :-1]
+        counts = jnp.concatenate((real[:, :1], right), axis=1).astype(jnp.int32)
+        num_drawn = jnp.cumprod(counts, axis=1).sum(axis=1)
+        last = jnp.maximum(num_drawn - 1, 0)[:, None]
+        ended = jnp.take_along_axis(stopped, last, axis=1)[:, 0] & (num_drawn > 0)
+        none = jnp.zeros((width, num_rows, 0))
+        return Steps(token.T, logprob.T, raw.T, none, none, num_drawn, ended), cache
+
+    def _score_program(
+        self, params: Params, cache: Cache, chunk: Chunk, num_top: int
+    ) -> tuple[tuple[jax.Array, ...], Cache]:
+        hidden, cache = self._forward(params, cache, chunk.tokens, chunk.positions, chunk.tables)
+        count, block = chunk.tokens.shape
+        flat = hidden.reshape(count * block, -1)
+        part = count * block
+        while part > 8 and part % 2 == 0 and part * self._config.vocab_size > MAX_LOGITS:
+            part //= 2
+
+        def one_part(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            logits = self._logits(params, pair[0])
+            scores = token_logprobs(logits, pair[1])
+            if not num_top:
+                return (scores,)
+            best, ids = jax.lax.top_k(logits, num_top)
+            return scores, ids, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+        assert chunk.targets is not None, "scoring needs targets"
+        parts = (flat.reshape(-1, part, flat.shape[-1]), chunk.targets.reshape(-1, part))
+        found = jax.lax.map(one_part, parts)
+        return tuple(x.reshape(count, block, *x.shape[2:]) for x in found), cache
 
 
-def _copy_program(cache: Cache, sources: jax.Array, targets: jax.Array, length: int) -> Cache:
-    def copied(x: jax.Array) -> jax.Array:
-        return x.at[targets, :, :length].set(x.at[sources, :, :length].get(mode="clip"), mode="drop")
-
-    return jax.tree.map(copied, cache)
-
-
-def _resize_program(cache: Cache, length: int) -> Cache:
-    def resized(x: jax.Array) -> jax.Array:
-        x = x[:, :, :length]
-        return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
-
-    return jax.tree.map(resized, cache)
+def _copy_program(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+    return jax.tree.map(lambda x: x.at[targets].set(x.at[sources].get(mode="clip"), mode="drop"), cache)

@@ -1,185 +1,288 @@
-"""Who runs next: slots, a waiting queue, and what each sequence has produced. Plain Python, no JAX.
+"""Who runs next: pages, a waiting queue, and one plan per round trip. Plain Python, no JAX.
 
-A request becomes `n` samples. A sample waits (first come, first served), gets a slot of the KV cache, gains one token
-per step, and leaves when it is finished, cancelled or failed."""
+    waiting ──admit──► prefilling ──all but the newest token computed──► running ──finished──► gone
+       ▲                   │                                               │
+       └──── preempted (pages ran out), or all put back (sleep, recompute) ┘
+
+A sample that is put back keeps its tokens; its cache is computed again when its turn comes, as far as the prefix tree does
+not still have it."""
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, TypeAlias
 
-from slipstream.errors import SlipstreamError
-from slipstream.types import FinishReason, SamplingParams, VersionSpan
-
-
-class Job(Protocol):
-    """Whom to tell: one call of `generate`. The scheduler only carries it."""
-
-    def deliver(self, outcomes: list[Sample | Failed]) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request under way: what its samples share. Compared by identity, as ids may repeat between callers."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    seed: int
-    limit: int
-    """Most tokens to generate: `max_tokens`, or what the context leaves."""
-    stop: frozenset[int]
-    job: Job
-
-    def samples(self) -> list[Sample]:
-        return [Sample(self, index) for index in range(self.sampling.n)]
-
-
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One sample of a request, waiting or in a slot."""
-
-    ticket: Ticket
-    sample_index: int
-    slot: int = -1
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """`(version, start)` wherever the version changed."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        if self.tokens and self.tokens[-1] in self.ticket.stop:
-            return "stop"
-        return "length" if len(self.tokens) >= self.ticket.limit else None
-
-    @property
-    def spans(self) -> tuple[VersionSpan, ...]:
-        stops = [start for _, start in self.versions[1:]] + [len(self.tokens)]
-        return tuple(VersionSpan(version, start, stop) for (version, start), stop in zip(self.versions, stops))
-
-    @property
-    def length(self) -> int:
-        return len(self.ticket.prompt) + len(self.tokens)
-
-    def append(self, token: int, logprob: float, raw_logprob: float, version: int) -> None:
-        if not self.versions or self.versions[-1][0] != version:
-            self.versions.append((version, len(self.tokens)))
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.raw_logprobs.append(raw_logprob)
+from slipstream.engines.embedded.pages import PagePool
+from slipstream.engines.embedded.queue import FairQueue
+from slipstream.engines.embedded.radix import PrefixTree
+from slipstream.engines.embedded.sequence import Sample, Ticket
+from slipstream.engines.embedded.shapes import Shapes
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A request that ends without its remaining samples."""
+class Piece:
+    """Positions `[start, stop)` of a sample that are computed in this tick."""
 
-    ticket: Ticket
-    error: SlipstreamError
+    sample: Sample
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Tick:
+    """One round trip: copies, then prefill and scoring, then decoding. Samples whose prefill ends here decode here."""
+
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    prefill: list[Piece] = field(default_factory=list)
+    scoring: list[Piece] = field(default_factory=list)
+    decode: list[Sample] = field(default_factory=list)
+    room: list[int] = field(default_factory=list)
+    """Tokens that each sample of `decode` has pages for, at most its own limit."""
+    steps: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.copies or self.prefill or self.scoring or self.decode)
+
+
+Entry: TypeAlias = Literal["entered", "follows", "no pages"]
+"""`follows`: another sample is computing the beginning of this one."""
 
 
 class Scheduler:
-    """Slots are handed out lowest first, so that few live samples lie in the first few slots."""
+    """`plan` a tick, run it, `finish_prefill` and `record` what came of it, and again."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.waiting: deque[Sample] = deque()
-        self.running: dict[int, Sample] = {}
-        """By slot."""
-        self.free = list(range(num_slots))
+    def __init__(self, shapes: Shapes, max_samples: int, prefix_cache: bool = True) -> None:
+        self._shapes, self._max_samples = shapes, max_samples
+        self.pool = PagePool(shapes.num_pages)
+        self.tree = PrefixTree(self.pool, shapes.page_size) if prefix_cache else None
+        self.waiting: FairQueue[Sample] = FairQueue()
+        self.prefilling: dict[Sample, None] = {}
+        self.running: dict[Sample, None] = {}
+        self._arrivals = itertools.count()
+        self._version = -1
+        self._scored: dict[int, list[float]] = {}
+        """Raw logprobs of the tokens that follow those of a page, for pages that were scored."""
+        self.num_preemptions = self.prefill_tokens = 0
+
+    # --- who is there ---
 
     def add(self, samples: Iterable[Sample]) -> None:
-        self.waiting.extend(samples)
-
-    def admit(self, max_prefill_tokens: int) -> list[Sample]:
-        """Moves samples from the queue into free slots, in order, while their distinct prompts, padded to the longest,
-        make at most `max_prefill_tokens`. The first is admitted whatever its length."""
-        admitted: list[Sample] = []
-        prompts: set[tuple[int, ...]] = set()
-        longest = 0
-        while self.waiting and self.free:
-            prompt = self.waiting[0].ticket.prompt
-            longest = max(longest, len(prompt))
-            prompts.add(prompt)
-            if admitted and len(prompts) * longest > max_prefill_tokens:
-                break
-            sample = self.waiting.popleft()
-            sample.slot = heapq.heappop(self.free)
-            self.running[sample.slot] = sample
-            admitted.append(sample)
-        return admitted
-
-    def record(
-        self, tokens: Sequence[int], logprobs: Sequence[float], raw_logprobs: Sequence[float], version: int
-    ) -> list[Sample]:
-        """Gives every running sample the token of its slot, drawn under `version`. Returns those that are finished;
-        their slots are free again."""
-        finished = []
-        for slot, sample in self.running.items():
-            sample.append(tokens[slot], logprobs[slot], raw_logprobs[slot], version)
-            if sample.finish_reason is not None:
-                finished.append(sample)
-        for sample in finished:
-            self._release(sample)
-        return finished
-
-    def drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Removes all samples of the tickets that `unwanted` picks, running or waiting, and returns those tickets."""
-        dropped = {s.ticket: None for s in (*self.running.values(), *self.waiting) if unwanted(s.ticket)}
-        self.waiting = deque(s for s in self.waiting if s.ticket not in dropped)
-        for sample in [s for s in self.running.values() if s.ticket in dropped]:
-            self._release(sample)
-        return list(dropped)
-
-    def _release(self, sample: Sample) -> None:
-        del self.running[sample.slot]
-        heapq.heappush(self.free, sample.slot)
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """What must be computed before admitted samples can decode: each distinct prompt once, into the slot of its first
-    sample, and copies from there to the slots of the others."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    slots: tuple[int, ...]
-    copies: tuple[tuple[int, int], ...]
-    """`(from slot, to slot)`."""
+        for sample in samples:
+            sample.arrival = next(self._arrivals)
+            self.waiting.push(sample, sample.ticket.priority, sample.ticket.job)
 
     @property
-    def longest(self) -> int:
-        return max((len(prompt) for prompt in self.prompts), default=0)
+    def live(self) -> list[Sample]:
+        return [*self.prefilling, *self.running]
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
 
-def plan_prefill(admitted: Iterable[Sample]) -> Prefill:
-    """The last token of a prompt is left out: the decode step takes it, and so all sampling happens in one place. A
-    prompt of one token needs no prefill."""
-    homes: dict[tuple[int, ...], int] = {}
-    copies = []
-    for sample in admitted:
-        prompt = sample.ticket.prompt[:-1]
-        if prompt in homes:
-            copies.append((homes[prompt], sample.slot))
-        elif prompt:
-            homes[prompt] = sample.slot
-    return Prefill(tuple(homes), tuple(homes.values()), tuple(copies))
+    def drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Removes all samples of the tickets that `unwanted` picks, and returns those tickets."""
+        dropped = {s.ticket: None for s in (*self.live, *self.waiting) if unwanted(s.ticket)}
+        for sample in [s for s in self.live if s.ticket in dropped]:
+            self._leave(sample)
+        self.waiting.discard_if(lambda sample: sample.ticket in dropped)
+        return list(dropped)
 
+    def put_back(self, restart: bool = False) -> None:
+        """All live samples wait again, their pages free; with `restart` everyone begins anew from the prompt."""
+        for sample in sorted(self.live, key=lambda s: s.rank, reverse=True):
+            self._back(sample)
+        if restart:
+            for sample in self.waiting:
+                sample.restart()
 
-def plan_scoring(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of sequences to score together: of like length, at most `max_tokens` with padding to the longest."""
-    chunks: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if chunks and (len(chunks[-1]) + 1) * lengths[index] <= max_tokens:
-            chunks[-1].append(index)
-        else:
-            chunks.append([index])
-    return chunks
+    def new_version(self, version: int) -> None:
+        """What follows is computed by another policy: nothing cached serves anyone but its owner, who has a mix from now on.
+        Scores must be of one version, so those under way start again."""
+        self._version = version
+        self.forget_cached()
+        for sample in self.live:
+            sample.cache_version = -1
+            sample.pending.clear()
+            if sample.ticket.is_scoring:
+                self._back(sample)
+        for sample in self.waiting:
+            if sample.ticket.is_scoring:
+                sample.restart()
 
+    def forget_cached(self) -> None:
+        if self.tree is not None:
+            self.tree.clear()
+        self._scored.clear()
 
-def bucket(size: int, low: int, high: int) -> int:
-    """The smallest power of two that is at least `size` and `low`, capped at `high`. Shapes come from few buckets, so
-    that few programs are compiled."""
-    return min(max(low, 1 << max(size - 1, 0).bit_length()), high)
+    # --- the plan ---
+
+    def plan(self, steps: int, admit: bool = True) -> Tick:
+        """`steps` is how far to decode when nobody else waits for the device; where somebody does, one step."""
+        tick = Tick()
+        self._grow(steps)
+        budget = self._shapes.blocks[-1]
+        for sample in list(self.prefilling):
+            if budget > 0:
+                budget -= self._prefill(sample, tick, budget)
+        hurried = admit and self._admit(tick, budget)
+        tick.steps = 1 if hurried or self.prefilling else steps
+        tick.decode = list(self.running)
+        tick.room = [self._room(sample) for sample in tick.decode]
+        return tick
+
+    def _grow(self, steps: int) -> None:
+        """Pages for what the running samples will draw. When there are none, the last in line loses its own."""
+        for sample in list(self.running):
+            if sample not in self.running:
+                continue  # preempted for one before it
+            if self._extend(sample, min(sample.length - 1 + steps, sample.end - 1)):
+                continue
+            while sample in self.running and not self._extend(sample, sample.length):
+                self._back(max(self.live, key=lambda s: s.rank))
+                self.num_preemptions += 1
+
+    def _room(self, sample: Sample) -> int:
+        """Tokens that it can draw: the newest one is written into the cache first, the last one drawn is not."""
+        capacity = len(sample.pages) * self._shapes.page_size
+        return min(capacity - (sample.length - 1), sample.end - sample.length)
+
+    def _extend(self, sample: Sample, tokens: int) -> bool:
+        needed = self._shapes.num_pages_for(tokens) - len(sample.pages)
+        if needed <= 0:
+            return True
+        pages = self._take(needed)
+        sample.pages += pages or []
+        return pages is not None
+
+    def _take(self, count: int, reserve: int = 0) -> list[int] | None:
+        """New pages, if as many as `reserve` are left after that."""
+        lacking = count + reserve - self.pool.num_free
+        if lacking > 0 and self.tree is not None:
+            lacking -= self.tree.evict(lacking)
+        pages = None if lacking > 0 else self.pool.take(count)
+        for page in pages or ():
+            self._scored.pop(page, None)
+        return pages
+
+    def _prefill(self, sample: Sample, tick: Tick, budget: int) -> int:
+        """Plans as much of the sample's prefill as `budget` blocks hold; returns how many it takes."""
+        start = sample.num_computed
+        stop = min(sample.prefill_end, start + budget * self._shapes.block)
+        (tick.scoring if sample.ticket.is_scoring else tick.prefill).append(Piece(sample, start, stop))
+        sample.num_computed = stop
+        self.prefill_tokens += stop - start
+        if stop == sample.prefill_end and not sample.ticket.is_scoring:
+            del self.prefilling[sample]
+            self.running[sample] = None
+        return -(-(stop - start) // self._shapes.block)
+
+    def _admit(self, tick: Tick, budget: int) -> bool:
+        """Lets waiting samples in, in order, and says whether some could come in soon: after this prefill."""
+        num_live = len(self.prefilling) + len(self.running)
+        held_up = False
+        for sample in self.waiting.candidates(Counter(s.ticket.job for s in self.live)):
+            if num_live >= self._max_samples:
+                return held_up
+            if budget <= 0:
+                return True
+            entry = self._enter(sample, tick)
+            if entry == "no pages":
+                return held_up  # nobody overtakes it
+            if entry == "follows":
+                held_up = True
+                continue
+            self.waiting.remove(sample)
+            num_live += 1
+            if sample.num_computed < sample.prefill_end:
+                self.prefilling[sample] = None
+                budget -= self._prefill(sample, tick, budget)
+            else:
+                self.running[sample] = None
+        return held_up
+
+    def _enter(self, sample: Sample, tick: Tick) -> Entry:
+        """Gives a waiting sample its pages: shared ones where its beginning is cached, new ones for the rest."""
+        ids = sample.ids
+        shared: list[int] = []
+        copied, num_cached = None, 0
+        if self.tree is not None:
+            match = self.tree.match(ids, sample.prefill_end)
+            if match.pending:
+                return "follows"
+            shared, copied, num_cached = list(match.pages), match.partial, match.num_tokens
+            if sample.ticket.is_scoring:
+                shared, copied = self._scored_pages(sample, shared), None
+                num_cached = len(shared) * self._shapes.page_size
+        held = [*shared, *([] if copied is None else [copied])]
+        self.pool.hold(held)  # before anything is evicted to make room
+        # Some pages are left to those that run, so that a newcomer does not push one of them out at once.
+        new = self._take(self._shapes.num_pages_for(len(ids)) - len(shared), reserve=len(self.running) // 8)
+        if new is None:
+            self.pool.release(held)
+            return "no pages"
+        if copied is not None:
+            tick.copies.append((copied, new[0]))
+            self.pool.release([copied])  # it is read before anyone can write it: copies come first in a tick
+        sample.pages, sample.num_computed, sample.cache_version = [*shared, *new], num_cached, self._version
+        if self.tree is not None:
+            self.tree.count_hit(num_cached, sample.prefill_end)
+            if num_cached < sample.prefill_end:
+                sample.pending = self.tree.insert(ids[: sample.prefill_end], sample.pages, ready=False)
+        return "entered"
+
+    def _scored_pages(self, sample: Sample, shared: Sequence[int]) -> list[int]:
+        """Of the cached pages those whose logprobs are known too, as a score needs both. At least one position is left to
+        compute, and all where alternatives are asked for."""
+        sample.restart()
+        most = 0 if sample.ticket.sampling.top_logprobs else (sample.prefill_end - 1) // self._shapes.page_size
+        known = list(itertools.takewhile(self._scored.__contains__, shared[:most]))
+        for page in known:
+            sample.raw_logprobs += self._scored[page]
+        return known
+
+    # --- what came of it ---
+
+    def finish_prefill(self, tick: Tick) -> list[Sample]:
+        """The prefill of a tick was done. Returns samples that were to be scored and now are."""
+        for piece in (*tick.prefill, *tick.scoring):
+            if piece.stop == piece.sample.prefill_end and self.tree is not None:
+                self.tree.mark_ready(piece.sample.pending)
+                piece.sample.pending = []
+        done = [piece.sample for piece in tick.scoring if piece.stop == piece.sample.prefill_end]
+        for sample in done:
+            self._remember_scores(sample)
+            self._leave(sample)
+        return done
+
+    def _remember_scores(self, sample: Sample) -> None:
+        size = self._shapes.page_size
+        if self.tree is not None and sample.cache_version == self._version:
+            for index in range(sample.prefill_end // size):
+                self._scored[sample.pages[index]] = sample.raw_logprobs[index * size : (index + 1) * size]
+
+    def record(self, sample: Sample) -> bool:
+        """The sample has drawn tokens. Says whether it is finished, and then it is gone."""
+        sample.num_computed = sample.length - 1
+        if sample.finish_reason is None:
+            return False
+        if self.tree is not None and sample.cache_version == self._version:
+            # A finished sequence stays in the tree: the next turn of a conversation begins with it.
+            pages = sample.pages[: self._shapes.num_pages_for(sample.num_computed)]
+            self.tree.insert(sample.ids[: sample.num_computed], pages)
+        self._leave(sample)
+        return True
+
+    def _back(self, sample: Sample) -> None:
+        self._leave(sample)
+        self.waiting.push(sample, sample.ticket.priority, sample.ticket.job, front=True)
+
+    def _leave(self, sample: Sample) -> None:
+        del (self.prefilling if sample in self.prefilling else self.running)[sample]
+        if self.tree is not None and sample.pending:
+            self.tree.discard(sample.pending)
+        self.pool.release(sample.pages)
+        sample.pages, sample.pending, sample.num_computed, sample.cache_version = [], [], 0, -1

@@ -1,65 +1,70 @@
-"""The compute thread: runs commands at step boundaries, admits, decodes, retires. It alone touches the scheduler, the
-cache and the live weights, so none of them has a lock; other threads hand it commands."""
+"""The thread on which the engine computes: it alone touches the device, the scheduler and the policy that serves."""
 
 from __future__ import annotations
 
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
-import jax
-import numpy as np
-
-from slipstream.engines.embedded.programs import Cache, Programs
-from slipstream.engines.embedded.sampling import Settings
-from slipstream.engines.embedded.scheduler import Failed, Job, Sample, Scheduler, Ticket, plan_prefill
+from slipstream.engines.embedded.executor import Executor, Outcome, Policy
+from slipstream.engines.embedded.scheduler import Scheduler, Tick
+from slipstream.engines.embedded.sequence import Failed, Job, Sample, Ticket
 from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion
-from slipstream.model.decoder import Params
-from slipstream.types import CommitReport, InFlight
+from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
 
-MAX_PREFILL_TOKENS = 8192
+TICK_SECONDS = 0.03
+"""A round trip is as many decode steps as take about this long: new requests, commits and cancellations wait for it."""
 
+COUNTED = ("ticks", "decode_steps", "decode_rows", "generated_tokens", "guessed_tokens", "accepted_tokens")
 
-class Policy(NamedTuple):
-    params: Params
-    version: int
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Swap:
     policy: Policy
+    in_flight: InFlight
     called: float
     done: Future[CommitReport]
 
 
-@dataclass(slots=True, eq=False)
-class _Scoring:
-    sequences: Sequence[Sequence[int]]
-    done: Future[tuple[list[np.ndarray], int]]
+class _Stepping(NamedTuple):
+    """How long decode steps take, to choose how many to run at once."""
+
+    seconds: float = 0.0
+
+    def seen(self, steps: int, seconds: float) -> _Stepping:
+        each = seconds / max(steps, 1)
+        return _Stepping(each if not self.seconds else 0.7 * self.seconds + 0.3 * each)
+
+    def steps(self, most: int) -> int:
+        return most if not self.seconds else min(max(int(TICK_SECONDS / self.seconds), 1), most)
 
 
 class Worker:
-    """Samples that share a step share its weights: a swap happens between two steps, never inside one."""
+    """Samples that share a step share its weights: a swap happens between two ticks, never inside one."""
 
-    def __init__(self, programs: Programs, num_slots: int, policy: Policy | None, name: str) -> None:
-        self._name, self._programs, self._policy = name, programs, policy
-        self._scheduler = Scheduler(num_slots)
-        self._settings = Settings.for_slots(num_slots)
-        self._tokens = np.zeros(num_slots, np.int32)
-        """Newest token of each slot, not yet in the cache."""
-        self._positions = np.zeros(num_slots, np.int32)
-        """Where that token stands in its sequence."""
-        self._cache: Cache | None = None
-        self._scoring: deque[_Scoring] = deque()
+    def __init__(self, executor: Executor, scheduler: Scheduler, policy: Policy | None, name: str) -> None:
+        self._name, self._executor, self._scheduler = name, executor, scheduler
+        self._policy: Policy | None = None
+        self._stepping = _Stepping()
         self._waiting_swaps: list[_Swap] = []
         """Until the running samples are finished; meanwhile none is admitted."""
+        self._asleep: set[MemoryTag] = set()
+        self._paused = False
         self._commands: list[Callable[[], object]] = []
         self._closing = False
+        self._outbox: list[Sample | Failed] = []
+        """Finished, and delivered while the device works on the next tick."""
+        self._seconds: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        if policy is not None:
+            self._set_policy(policy)
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"slipstream-{name}", daemon=True)
         self._thread.start()
@@ -72,34 +77,42 @@ class Worker:
         return -1 if policy is None else policy.version
 
     @property
-    def params(self) -> Params | None:
-        policy = self._policy
-        return None if policy is None else policy.params
+    def policy(self) -> Policy | None:
+        return self._policy
 
     def add(self, tickets: Sequence[Ticket]) -> None:
         samples = [sample for ticket in tickets for sample in ticket.samples()]
         self._submit(lambda: self._scheduler.add(samples))
 
     def cancel(self, job: Job) -> None:
-        """Frees the slots of a job whose caller has gone."""
-        self._submit(lambda: self._drop(lambda ticket: ticket.job is job))
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> Future[tuple[list[np.ndarray], int]]:
-        """Raw logprobs and the version they were computed with; sequences of one call run together."""
-        work = _Scoring(sequences, Future())
-        self._submit(lambda: self._scoring.append(work))
-        return work.done
+        """Frees the pages of a job whose caller has gone."""
+        self._submit(lambda: self._scheduler.drop(lambda ticket: ticket.job is job))
 
     def swap(self, policy: Policy, in_flight: InFlight) -> Future[CommitReport]:
-        swap = _Swap(policy, time.perf_counter(), Future())
-        self._submit(lambda: self._swap(swap) if in_flight == "keep" else self._waiting_swaps.append(swap))
+        swap = _Swap(policy, in_flight, time.perf_counter(), Future())
+        waits = in_flight == "finish"
+        self._submit(lambda: self._waiting_swaps.append(swap) if waits else self._swap(swap))
         return swap.done
 
     def forget_swap(self, version: int) -> Future[None]:
         """Calls off a swap that still waits for running samples."""
-        done: Future[None] = Future()
-        self._submit(lambda: self._forget_swap(version, done))
-        return done
+        return self._call(lambda: self._forget_swap(version))
+
+    def pause(self, paused: bool) -> Future[None]:
+        """Done between two ticks: afterwards none runs."""
+        return self._call(lambda: setattr(self, "_paused", paused))
+
+    def sleep(self, level: int) -> Future[MemoryReport]:
+        return self._call(lambda: self._sleep(level))
+
+    def wake(self, tags: Sequence[MemoryTag]) -> Future[MemoryReport]:
+        return self._call(lambda: self._wake_up(tags))
+
+    def memory(self) -> Future[MemoryReport]:
+        return self._call(self._memory)
+
+    def stats(self) -> Future[dict[str, float]]:
+        return self._call(self._stats)
 
     def close(self) -> None:
         """Fails what is unfinished with `EngineLost` and joins the thread."""
@@ -107,6 +120,21 @@ class Worker:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+
+    def _call(self, work: Callable[[], T]) -> Future[T]:
+        """Runs `work` between two ticks."""
+        done: Future[T] = Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._submit(command)
+        return done
 
     def _submit(self, command: Callable[[], object]) -> None:
         with self._wake:
@@ -120,140 +148,162 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._commands or self._closing or self._has_work())
+                self._wake.wait_for(lambda: self._commands or self._closing or self._outbox or self._can_work)
                 commands, self._commands = self._commands, []
                 closing = self._closing
             for command in commands:
                 command()
             if closing:
                 return self._abandon(EngineLost(f"engine {self._name!r} was closed before this was finished"))
-            self._step()
+            if self._can_work:
+                self._tick()
+            self._deliver()
 
-    def _has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting or self._scoring or self._waiting_swaps)
+    @property
+    def _can_work(self) -> bool:
+        if self._waiting_swaps and not self._scheduler.live:
+            return True
+        awake = not (self._asleep or self._paused) and self._policy is not None
+        return awake and bool(self._scheduler.live or (self._scheduler.waiting and not self._waiting_swaps))
 
-    def _step(self) -> None:
-        try:
-            if not self._waiting_swaps:
-                self._admit()
-            if self._scheduler.running:
-                self._decode()
-        except Exception:
-            self._fail_running()
-        if self._scoring:
-            self._score(self._scoring.popleft())
-        if not self._scheduler.running:
+    def _tick(self) -> None:
+        """Plan, dispatch, tell those that finished before, wait for the device, record."""
+        scheduler = self._scheduler
+        if self._waiting_swaps and not scheduler.live:
             while self._waiting_swaps:
                 self._swap(self._waiting_swaps.pop(0))
-
-    def _admit(self) -> None:
-        admitted = self._scheduler.admit(MAX_PREFILL_TOKENS)
-        if not admitted:
-            return
-        for sample in admitted:
-            slot, ticket = sample.slot, sample.ticket
-            self._settings.put(slot, ticket.sampling, ticket.seed, sample.sample_index)
-            self._tokens[slot], self._positions[slot] = ticket.prompt[-1], len(ticket.prompt) - 1
-        work = plan_prefill(admitted)
-        self._cache = self._programs.prefill(self._live.params, self._cache_for(self._longest), work)
-
-    def _decode(self) -> None:
-        slots = list(self._scheduler.running)
-        count = self._programs.slot_bucket(max(slots) + 1)
-        drawn, self._cache = self._programs.decode(
-            self._live.params,
-            self._cache_for(self._longest),
-            self._tokens[:count].copy(),
-            self._positions[:count].copy(),
-            self._settings.first(count),
-        )
-        tokens, logprobs, raw_logprobs = jax.device_get(drawn)
-        self._tokens[slots] = tokens[slots]
-        self._positions[slots] += 1
-        finished = self._scheduler.record(tokens.tolist(), logprobs.tolist(), raw_logprobs.tolist(), self._live.version)
-        if finished:
-            self._clear_free_slots()
-            _deliver(finished)
-
-    def _score(self, work: _Scoring) -> None:
-        if not work.done.set_running_or_notify_cancel():
             return
         try:
-            work.done.set_result((self._programs.score(self._live.params, work.sequences), self._live.version))
-        except SlipstreamError as error:
-            work.done.set_exception(error)
+            policy, started = self._serving, time.perf_counter()
+            tick = scheduler.plan(self._stepping.steps(self._executor.max_steps), admit=not self._waiting_swaps)
+            if tick.is_empty:
+                raise RuntimeError("requests wait, nothing runs, and nothing could be admitted")
+            flight = self._executor.dispatch(policy, tick)
+            self._deliver()
+            dispatched = time.perf_counter()
+            outcome = flight.wait(policy.version)
+            landed = time.perf_counter()
+            self._outbox += scheduler.finish_prefill(tick)
+            self._outbox += [sample for sample in tick.decode if scheduler.record(sample)]
         except Exception:
-            work.done.set_exception(self._failure())
+            return self._fail_live()
+        self._count(tick, outcome, dispatched - started + time.perf_counter() - landed)
+
+    def _count(self, tick: Tick, outcome: Outcome, host_seconds: float) -> None:
+        if outcome.num_steps:
+            self._stepping = self._stepping.seen(outcome.num_steps, outcome.decode_seconds)
+        self._seconds["prefill"] += outcome.prefill_seconds
+        self._seconds["decode"] += outcome.decode_seconds
+        self._seconds["host"] += host_seconds
+        self._counts["ticks"] += 1
+        self._counts["decode_steps"] += outcome.num_steps
+        self._counts["decode_rows"] += len(tick.decode) * outcome.num_steps
+        self._counts["generated_tokens"] += outcome.num_drawn
+        self._counts["guessed_tokens"] += outcome.num_guessed
+        self._counts["accepted_tokens"] += outcome.num_accepted
+
+    def _stats(self) -> dict[str, float]:
+        scheduler, executor = self._scheduler, self._executor
+        tree = scheduler.tree
+        return {
+            **{name: self._counts[name] for name in COUNTED},
+            **{f"{phase}_seconds": self._seconds[phase] for phase in ("prefill", "decode", "host")},
+            "prefill_tokens": scheduler.prefill_tokens,
+            "hit_tokens": tree.hit_tokens if tree else 0,
+            "looked_up_tokens": tree.looked_up_tokens if tree else 0,
+            "evicted_pages": tree.evicted_pages if tree else 0,
+            "cached_pages": tree.num_pages if tree else 0,
+            "free_pages": scheduler.pool.num_free,
+            "num_pages": scheduler.pool.num_pages,
+            "preemptions": scheduler.num_preemptions,
+            "num_programs": executor.num_programs,
+            "compile_seconds": executor.compile_seconds,
+        }
+
+    # --- versions ---
 
     def _swap(self, swap: _Swap) -> None:
         if not swap.done.set_running_or_notify_cancel():
             return
         boundary = time.perf_counter()
-        self._policy = swap.policy  # the old weights are freed here, unless someone else holds them
+        if swap.in_flight in ("recompute", "requeue"):
+            self._scheduler.put_back(restart=swap.in_flight == "requeue")
+        self._set_policy(swap.policy)
         swap.done.set_result(CommitReport(time.perf_counter() - boundary, boundary - swap.called))
 
-    def _forget_swap(self, version: int, done: Future[None]) -> None:
+    def _set_policy(self, policy: Policy) -> None:
+        self._policy = self._executor.placed(policy)  # the old weights are freed here, unless someone else holds them
+        self._asleep.discard("weights")
+        self._scheduler.new_version(policy.version)
+
+    def _forget_swap(self, version: int) -> None:
         forgotten = [swap for swap in self._waiting_swaps if swap.policy.version == version]
         self._waiting_swaps = [swap for swap in self._waiting_swaps if swap not in forgotten]
         for swap in forgotten:
             _fail(swap.done, UnknownVersion(f"version {version} was rolled back while its commit waited"))
-        if done.set_running_or_notify_cancel():
-            done.set_result(None)
 
-    def _fail_running(self) -> None:
-        """Ends the requests that were in the failed step; those that still wait go on. The cache went into the step and
-        may be gone."""
-        error, self._cache = self._failure(), None
-        failed = {sample.ticket for sample in self._scheduler.running.values()}
-        _deliver([Failed(ticket, error) for ticket in self._drop(failed.__contains__)])
+    # --- memory ---
+
+    def _sleep(self, level: int) -> MemoryReport:
+        """What runs is put back: it keeps its tokens, and its cache is computed again after waking."""
+        self._scheduler.put_back()
+        self._scheduler.forget_cached()
+        self._executor.drop_cache()
+        self._asleep.add("kv_cache")
+        if self._policy is not None and "weights" not in self._asleep:
+            self._policy = self._executor.without_weights(self._policy, keep=level == 1)
+            self._asleep.add("weights")
+        return self._memory()
+
+    def _wake_up(self, tags: Sequence[MemoryTag]) -> MemoryReport:
+        if "weights" in tags and "weights" in self._asleep:
+            assert self._policy is not None, "without a policy there are no weights to put to sleep"
+            if self._policy.params is None:
+                raise NotReady(
+                    f"engine {self._name!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them"
+                )
+            self._policy = self._executor.placed(self._policy)
+            self._asleep.discard("weights")
+        if "kv_cache" in tags and "kv_cache" in self._asleep:
+            self._executor.make_cache()
+            self._asleep.discard("kv_cache")
+        return self._memory()
+
+    def _memory(self) -> MemoryReport:
+        return self._executor.memory(self._policy, tuple(sorted(self._asleep)))
+
+    # --- ends ---
+
+    def _fail_live(self) -> None:
+        """Ends the requests that were in the failed tick; those that still wait go on. The cache went into the tick and may
+        be gone, and so is all that the prefix tree knew."""
+        error = EngineFailure(f"engine {self._name!r} failed inside a step:\n{traceback.format_exc().strip()}")
+        failed = {sample.ticket for sample in self._scheduler.live} or {s.ticket for s in self._scheduler.waiting}
+        self._outbox += [Failed(ticket, error) for ticket in self._scheduler.drop(failed.__contains__)]
+        self._scheduler.forget_cached()
+        self._executor.drop_cache()
 
     def _abandon(self, error: EngineLost) -> None:
-        _deliver([Failed(ticket, error) for ticket in self._drop(lambda _: True)])
-        for work in self._scoring:
-            _fail(work.done, error)
+        self._outbox += [Failed(ticket, error) for ticket in self._scheduler.drop(lambda _: True)]
+        self._deliver()
         for swap in self._waiting_swaps:
             _fail(swap.done, error)
 
-    def _drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
-        dropped = self._scheduler.drop(unwanted)
-        self._clear_free_slots()
-        return dropped
-
-    def _clear_free_slots(self) -> None:
-        """A free slot is stepped over like any other; cleared, it asks for no noise and no sort."""
-        free = self._scheduler.free
-        self._settings.clear(free)
-        self._tokens[free] = self._positions[free] = 0
-
-    def _cache_for(self, length: int) -> Cache:
-        """Memory follows the sequences there are, not the longest that is allowed. `length` is that of the longest."""
-        if self._cache is None:
-            return self._programs.new_cache(length)
-        return self._programs.fitted(self._cache, length)
+    def _deliver(self) -> None:
+        """Each job hears once per tick."""
+        outcomes, self._outbox = self._outbox, []
+        by_job: dict[Job, list[Sample | Failed]] = {}
+        for outcome in outcomes:
+            by_job.setdefault(outcome.ticket.job, []).append(outcome)
+        for job, items in by_job.items():
+            job.deliver(items)
 
     @property
-    def _longest(self) -> int:
-        return max(sample.length for sample in self._scheduler.running.values())
-
-    @property
-    def _live(self) -> Policy:
-        if self._policy is None:
-            raise NotReady(f"engine {self._name!r} has no weights yet")
+    def _serving(self) -> Policy:
+        assert self._policy is not None and self._policy.params is not None, "nothing runs without weights"
         return self._policy
 
-    def _failure(self) -> EngineFailure:
-        return EngineFailure(f"engine {self._name!r} failed inside a step:\n{traceback.format_exc().strip()}")
 
-
-def _fail(done: Future[Any], error: SlipstreamError) -> None:
+def _fail(done: Future[T], error: SlipstreamError) -> None:
     if done.set_running_or_notify_cancel():  # setting a cancelled future would raise, and end the thread
         done.set_exception(error)
-
-
-def _deliver(outcomes: Iterable[Sample | Failed]) -> None:
-    """Each job hears once per step."""
-    by_job: dict[Job, list[Sample | Failed]] = {}
-    for outcome in outcomes:
-        by_job.setdefault(outcome.ticket.job, []).append(outcome)
-    for job, items in by_job.items():
-        job.deliver(items)

@@ -1,0 +1,221 @@
+"""From a planned tick to arrays, programs and back. Owns the KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows, Steps
+from slipstream.engines.embedded.sampling import Settings, is_rich
+from slipstream.engines.embedded.scheduler import Piece, Tick
+from slipstream.engines.embedded.sequence import Sample
+from slipstream.engines.embedded.shapes import bucket
+from slipstream.engines.embedded.speculative import lookup
+from slipstream.model.decoder import Params
+from slipstream.types import MAX_TOP_LOGPROBS, TopLogprobs
+
+
+class Policy(NamedTuple):
+    params: Params | None
+    """None while the weights are asleep."""
+    version: int
+    draft: Params | None = None
+    """Of the draft model, where there is one: a part of the same version."""
+
+
+class Executor:
+    """`run` is the life of a tick on the device: dispatched as a whole, then waited for once."""
+
+    def __init__(self, programs: Programs, draft: Programs | None = None, guesses: int = 0) -> None:
+        self._programs, self._draft, self._guesses = programs, draft, guesses
+        self.shapes = programs.shapes
+        self._cache: Cache | None = None
+        self._draft_cache: Cache | None = None
+
+    @property
+    def max_steps(self) -> int:
+        return max(self.shapes.max_steps, self._guesses + 1)
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._programs.compiled) + (len(self._draft.compiled) if self._draft else 0)
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(self._programs.compiled.values()) + (sum(self._draft.compiled.values()) if self._draft else 0.0)
+
+    @property
+    def cache_bytes(self) -> int:
+        """On the device, now."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._cache, self._draft_cache)))
+
+    def drop_cache(self) -> None:
+        """Gives the pages' memory back. What was in them is gone."""
+        self._cache = self._draft_cache = None
+
+    def make_cache(self) -> None:
+        if self._cache is None:
+            self._cache = self._programs.new_cache()
+            self._draft_cache = self._draft.new_cache() if self._draft else None
+
+    def dispatch(self, policy: Policy, tick: Tick) -> Flight:
+        """Hands a tick to the device. Should it raise, the cache is gone: drop it."""
+        params, programs, draft = policy.params, self._programs, self._draft
+        assert params is not None, "no tick is planned while the weights are asleep"
+        self.make_cache()
+        cache, draft_cache = self._cache, self._draft_cache
+        self._cache = self._draft_cache = None
+        assert cache is not None
+        prefilled, scores, steps, num_guessed = None, None, None, 0
+        if tick.copies:
+            cache = programs.copy(cache, tick.copies)
+            if draft and draft_cache:
+                draft_cache = draft.copy(draft_cache, tick.copies)
+        if tick.prefill:
+            chunk = self._chunk(tick.prefill)
+            prefilled, cache = programs.prefill(params, cache, chunk)
+            if draft and draft_cache:
+                _, draft_cache = draft.prefill(policy.draft or {}, draft_cache, chunk)
+        if tick.scoring:
+            wants_top = any(piece.sample.ticket.sampling.top_logprobs for piece in tick.scoring)
+            chunk = self._chunk(tick.scoring)
+            scores, cache = programs.score(params, cache, chunk, MAX_TOP_LOGPROBS if wants_top else 0)
+        if tick.decode:
+            rows, settings = self._rows(tick), self._settings(tick.decode)
+            if any(is_rich(sample.ticket.sampling) for sample in tick.decode):
+                history = self._history(tick.decode, len(rows.tokens))
+                steps, cache = programs.decode(params, cache, rows, settings, tick.steps, history)
+            elif self._guesses:
+                guesses: Any
+                if draft and draft_cache:
+                    drafted, draft_cache = draft.decode(
+                        policy.draft or {}, draft_cache, rows, settings, self._guesses + 1, None
+                    )
+                    guesses = drafted.tokens[: self._guesses].T
+                    num_guessed = self._guesses * len(tick.decode)
+                else:
+                    guesses = self._lookups(tick.decode, len(rows.tokens))
+                    num_guessed = int((guesses >= 0).sum())
+                steps, cache = programs.verify(params, cache, rows, settings, guesses)
+            else:
+                steps, cache = programs.decode(params, cache, rows, settings, tick.steps, None)
+        self._cache, self._draft_cache = cache, draft_cache
+        return Flight(tick, prefilled, scores, steps, num_guessed, self.shapes.block)
+
+    # --- arrays ---
+
+    def _chunk(self, pieces: Sequence[Piece]) -> Chunk:
+        block = self.shapes.block
+        starts = [(piece, start) for piece in pieces for start in range(piece.start, piece.stop, block)]
+        count = bucket(len(starts), self.shapes.blocks)
+        tokens = np.zeros((count, block), np.int32)
+        targets = np.zeros((count, block), np.int32)
+        positions = np.full((count, block), -1, np.int32)
+        tables = np.zeros((count, self.shapes.table_width), np.int32)
+        ids = {piece.sample: np.array(piece.sample.ids, np.int32) for piece in pieces}
+        for row, (piece, start) in enumerate(starts):
+            stop, sequence = min(start + block, piece.stop), ids[piece.sample]
+            tokens[row, : stop - start] = sequence[start:stop]
+            targets[row, : stop - start] = sequence[start + 1 : stop + 1]
+            positions[row, : stop - start] = np.arange(start, stop)
+            tables[row, : len(piece.sample.pages)] = piece.sample.pages
+        return Chunk(tokens, positions, tables, targets if pieces[0].sample.ticket.is_scoring else None)
+
+    def _rows(self, tick: Tick) -> Rows:
+        samples = tick.decode
+        count = bucket(len(samples), self.shapes.rows)
+        tokens, room = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        positions = np.full(count, -1, np.int32)
+        tables = np.zeros((count, self.shapes.table_width), np.int32)
+        tokens[: len(samples)] = [(s.tokens or s.ticket.prompt)[-1] for s in samples]
+        positions[: len(samples)] = [s.length - 1 for s in samples]
+        room[: len(samples)] = tick.room
+        for row, sample in zip(tables, samples):
+            row[: len(sample.pages)] = sample.pages
+        return Rows(tokens, positions, room, tables)
+
+    def _settings(self, samples: Sequence[Sample]) -> Settings:
+        for sample in samples:
+            if sample.settings is None:
+                ticket = sample.ticket
+                sample.settings = Settings.row(
+                    ticket.sampling, ticket.seed, sample.sample_index, len(ticket.prompt), ticket.stop
+                )
+        return Settings.stack([s.settings for s in samples], bucket(len(samples), self.shapes.rows))
+
+    def _history(self, samples: Sequence[Sample], count: int) -> np.ndarray:
+        history = np.full((count, self.shapes.max_length), -1, np.int32)
+        for row, sample in zip(history, samples):
+            row[: sample.length] = sample.ids
+        return history
+
+    def _lookups(self, samples: Sequence[Sample], count: int) -> np.ndarray:
+        guesses = np.full((count, self._guesses), -1, np.int32)
+        for row, sample in zip(guesses, samples):
+            found = lookup(sample.ids, self._guesses)
+            row[: len(found)] = found
+        return guesses
+
+
+class Flight:
+    """A tick on the device."""
+
+    def __init__(self, tick: Tick, prefilled: Any, scores: Any, steps: Steps | None, guessed: int, block: int) -> None:
+        self._tick, self._prefilled, self._scores, self._steps = tick, prefilled, scores, steps
+        self._block, self._guessed = block, guessed
+        self.prefill_seconds = self.decode_seconds = 0.0
+
+    def wait(self, version: int) -> Outcome:
+        """Waits for the device and gives every sample what is its own."""
+        start = time.perf_counter()
+        if self._prefilled is not None:
+            self._prefilled.block_until_ready()
+        if self._scores is not None:
+            self._take_scores(jax.device_get(self._scores), version)
+        middle = time.perf_counter()
+        drawn = num_steps = num_accepted = 0
+        if self._steps is not None:
+            steps: Steps = jax.device_get(self._steps)
+            drawn, num_steps = int(steps.num_drawn.sum()), int(steps.num_drawn.max(initial=0))
+            self._take_steps(steps, version)
+            num_accepted = drawn - len(self._tick.decode) if self._guessed else 0
+        end = time.perf_counter()
+        return Outcome(middle - start, end - middle, drawn, num_steps, self._guessed, num_accepted)
+
+    def _take_scores(self, scores: Sequence[np.ndarray], version: int) -> None:
+        row = 0
+        for piece in self._tick.scoring:
+            count = -(-(piece.stop - piece.start) // self._block)
+            flat = [x[row : row + count].reshape(-1, *x.shape[2:])[: piece.stop - piece.start] for x in scores]
+            row += count
+            sample, num_top = piece.sample, piece.sample.ticket.sampling.top_logprobs
+            sample.raw_logprobs += flat[0].tolist()
+            sample.versions = [(version, 0)]
+            if num_top:
+                sample.tops += _tops(flat[1], flat[2], num_top)
+
+    def _take_steps(self, steps: Steps, version: int) -> None:
+        tokens, logprobs, raw = (np.asarray(x).T.tolist() for x in steps[:3])
+        for row, (sample, count) in enumerate(zip(self._tick.decode, steps.num_drawn.tolist())):
+            num_top = sample.ticket.sampling.top_logprobs
+            tops = _tops(steps.top_ids[:count, row], steps.top_logprobs[:count, row], num_top) if num_top else []
+            stopped = bool(steps.stopped[row])
+            sample.extend(tokens[row][:count], logprobs[row][:count], raw[row][:count], tops, stopped, version)
+
+
+class Outcome(NamedTuple):
+    prefill_seconds: float
+    decode_seconds: float
+    num_drawn: int
+    num_steps: int
+    num_guessed: int
+    num_accepted: int
+
+
+def _tops(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[TopLogprobs]:
+    pairs = zip(ids[:, :count].tolist(), logprobs[:, :count].tolist())
+    return [TopLogprobs(tuple(row_ids), tuple(row)) for row_ids, row in pairs]
