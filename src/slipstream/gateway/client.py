@@ -91,6 +91,8 @@ class GatewayFleet:
         return await self._control(pb.Control(sleep=pb.Sleep(level=level)), engine)
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]:
+        if tags is not None and not tags:  # on the wire, naming nothing names all
+            return await self.memory(engine)
         return await self._control(pb.Control(wake=pb.Wake(tags=tags or ())), engine)
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
