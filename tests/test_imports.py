@@ -55,6 +55,7 @@ def test_public_names():
     assert slipstream.__all__ == [
         "Bridge",
         "Completion",
+        "Engine",
         "EngineConfig",
         "Failure",
         "GatewayConfig",

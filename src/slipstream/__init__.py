@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slipstream.bridge import Bridge as Bridge
     from slipstream.config import EngineConfig as EngineConfig
     from slipstream.config import GatewayConfig as GatewayConfig
+    from slipstream.engines.library import Engine as Engine
     from slipstream.errors import SlipstreamError as SlipstreamError
     from slipstream.topology import connect as connect
     from slipstream.topology import inprocess as inprocess
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Bridge": "slipstream.bridge",
     "Completion": "slipstream.types",
+    "Engine": "slipstream.engines.library",
     "EngineConfig": "slipstream.config",
     "Failure": "slipstream.types",
     "GatewayConfig": "slipstream.config",

@@ -8,13 +8,14 @@ with slipstream.launch(model="path/to/model") as bridge:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from slipstream import portal
 from slipstream.errors import (
@@ -23,15 +24,20 @@ from slipstream.errors import (
     InvalidPrompt,
     InvalidSampling,
     NotReady,
+    RequestError,
     SlipstreamError,
+    Unsupported,
     UpdateInProgress,
 )
 from slipstream.types import (
+    MAX_TOP_LOGPROBS,
     Completion,
     EngineInfo,
     Failure,
     FleetStatus,
     InFlight,
+    MemoryReport,
+    MemoryTag,
     Prompt,
     Request,
     SamplingParams,
@@ -56,14 +62,25 @@ class Fleet(UpdateFleet, Protocol):
         self, requests: Sequence[Request], engine: str = ""
     ) -> AsyncGenerator[list[Completion | Failure], None]: ...
 
-    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "") -> list[Score]: ...
+    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
+
+    async def pause(self, engine: str = "") -> None: ...
+
+    async def resume(self, engine: str = "") -> None: ...
+
+    async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]: ...
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]: ...
+
+    async def memory(self, engine: str = "") -> dict[str, MemoryReport]: ...
 
     async def close(self) -> None: ...
 
 
 class Bridge:
-    """Made by `launch`, `connect` or `inprocess`. Synchronous; `generate` and `score` may be called from several threads,
-    also while `sync` runs. A context manager: leaving it ends what was started for it."""
+    """Made by `launch`, `connect` or `inprocess`. Synchronous, with twins to await for what takes long (`agenerate`,
+    `astream`, `ascore`). All but `sync` may be called from several threads, also while `sync` runs. A context manager:
+    leaving it ends what was started for it."""
 
     def __init__(
         self,
@@ -123,13 +140,16 @@ class Bridge:
                 )
             try:
                 report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed)
-            except FleetChanged:
+            except FleetChanged as changed:
+                why = changed
                 continue
             self._version = report.version
             if not report.lost:
                 self._known = (engines, report.version)
             return report
-        raise FleetChanged(f"engines came or went during each of {MAX_LOOKS} attempts to sync; see `slipstream status`")
+        raise FleetChanged(
+            f"the fleet changed during each of {MAX_LOOKS} attempts to sync; see `slipstream status`. The last time: {why}"
+        )
 
     def generate(
         self,
@@ -137,17 +157,24 @@ class Bridge:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         engine: str = "",
+        priority: int = 0,
     ) -> list[Completion]:
         """Completions in order: the `n` samples of the first prompt, then those of the second, and so on.
 
-        `sampling` is for all prompts, or one per prompt. Raises the first failure, if any prompt failed."""
-        rows: dict[tuple[int, int], Completion] = {}
-        for result in self.stream(prompts, sampling, engine=engine):
-            if isinstance(result, Failure):
-                index = _prompt_index(result.request_id)
-                raise type(result.error)(f"prompt {index} of {len(prompts)}: {result.error}")
-            rows[result.prompt_index, result.sample_index] = result
-        return [rows[key] for key in sorted(rows)]
+        `sampling` is for all prompts, or one per prompt. Of calls that wait for room, the one with the lower `priority`
+        goes first. Raises the first failure, if any prompt failed."""
+        return portal.run(self._generate(_requests(prompts, sampling, priority), engine))
+
+    async def agenerate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+    ) -> list[Completion]:
+        """`generate`, awaited on any event loop."""
+        return await portal.arun(self._generate(_requests(prompts, sampling, priority), engine))
 
     def stream(
         self,
@@ -155,31 +182,94 @@ class Bridge:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         engine: str = "",
+        priority: int = 0,
     ) -> Iterator[Completion | Failure]:
         """As `generate`, each completion as soon as it is finished, failures among them. Leaving it early cancels the rest."""
-        requests = _requests(prompts, sampling)
-        if not requests:
-            return
-        for batch in portal.iterate(self._batches(requests, engine)):
-            for result in batch:
-                if isinstance(result, Completion):
-                    result = dataclasses.replace(result, prompt_index=_prompt_index(result.request_id))
-                yield result
+        for batch in portal.iterate(self._batches(_requests(prompts, sampling, priority), engine)):
+            yield from batch
+
+    async def astream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[Completion | Failure, None]:
+        """`stream`, awaited on any event loop. Closing it cancels the rest."""
+        batches = self._batches(_requests(prompts, sampling, priority), engine)
+        async with contextlib.aclosing(portal.aiterate(batches)) as found:
+            async for batch in found:
+                for result in batch:
+                    yield result
+
+    async def _generate(self, requests: Sequence[Request], engine: str) -> list[Completion]:
+        rows: dict[tuple[int, int], Completion] = {}
+        async with contextlib.aclosing(self._batches(requests, engine)) as batches:
+            async for batch in batches:
+                for result in batch:
+                    if isinstance(result, Failure):
+                        index = _prompt_index(result.request_id)
+                        raise type(result.error)(f"prompt {index} of {len(requests)}: {result.error}")
+                    rows[result.prompt_index, result.sample_index] = result
+        return [rows[key] for key in sorted(rows)]
 
     async def _batches(
         self, requests: Sequence[Request], engine: str
     ) -> AsyncGenerator[list[Completion | Failure], None]:
+        if not requests:
+            return
         owed = sum(r.sampling.n for r in requests)
-        async for batch in self._fleet.generate(requests, engine):
-            owed -= sum(1 if isinstance(r, Completion) else _samples(requests, r) for r in batch)
-            yield batch
+        async with contextlib.aclosing(self._fleet.generate(requests, engine)) as batches:
+            async for batch in batches:
+                owed -= sum(1 if isinstance(r, Completion) else _samples(requests, r) for r in batch)
+                yield [_with_index(result) for result in batch]
         if owed > 0:
             raise EngineFailure(f"{owed} samples were not answered")
 
-    def score(self, sequences: Sequence[Sequence[int]], *, engine: str = "") -> list[Score]:
-        """Raw logprobs of token sequences under the current policy, in order."""
-        rows = [_token_ids(sequence) for sequence in sequences]
-        return portal.run(self._fleet.score(rows, engine)) if rows else []
+    def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
+        """Raw logprobs of token sequences under the current policy, in order; with `top_k`, also those of the likeliest
+        tokens at each position."""
+        return portal.run(self._score(_sequences(sequences, top_k), top_k, engine))
+
+    async def ascore(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
+        """`score`, awaited on any event loop."""
+        return await portal.arun(self._score(_sequences(sequences, top_k), top_k, engine))
+
+    async def _score(self, rows: Sequence[tuple[int, ...]], top_k: int, engine: str) -> list[Score]:
+        return await self._fleet.score(rows, engine, top_k) if rows else []
+
+    def pause(self, *, engine: str = "") -> None:
+        """Once this returns, no engine runs a step until `resume`. Requests wait, the KV cache is kept."""
+        portal.run(self._fleet.pause(engine))
+
+    def resume(self, *, engine: str = "") -> None:
+        portal.run(self._fleet.resume(engine))
+
+    def sleep(self, level: int = 1, *, engine: str = "") -> dict[str, MemoryReport]:
+        """Frees the engines' device memory, for a trainer that needs it; what each holds then, by engine.
+
+        Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops both, and the next `sync`, which
+        must be of all weights, brings new ones. Requests wait, and go on after `wake` with the tokens they have."""
+        if level not in (1, 2):
+            raise Unsupported(f"sleep has the levels 1 (weights to host memory) and 2 (weights dropped), got {level!r}")
+        if not self._syncing.acquire(blocking=False):
+            raise UpdateInProgress("bridge.sync is under way; engines sleep before or after it")
+        try:
+            if level == 2:
+                self._publisher.close()  # the engines hold nothing any more, so everything must be sent
+            return portal.run(self._fleet.sleep(level, engine))
+        finally:
+            self._syncing.release()
+
+    def wake(self, tags: MemoryTag | Sequence[MemoryTag] | None = None, *, engine: str = "") -> dict[str, MemoryReport]:
+        """Brings back `weights`, `kv_cache`, or all that is asleep. A trainer that is short of memory wakes the weights, or
+        syncs, and wakes the KV cache once its own memory is free."""
+        return portal.run(self._fleet.wake(_tags(tags), engine))
+
+    def memory(self, *, engine: str = "") -> dict[str, MemoryReport]:
+        """What each engine holds on its devices."""
+        return portal.run(self._fleet.memory(engine))
 
     def status(self) -> FleetStatus:
         return portal.run(self._fleet.status())
@@ -203,7 +293,9 @@ class Bridge:
         self.close()
 
 
-def _requests(prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+def _requests(
+    prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None, priority: int
+) -> list[Request]:
     if isinstance(prompts, str):
         raise InvalidPrompt("prompts is one string; pass a list of prompts")
     if sampling is None or isinstance(sampling, SamplingParams):
@@ -212,15 +304,16 @@ def _requests(prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[Sam
         raise InvalidSampling(
             f"{len(sampling)} sampling parameters for {len(prompts)} prompts; pass one, or one per prompt"
         )
+    if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise InvalidSampling(f"priority must be an integer of 32 bits, lower going first; got {priority!r}")
     call = secrets.token_hex(6)
     requests = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling)):
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(63))
         try:
-            requests.append(
-                Request(f"{call}/{index}", prompt if isinstance(prompt, str) else _token_ids(prompt), params)
-            )
+            prompt = prompt if isinstance(prompt, str) else plain_ids(prompt)
+            requests.append(Request(f"{call}/{index}", prompt, params, priority))
         except SlipstreamError as error:
             raise type(error)(f"prompt {index} of {len(prompts)}: {error}") from None
     return requests
@@ -230,11 +323,32 @@ def _prompt_index(request_id: str) -> int:
     return int(request_id.rpartition("/")[2])
 
 
+def _with_index(result: Completion | Failure) -> Completion | Failure:
+    if isinstance(result, Failure):
+        return result
+    return dataclasses.replace(result, prompt_index=_prompt_index(result.request_id))
+
+
 def _samples(requests: Sequence[Request], failure: Failure) -> int:
     return requests[_prompt_index(failure.request_id)].sampling.n
 
 
-def _token_ids(tokens: Sequence[int]) -> tuple[int, ...]:
+def _sequences(sequences: Sequence[Sequence[int]], top_k: int) -> list[tuple[int, ...]]:
+    if not isinstance(top_k, int) or not 0 <= top_k <= MAX_TOP_LOGPROBS:
+        raise InvalidSampling(f"top_k of score must be an integer from 0 to {MAX_TOP_LOGPROBS}, got {top_k!r}")
+    return [plain_ids(sequence) for sequence in sequences]
+
+
+def _tags(tags: MemoryTag | Sequence[MemoryTag] | None) -> Sequence[MemoryTag] | None:
+    if isinstance(tags, str):
+        tags = (tags,)
+    for tag in tags or ():
+        if tag not in get_args(MemoryTag):
+            raise RequestError(f"wake takes {' and '.join(map(repr, get_args(MemoryTag)))}, got {tag!r}")
+    return tags
+
+
+def plain_ids(tokens: Sequence[int]) -> tuple[int, ...]:
     """Plain ints, from lists, numpy or JAX arrays."""
     try:
         ids = tuple(operator.index(t) for t in tokens)

@@ -1,4 +1,4 @@
-"""From synchronous code into the event loop: one loop, on one daemon thread, for the whole process.
+"""From synchronous code, or another event loop, into the event loop: one loop, on one daemon thread, for the whole process.
 
 One, because gRPC's asyncio layer wants all its channels and servers of a process on a single loop."""
 
@@ -36,6 +36,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+async def arun(work: Coroutine[Any, Any, T]) -> T:
+    """As `run`, for a caller on an event loop of its own, which goes on meanwhile. Cancelling the caller cancels it."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop()))
+
+
 def iterate(work: AsyncGenerator[T, None]) -> Iterator[T]:
     """An async generator as a plain one; leaving it early closes the other."""
     try:
@@ -46,6 +51,30 @@ def iterate(work: AsyncGenerator[T, None]) -> Iterator[T]:
                 return
     finally:
         run(_close(work))
+
+
+async def aiterate(work: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """As `iterate`, for a caller on an event loop of its own."""
+    try:
+        while True:
+            try:
+                yield await arun(_next(work))
+            except _Ended:
+                return
+    finally:
+        await arun(_close(work))
+
+
+class _Ended(Exception):
+    """A future cannot carry `StopAsyncIteration` out of a coroutine: Python turns it into a `RuntimeError`."""
+
+
+async def _next(work: AsyncGenerator[T, None]) -> T:
+    """Begins the generator on this loop, which is then the one that looks after it."""
+    try:
+        return await anext(work)
+    except StopAsyncIteration:
+        raise _Ended from None
 
 
 async def _close(work: AsyncGenerator[T, None]) -> None:

@@ -415,8 +415,9 @@ class SyncReport:
 
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
-EngineState: TypeAlias = Literal["empty", "ready", "stale", "lost"]
-"""`empty`: has no weights yet. `ready`: serves the committed version. `stale`: missed an update, gets no traffic until
+EngineState: TypeAlias = Literal["empty", "ready", "asleep", "stale", "lost"]
+"""`empty`: has no weights yet. `ready`: serves the committed version. `asleep`: has given up memory, and gets no traffic
+while another engine is awake; it takes part in updates. `stale`: missed an update, gets no traffic until
 it is synced. `lost`: its lease ran out or its connection broke."""
 
 

@@ -12,6 +12,8 @@ from slipstream.types import (
     EngineInfo,
     Failure,
     InFlight,
+    MemoryReport,
+    MemoryTag,
     Offer,
     Request,
     Score,
@@ -28,7 +30,16 @@ class Engine(Protocol):
                   └───────────┴► rollback(v)   the old version goes on; everything staged is dropped
 
     `generate` and `score` may run at any moment of it. `rollback` may come at any moment, twice, or for a version
-    that never began, and always leaves the engine serving what it served before."""
+    that never began, and always leaves the engine serving what it served before.
+
+    Two things hold generation up, each on its own, so that an engine may be both: an engine steps when it is neither
+    paused nor asleep.
+
+        pause() ──► resume()            no step runs; the KV cache is kept
+        sleep(level) ──► wake(tags)     weights and KV cache are given up; an update brings the weights back, too
+
+    Requests and scores that come meanwhile are accepted and wait, without a deadline of the engine's own: whoever calls
+    keeps one. Closing a `generate` iterator cancels a waiting request as it does a running one. `close` always works."""
 
     def describe(self) -> EngineInfo:
         """Cheap; reflects the version that serves now."""
@@ -39,8 +50,9 @@ class Engine(Protocol):
         that fails yields one `Failure` and no more completions. Closing the iterator cancels what is unfinished."""
         ...
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[Score]:
-        """Raw logprobs of given token sequences, in order. Raises `InvalidPrompt` for sequences it cannot take."""
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
+        """Raw logprobs of given token sequences, in order; with `top_k`, also those of the likeliest tokens at each
+        position. Raises `InvalidPrompt` for sequences it cannot take, `InvalidSampling` for a `top_k` it cannot."""
         ...
 
     async def begin(self, version: int, offer: Offer) -> Berths:
@@ -56,11 +68,46 @@ class Engine(Protocol):
         ...
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
-        """Swaps the shadow in at a step boundary. Idempotent for the version that serves already."""
+        """Swaps the shadow in at a step boundary. Idempotent for the version that serves already.
+
+        `in_flight` is the fate of the requests that run (see `types.InFlight`); those that have not started yet run under
+        the new version, whatever it says. `finish` waits as long as the running requests take and lets no other start
+        meanwhile; the others wait for one step. A paused or sleeping engine commits at once and stays paused; its weights
+        are awake from then on. `finish` on such an engine with requests running raises `Unsupported` and changes
+        nothing, because they would never end."""
         ...
 
     async def rollback(self, version: int) -> None:
         """Forgets an update that was begun. Never raises."""
+        ...
+
+    async def pause(self) -> None:
+        """Once this returns, no step runs until `resume`: it waits for the one under way, not for requests to end.
+        Idempotent."""
+        ...
+
+    async def resume(self) -> None:
+        """Requests go on where they were. Idempotent, and does not wake a sleeping engine."""
+        ...
+
+    async def sleep(self, level: int = 1) -> MemoryReport:
+        """Gives device memory up at the next step boundary; returns once it is free.
+
+        Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops both, and an update with every
+        tensor must bring weights before the engine serves again. Running requests are kept as tokens, and their KV cache
+        is computed anew after waking: the same tokens come as without the sleep. Asleep already, it goes to the deeper of
+        the two levels. Raises `UpdateInProgress` between `begin` and `commit`, `Unsupported` for a level it does not
+        know."""
+        ...
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
+        """Brings back what `tags` name, in any order and in any number of calls; None brings back all that is asleep.
+        Steps run again when nothing is asleep. Naming what is awake changes nothing. Weights dropped by level 2 cannot be
+        woken: named, they raise `NotReady`; with None they stay asleep until an update brings them."""
+        ...
+
+    async def memory(self) -> MemoryReport:
+        """What the engine holds now. Cheap; waits for no step."""
         ...
 
     async def close(self) -> None:

@@ -7,16 +7,19 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from slipstream.engines.base import Engine
-from slipstream.errors import UnknownEngine
+from slipstream.errors import UnknownEngine, Unsupported
 from slipstream.types import (
     Berths,
     CommitReport,
     Completion,
     EngineInfo,
+    EngineState,
     EngineStatus,
     Failure,
     FleetStatus,
     InFlight,
+    MemoryReport,
+    MemoryTag,
     Offer,
     Request,
     Score,
@@ -32,9 +35,17 @@ class LocalFleet:
         self._staged: dict[str, StageReport] = {}
 
     async def status(self) -> FleetStatus:
-        info = self._engine.describe()
-        state = EngineStatus(info, "ready" if info.version >= 0 else "empty", self._num_requests, 0.0)
-        return FleetStatus(info.version, time.monotonic() - self._started, self._num_completions, (state,))
+        info, asleep = self._engine.describe(), await self._asleep()
+        state: EngineState = "empty" if info.version < 0 else "asleep" if asleep else "ready"
+        note = f"gave up its {' and '.join(asleep)}; bridge.wake brings it back" if asleep else ""
+        status = EngineStatus(info, state, self._num_requests, 0.0, note)
+        return FleetStatus(info.version, time.monotonic() - self._started, self._num_completions, (status,))
+
+    async def _asleep(self) -> tuple[MemoryTag, ...]:
+        try:
+            return (await self._engine.memory()).asleep
+        except Unsupported:
+            return ()
 
     async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
         info = self._engine.describe()
@@ -53,9 +64,29 @@ class LocalFleet:
         finally:
             self._num_requests -= len(requests)
 
-    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "") -> list[Score]:
+    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
         self._check(engine)
-        return await self._engine.score(sequences)
+        return await self._engine.score(sequences, top_k)
+
+    async def pause(self, engine: str = "") -> None:
+        self._check(engine)
+        await self._engine.pause()
+
+    async def resume(self, engine: str = "") -> None:
+        self._check(engine)
+        await self._engine.resume()
+
+    async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]:
+        self._check(engine)
+        return {self._name: await self._engine.sleep(level)}
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]:
+        self._check(engine)
+        return {self._name: await self._engine.wake(tags)}
+
+    async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
+        self._check(engine)
+        return {self._name: await self._engine.memory()}
 
     async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None:
         for name in offers:
@@ -72,7 +103,7 @@ class LocalFleet:
         return self._staged
 
     async def commit(self, version: int, in_flight: InFlight) -> dict[str, CommitReport]:
-        return {self._engine.describe().name: await self._engine.commit(version, in_flight)}
+        return {self._name: await self._engine.commit(version, in_flight)}
 
     async def rollback(self, version: int) -> None:
         await self._engine.rollback(version)
@@ -80,7 +111,10 @@ class LocalFleet:
     async def close(self) -> None:
         await self._engine.close()
 
+    @property
+    def _name(self) -> str:
+        return self._engine.describe().name
+
     def _check(self, name: str) -> None:
-        own = self._engine.describe().name
-        if name not in ("", own):
-            raise UnknownEngine(f"no engine is named {name!r}; this process has {own!r}")
+        if name not in ("", self._name):
+            raise UnknownEngine(f"no engine is named {name!r}; this process has {self._name!r}")

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from slipstream.errors import DeadlineExceeded, EngineLost, GatewayLost, ProtocolMismatch, SlipstreamError
+from slipstream.errors import DeadlineExceeded, EngineLost, GatewayLost, ProtocolMismatch, SlipstreamError, Unsupported
 from slipstream.gateway import convert, wire
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
 
 if TYPE_CHECKING:
     from slipstream.engines.base import Engine
+    from slipstream.types import MemoryReport
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ class EngineSession:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._updating: set[asyncio.Task[None]] = set()
         self._begun: int | None = None
+        self._asleep = False
         self.last_contact = 0.0
 
     async def run(self) -> None:
@@ -164,6 +166,7 @@ class EngineSession:
             helpers = [
                 asyncio.create_task(self._write(stream)),
                 asyncio.create_task(self._heartbeat(welcome.registered.heartbeat_seconds)),
+                asyncio.create_task(self._tell_memory()),  # a gateway that is new does not know who sleeps
             ]
             while (message := await stream.read()) is not grpc.aio.EOF:
                 self.last_contact = time.monotonic()
@@ -207,6 +210,14 @@ class EngineSession:
             await asyncio.sleep(seconds)
             self._outgoing.put_nowait(pb.FromEngine(heartbeat=pb.Heartbeat(version=self._engine.describe().version)))
 
+    async def _tell_memory(self) -> None:
+        with contextlib.suppress(Unsupported):
+            self._outgoing.put_nowait(self._memory_answer(await self._engine.memory()))
+
+    def _memory_answer(self, report: MemoryReport) -> pb.FromEngine:
+        self._asleep = bool(report.asleep)
+        return pb.FromEngine(memory=convert.memory_to_pb(report))
+
     def _take(self, message: pb.ToEngine) -> None:
         kind = message.WhichOneof("message")
         if kind == "cancel":
@@ -244,8 +255,25 @@ class EngineSession:
         return pb.FromEngine(done=pb.Done())
 
     async def _on_score(self, message: pb.ToEngine) -> pb.FromEngine:
-        scores = await self._engine.score(convert.sequences_from_pb(message.score))
+        scores = await self._engine.score(convert.sequences_from_pb(message.score), message.score.top_k)
         return pb.FromEngine(scores=convert.scores_to_pb(scores))
+
+    async def _on_control(self, message: pb.ToEngine) -> pb.FromEngine:
+        match message.control.WhichOneof("verb"):
+            case "pause":
+                await self._engine.pause()
+            case "resume":
+                await self._engine.resume()
+            case "sleep":
+                return self._memory_answer(await self._engine.sleep(message.control.sleep.level))
+            case "wake":
+                tags = convert.tags_from_pb(message.control.wake.tags)
+                return self._memory_answer(await self._engine.wake(tags or None))
+            case "memory":
+                return self._memory_answer(await self._engine.memory())
+            case verb:
+                raise ProtocolMismatch(f"this engine does not understand the gateway's control {verb!r}")
+        return pb.FromEngine(done=pb.Done())
 
     async def _on_begin(self, message: pb.ToEngine) -> pb.FromEngine:
         berths = await self._engine.begin(message.begin.version, convert.offer_from_pb(message.begin.offer))
@@ -260,6 +288,8 @@ class EngineSession:
         policy = convert.in_flight_from_pb(message.commit.in_flight)
         report = await self._engine.commit(message.commit.version, policy)
         self._begun = None
+        if self._asleep:  # the weights are awake now
+            await self._tell_memory()
         return pb.FromEngine(committed=convert.commit_report_to_pb(report))
 
     async def _on_rollback(self, message: pb.ToEngine) -> pb.FromEngine:

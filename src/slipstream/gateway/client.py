@@ -20,6 +20,8 @@ from slipstream.types import (
     Failure,
     FleetStatus,
     InFlight,
+    MemoryReport,
+    MemoryTag,
     Offer,
     Request,
     Score,
@@ -70,12 +72,37 @@ class GatewayFleet:
             finally:
                 call.cancel()
 
-    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "") -> list[Score]:
+    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
         with self._errors("scoring"):
-            message = convert.sequences_to_pb(sequences, engine)
+            message = convert.sequences_to_pb(sequences, engine, top_k)
             return convert.scores_from_pb(
                 await self._stub.Score(message, timeout=self._timeout, metadata=self._metadata)
             )
+
+    # --- pause and sleep ---
+
+    async def pause(self, engine: str = "") -> None:
+        await self._control(pb.Control(pause=pb.Pause()), engine)
+
+    async def resume(self, engine: str = "") -> None:
+        await self._control(pb.Control(resume=pb.Resume()), engine)
+
+    async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]:
+        return await self._control(pb.Control(sleep=pb.Sleep(level=level)), engine)
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]:
+        if tags is not None and not tags:  # on the wire, naming nothing names all
+            return await self.memory(engine)
+        return await self._control(pb.Control(wake=pb.Wake(tags=tags or ())), engine)
+
+    async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
+        return await self._control(pb.Control(memory=pb.Memory()), engine)
+
+    async def _control(self, control: pb.Control, engine: str) -> dict[str, MemoryReport]:
+        request = pb.ControlRequest(control=control, engine=engine, timeout_seconds=self._timeout)
+        with self._errors(f"{control.WhichOneof('verb')} on the engines"):
+            reply = await self._stub.Control(request, timeout=self._timeout + GRACE_SECONDS, metadata=self._metadata)
+        return {name: convert.memory_from_pb(report) for name, report in reply.engines.items()}
 
     # --- weight updates: one stream, held open from update to update ---
 

@@ -23,6 +23,8 @@ from slipstream.types import (
     FinishReason,
     FleetStatus,
     InFlight,
+    MemoryReport,
+    MemoryTag,
     Offer,
     Parameter,
     Part,
@@ -31,6 +33,7 @@ from slipstream.types import (
     Score,
     StageReport,
     TensorSpec,
+    TopLogprobs,
     VersionSpan,
 )
 
@@ -62,7 +65,9 @@ def requests_to_pb(requests: Sequence[Request], engine: str = "") -> pb.Generate
         if shared not in index:
             index[shared] = len(index)
             message.sampling.append(_sampling_to_pb(shared))
-        row = message.requests.add(id=request.id, sampling=index[shared], seed=request.sampling.seed or 0)
+        row = message.requests.add(
+            id=request.id, sampling=index[shared], seed=request.sampling.seed or 0, priority=request.priority
+        )
         if isinstance(request.prompt, str):
             row.text = request.prompt
         else:
@@ -79,7 +84,8 @@ def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
         if row.WhichOneof("prompt") is None:
             raise InvalidPrompt(f"request {row.id!r} has no prompt; give text or token ids")
         prompt = row.text if row.HasField("text") else tuple(row.tokens.ids)
-        found.append(Request(row.id, prompt, dataclasses.replace(shared[row.sampling], seed=row.seed)))
+        sampling = dataclasses.replace(shared[row.sampling], seed=row.seed)
+        found.append(Request(row.id, prompt, sampling, row.priority))
     if len({r.id for r in found}) != len(found):
         raise ProtocolMismatch("two requests of one message have the same id")
     return found
@@ -94,10 +100,23 @@ def _sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
         n=sampling.n,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        stop=sampling.stop,
+        min_tokens=sampling.min_tokens,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        bias_token_ids=[token for token, _ in sampling.logit_bias],
+        bias_values=[value for _, value in sampling.logit_bias],
+        top_logprobs=sampling.top_logprobs,
     )
 
 
 def _sampling_from_pb(message: pb.Sampling) -> SamplingParams:
+    if len(message.bias_token_ids) != len(message.bias_values):
+        raise ProtocolMismatch(
+            f"a logit bias came with {len(message.bias_token_ids)} tokens and {len(message.bias_values)} values"
+        )
     return SamplingParams(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -106,6 +125,14 @@ def _sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         n=message.n,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        stop=tuple(message.stop),
+        min_tokens=message.min_tokens,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(zip(message.bias_token_ids, message.bias_values)),
+        top_logprobs=message.top_logprobs,
     )
 
 
@@ -125,6 +152,7 @@ def results_to_pb(results: Iterable[Completion | Failure]) -> pb.Results:
             raw_logprobs=result.raw_logprobs,
             finish_reason=result.finish_reason,
             engine=result.engine,
+            top_logprobs=_top_to_pb(result.top_logprobs),
         )
         for span in result.spans:
             row.spans.add(version=span.version, start=span.start, stop=span.stop)
@@ -144,6 +172,7 @@ def results_from_pb(message: pb.Results) -> list[Completion | Failure]:
             finish_reason=word(row.finish_reason, FinishReason, "finish_reason"),  # type: ignore[arg-type]
             spans=tuple(VersionSpan(s.version, s.start, s.stop) for s in row.spans),
             engine=row.engine,
+            top_logprobs=_top_from_pb(row.top_logprobs, len(row.token_ids)),
         )
         for row in message.completions
     ]
@@ -151,8 +180,30 @@ def results_from_pb(message: pb.Results) -> list[Completion | Failure]:
     return found
 
 
-def sequences_to_pb(sequences: Sequence[Sequence[int]], engine: str = "") -> pb.ScoreRequest:
-    return pb.ScoreRequest(sequences=[pb.TokenIds(ids=s) for s in sequences], engine=engine)
+def _top_to_pb(rows: Sequence[TopLogprobs]) -> pb.TopLogprobs | None:
+    """An engine reports as many at every position, so one width tells where each begins."""
+    if not rows:
+        return None
+    message = pb.TopLogprobs(width=len(rows[0].token_ids))
+    for row in rows:
+        message.token_ids.extend(row.token_ids)
+        message.logprobs.extend(row.logprobs)
+    return message
+
+
+def _top_from_pb(message: pb.TopLogprobs, num_positions: int) -> tuple[TopLogprobs, ...]:
+    ids, logprobs, width = tuple(message.token_ids), tuple(message.logprobs), message.width
+    if not width and not ids and not logprobs:
+        return ()
+    if len(ids) != width * num_positions or len(logprobs) != len(ids):
+        raise ProtocolMismatch(
+            f"{len(ids)} likeliest tokens and {len(logprobs)} logprobs came for {num_positions} positions of {width} each"
+        )
+    return tuple(TopLogprobs(ids[i : i + width], logprobs[i : i + width]) for i in range(0, len(ids), width))
+
+
+def sequences_to_pb(sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> pb.ScoreRequest:
+    return pb.ScoreRequest(sequences=[pb.TokenIds(ids=s) for s in sequences], engine=engine, top_k=top_k)
 
 
 def sequences_from_pb(message: pb.ScoreRequest) -> list[tuple[int, ...]]:
@@ -160,12 +211,44 @@ def sequences_from_pb(message: pb.ScoreRequest) -> list[tuple[int, ...]]:
 
 
 def scores_to_pb(scores: Sequence[Score]) -> pb.ScoreReply:
-    rows = [pb.Score(token_ids=s.token_ids, logprobs=s.logprobs, version=s.version, engine=s.engine) for s in scores]
-    return pb.ScoreReply(scores=rows)
+    message = pb.ScoreReply()
+    for score in scores:
+        message.scores.add(
+            token_ids=score.token_ids,
+            logprobs=score.logprobs,
+            version=score.version,
+            engine=score.engine,
+            top_logprobs=_top_to_pb(score.top_logprobs),
+        )
+    return message
 
 
 def scores_from_pb(message: pb.ScoreReply) -> list[Score]:
-    return [Score(tuple(s.token_ids), tuple(s.logprobs), s.version, s.engine) for s in message.scores]
+    return [
+        Score(
+            token_ids=tuple(row.token_ids),
+            logprobs=tuple(row.logprobs),
+            version=row.version,
+            engine=row.engine,
+            top_logprobs=_top_from_pb(row.top_logprobs, len(row.logprobs)),
+        )
+        for row in message.scores
+    ]
+
+
+# --- pause and sleep --------------------------------------------------------------------------------------------------
+
+
+def tags_from_pb(tags: Iterable[str]) -> tuple[MemoryTag, ...]:
+    return tuple(word(tag, MemoryTag, "a memory tag") for tag in tags)  # type: ignore[misc]
+
+
+def memory_to_pb(report: MemoryReport) -> pb.MemoryReport:
+    return pb.MemoryReport(**dataclasses.asdict(report))
+
+
+def memory_from_pb(message: pb.MemoryReport) -> MemoryReport:
+    return MemoryReport(message.weights, message.kv_cache, message.in_use, tags_from_pb(message.asleep))
 
 
 # --- weight updates ---------------------------------------------------------------------------------------------------

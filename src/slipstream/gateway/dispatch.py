@@ -15,7 +15,7 @@ from slipstream.errors import EngineLost, NotReady, SlipstreamError
 from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.attach import EngineLink
-from slipstream.gateway.registry import Member, Registry
+from slipstream.gateway.registry import Registry
 from slipstream.gateway.router import route, weight
 from slipstream.types import Failure, Request
 
@@ -57,21 +57,12 @@ class Dispatch:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _send(self, requests: Sequence[Request]) -> None:
-        loads = {m.info.name: self._links[m.info.name].load for m in self._candidates()}
+        loads = {m.info.name: self._links[m.info.name].load for m in self._registry.takers(self._only)}
         for name, share in route(requests, loads).items():
             self._attempts.update(r.id for r in share)
             task = asyncio.create_task(self._follow(name, share))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-    def _candidates(self) -> list[Member]:
-        ready = self._registry.ready()
-        if self._only:
-            wanted = self._registry.get(self._only)
-            ready = [m for m in ready if m is wanted]
-        if not ready:
-            raise self._registry.why_not_ready()
-        return ready
 
     async def _follow(self, name: str, share: Sequence[Request]) -> None:
         """Runs a share on one engine and reports how it ended."""

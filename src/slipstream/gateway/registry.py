@@ -7,6 +7,7 @@ register, no weights          register, version = fleet's
                                         │         │ commit(v)
       missed a commit, or rolled back   ▼         │
       at commit time                   stale ─────┘
+ ready, but has given up memory ─► asleep
  lease ran out, or connection broke, from any state ─► lost
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from slipstream.errors import NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
-from slipstream.types import PROTOCOL_VERSION, EngineInfo, EngineState, EngineStatus
+from slipstream.types import PROTOCOL_VERSION, EngineInfo, EngineState, EngineStatus, MemoryTag
 
 
 @dataclass
@@ -26,6 +27,8 @@ class Member:
     lost: str = ""
     """Why it was lost; empty while it lives."""
     num_requests: int = 0
+    asleep: tuple[MemoryTag, ...] = ()
+    """What it has given up, as it said last."""
 
 
 class Registry:
@@ -64,6 +67,10 @@ class Registry:
     def heard(self, name: str, now: float) -> None:
         self._members[name].last_heard = now
 
+    def slept(self, name: str, asleep: tuple[MemoryTag, ...]) -> None:
+        """What an engine says it has given up; nothing when it is awake."""
+        self._members[name].asleep = asleep
+
     def lose(self, name: str, why: str) -> None:
         member = self._members[name]
         if not member.lost:
@@ -82,13 +89,21 @@ class Registry:
             return "lost"
         if member.info.version < 0:
             return "empty"
-        return "ready" if member.info.version == self.version else "stale"
+        if member.info.version != self.version:
+            return "stale"
+        return "asleep" if member.asleep else "ready"
 
     def alive(self) -> list[Member]:
         return [m for m in self._members.values() if not m.lost]
 
-    def ready(self) -> list[Member]:
-        return [m for m in self.alive() if self.state(m) == "ready"]
+    def takers(self, only: str = "") -> list[Member]:
+        """Who can take requests, of all or of one. Where all of them sleep, requests go to the sleeping and wait there,
+        as they do without a gateway. Raises `NotReady` when there is nobody."""
+        members = [self.get(only)] if only else self._members.values()
+        current = [m for m in members if self.state(m) in ("ready", "asleep")]
+        if not current:
+            raise self.why_not_ready()
+        return [m for m in current if not m.asleep] or current
 
     def get(self, name: str) -> Member:
         if name not in self._members:
@@ -119,6 +134,7 @@ class Registry:
         rows = []
         for member in self._members.values():
             state = self.state(member)
+            notes["asleep"] = f"gave up its {' and '.join(member.asleep)}; bridge.wake brings it back"
             note = member.lost or notes.get(state, "")
             age = max(0.0, now - member.last_heard)
             rows.append(EngineStatus(member.info, state, member.num_requests, age, note))

@@ -15,9 +15,10 @@ from slipstream.gateway import convert, wire
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.attach import EngineLink
 from slipstream.gateway.dispatch import Dispatch
+from slipstream.gateway.fanout import control
 from slipstream.gateway.registry import Registry
 from slipstream.gateway.slipstream_pb2_grpc import GatewayServicer
-from slipstream.gateway.trainers import TrainerGroup
+from slipstream.gateway.trainers import MAX_STEP_SECONDS, TrainerGroup
 from slipstream.gateway.updates import FleetUpdate
 from slipstream.types import FleetStatus
 
@@ -68,14 +69,22 @@ class Service(GatewayServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
         async with _typed_errors(context):
-            ready = {m.info.name for m in self._registry.ready()}
-            if request.engine:
-                ready &= {self._registry.get(request.engine).info.name}
-            if not ready:
-                raise self._registry.why_not_ready()
-            link = min((self._links[name] for name in ready), key=lambda link: link.load)
+            takers = self._registry.takers(request.engine)
+            link = min((self._links[m.info.name] for m in takers), key=lambda link: link.load)
             answer = await link.ask(pb.ToEngine(score=request), SCORE_SECONDS, "score")
             return answer.scores
+        raise AssertionError("aborted above")
+
+    async def Control(self, request: pb.ControlRequest, context: grpc.aio.ServicerContext) -> pb.ControlReply:
+        async with _typed_errors(context):
+            names = [request.engine] if request.engine else [m.info.name for m in self._registry.alive()]
+            if not names:
+                raise self._registry.why_not_ready()
+            links = {name: self._links[self._registry.get(name).info.name] for name in names}
+            seconds = request.timeout_seconds
+            return await control(
+                links, request.control, seconds if 0 < seconds < MAX_STEP_SECONDS else MAX_STEP_SECONDS
+            )
         raise AssertionError("aborted above")
 
     async def Update(self, steps: AsyncIterator[pb.UpdateStep], context: grpc.aio.ServicerContext) -> None:
@@ -122,6 +131,8 @@ class Service(GatewayServicer):
                     if why := self._registry.get(info.name).lost:
                         raise EngineLost(f"engine {info.name!r} was given up: {why}; it may register again")
                     self._registry.heard(info.name, time.monotonic())
+                    if message.HasField("memory"):
+                        self._registry.slept(info.name, convert.memory_from_pb(message.memory).asleep)
                     link.deliver(message)
             finally:
                 writer.cancel()

@@ -15,7 +15,7 @@ class Error(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "n", "stop_token_ids", "ignore_eos")
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "n", "stop_token_ids", "ignore_eos", "stop", "min_tokens", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_token_ids", "bias_values", "top_logprobs")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,15 @@ class Sampling(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_VALUES_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_k: int
@@ -30,7 +39,16 @@ class Sampling(_message.Message):
     n: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    min_tokens: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    bias_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bias_values: _containers.RepeatedScalarFieldContainer[float]
+    top_logprobs: int
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., stop: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -39,18 +57,20 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "text", "tokens", "sampling", "seed")
+    __slots__ = ("id", "text", "tokens", "sampling", "seed", "priority")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     id: str
     text: str
     tokens: TokenIds
     sampling: int
     seed: int
-    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    priority: int
+    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[int] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("sampling", "requests", "engine")
@@ -72,8 +92,18 @@ class VersionSpan(_message.Message):
     stop: int
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
+class TopLogprobs(_message.Message):
+    __slots__ = ("width", "token_ids", "logprobs")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, width: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Completion(_message.Message):
-    __slots__ = ("request_id", "sample_index", "prompt_token_ids", "token_ids", "text", "logprobs", "raw_logprobs", "finish_reason", "spans", "engine")
+    __slots__ = ("request_id", "sample_index", "prompt_token_ids", "token_ids", "text", "logprobs", "raw_logprobs", "finish_reason", "spans", "engine", "top_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +114,7 @@ class Completion(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sample_index: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -94,7 +125,8 @@ class Completion(_message.Message):
     finish_reason: str
     spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     engine: str
-    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., engine: _Optional[str] = ...) -> None: ...
+    top_logprobs: TopLogprobs
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., engine: _Optional[str] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("request_id", "error")
@@ -113,24 +145,28 @@ class Results(_message.Message):
     def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("sequences", "engine")
+    __slots__ = ("sequences", "engine", "top_k")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
     engine: str
-    def __init__(self, sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., engine: _Optional[str] = ...) -> None: ...
+    top_k: int
+    def __init__(self, sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., engine: _Optional[str] = ..., top_k: _Optional[int] = ...) -> None: ...
 
 class Score(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "version", "engine")
+    __slots__ = ("token_ids", "logprobs", "version", "engine", "top_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     version: int
     engine: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
+    top_logprobs: TopLogprobs
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ..., engine: _Optional[str] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
     __slots__ = ("scores",)
@@ -259,6 +295,79 @@ class FleetStatus(_message.Message):
     num_completions: int
     engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
     def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ...) -> None: ...
+
+class Pause(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Sleep(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    def __init__(self, level: _Optional[int] = ...) -> None: ...
+
+class Wake(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Memory(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Control(_message.Message):
+    __slots__ = ("pause", "resume", "sleep", "wake", "memory")
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_FIELD_NUMBER: _ClassVar[int]
+    WAKE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    pause: Pause
+    resume: Resume
+    sleep: Sleep
+    wake: Wake
+    memory: Memory
+    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+
+class ControlRequest(_message.Message):
+    __slots__ = ("control", "engine", "timeout_seconds")
+    CONTROL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    control: Control
+    engine: str
+    timeout_seconds: float
+    def __init__(self, control: _Optional[_Union[Control, _Mapping]] = ..., engine: _Optional[str] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class MemoryReport(_message.Message):
+    __slots__ = ("weights", "kv_cache", "in_use", "asleep")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    weights: int
+    kv_cache: int
+    in_use: int
+    asleep: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, weights: _Optional[int] = ..., kv_cache: _Optional[int] = ..., in_use: _Optional[int] = ..., asleep: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ControlReply(_message.Message):
+    __slots__ = ("engines",)
+    class EnginesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: MemoryReport
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[MemoryReport, _Mapping]] = ...) -> None: ...
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.MessageMap[str, MemoryReport]
+    def __init__(self, engines: _Optional[_Mapping[str, MemoryReport]] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("plan", "fingerprint", "transport", "fresh", "hashed")
@@ -464,7 +573,7 @@ class EngineBegin(_message.Message):
     def __init__(self, version: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
 
 class ToEngine(_message.Message):
-    __slots__ = ("call", "registered", "generate", "cancel", "score", "begin", "stage", "commit", "rollback")
+    __slots__ = ("call", "registered", "generate", "cancel", "score", "begin", "stage", "commit", "rollback", "control")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
@@ -474,6 +583,7 @@ class ToEngine(_message.Message):
     STAGE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_FIELD_NUMBER: _ClassVar[int]
     call: int
     registered: Registered
     generate: GenerateRequest
@@ -483,7 +593,8 @@ class ToEngine(_message.Message):
     stage: EngineStage
     commit: Commit
     rollback: Rollback
-    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
+    control: Control
+    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("version",)
@@ -496,7 +607,7 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun")
+    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun", "memory")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -507,6 +618,7 @@ class FromEngine(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     call: int
     register: EngineInfo
     heartbeat: Heartbeat
@@ -517,4 +629,5 @@ class FromEngine(_message.Message):
     done: Done
     error: Error
     begun: Berths
-    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ...) -> None: ...
+    memory: MemoryReport
+    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ...) -> None: ...

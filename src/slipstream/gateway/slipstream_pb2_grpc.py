@@ -54,6 +54,11 @@ class GatewayStub(object):
                 request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.ScoreReply.FromString,
                 _registered_method=True)
+        self.Control = channel.unary_unary(
+                '/slipstream.v1.Gateway/Control',
+                request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlRequest.SerializeToString,
+                response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlReply.FromString,
+                _registered_method=True)
         self.Update = channel.stream_stream(
                 '/slipstream.v1.Gateway/Update',
                 request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateStep.SerializeToString,
@@ -94,6 +99,13 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Control(self, request, context):
+        """Pause, sleep and their opposites, on every engine at once or on one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Update(self, request_iterator, context):
         """One stream per trainer, held open: when it breaks, what was begun is rolled back.
         """
@@ -130,6 +142,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.ScoreRequest.FromString,
                     response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ScoreReply.SerializeToString,
+            ),
+            'Control': grpc.unary_unary_rpc_method_handler(
+                    servicer.Control,
+                    request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlRequest.FromString,
+                    response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlReply.SerializeToString,
             ),
             'Update': grpc.stream_stream_rpc_method_handler(
                     servicer.Update,
@@ -250,6 +267,33 @@ class Gateway(object):
             '/slipstream.v1.Gateway/Score',
             slipstream_dot_gateway_dot_slipstream__pb2.ScoreRequest.SerializeToString,
             slipstream_dot_gateway_dot_slipstream__pb2.ScoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Control(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Gateway/Control',
+            slipstream_dot_gateway_dot_slipstream__pb2.ControlRequest.SerializeToString,
+            slipstream_dot_gateway_dot_slipstream__pb2.ControlReply.FromString,
             options,
             channel_credentials,
             insecure,

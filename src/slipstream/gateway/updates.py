@@ -11,9 +11,10 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from slipstream.errors import EngineLost, FleetChanged, SlipstreamError, UnknownVersion
+from slipstream.errors import DeadlineExceeded, EngineLost, FleetChanged, UnknownVersion
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.attach import EngineLink
+from slipstream.gateway.fanout import each, together
 from slipstream.gateway.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -71,11 +72,15 @@ class FleetUpdate:
             return answer.committed
 
         async def everywhere() -> pb.UpdateReply:
-            done, failed = await _each({name: one(name) for name in names})
+            done, failed = await each({name: one(name) for name in names})
             for name, error in failed.items():
                 log.warning("engine %s did not commit version %d: %s", name, step.version, error)
+            # Else they would take no later update. Those that do not answer would not answer this either.
+            await self._roll_back(
+                step.version, [name for name, error in failed.items() if not isinstance(error, DeadlineExceeded)]
+            )
             if not done:
-                raise _together(failed, f"no engine committed version {step.version}")
+                raise together(failed, f"no engine committed version {step.version}")
             self._registry.commit(step.version, done)
             return pb.UpdateReply(committed=pb.Committed(engines=done))
 
@@ -93,19 +98,19 @@ class FleetUpdate:
             message = pb.ToEngine(rollback=pb.Rollback(version=version))
             await self._links[name].ask(message, ROLLBACK_SECONDS, f"roll back version {version}")
 
-        _, failed = await _each({name: one(name) for name in engines})
+        _, failed = await each({name: one(name) for name in engines})
         for name, error in failed.items():
             log.warning("engine %s did not roll back version %d: %s", name, version, error)
 
     async def _on_all(self, one: Callable[[str], Coroutine[Any, Any, T]], version: int, what: str) -> dict[str, T]:
         """A step on every engine. Those that fail end the update for all, or, if so asked, are left behind."""
-        done, failed = await _each({name: one(name) for name in self._engines})
+        done, failed = await each({name: one(name) for name in self._engines})
         if failed and (not done or not self._drop_failed):
-            raise _together(
+            raise together(
                 failed, f"version {version} was not {what}; the fleet goes on with version {self._registry.version}"
             )
         if failed:
-            log.warning("%s", _together(failed, f"version {version} goes on without {', '.join(failed)}"))
+            log.warning("%s", together(failed, f"version {version} goes on without {', '.join(failed)}"))
             self._engines = list(done)
             await self._roll_back(version, failed)
         return done
@@ -117,24 +122,3 @@ class FleetUpdate:
     def _check(self, version: int) -> None:
         if version != self._version:
             raise UnknownVersion(f"version {version} was not begun (under way: {self._version})")
-
-
-async def _each(calls: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[dict[str, T], dict[str, SlipstreamError]]:
-    """Awaits all; `(results, errors)` by name."""
-    outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
-    done: dict[str, T] = {}
-    failed: dict[str, SlipstreamError] = {}
-    for name, outcome in zip(calls, outcomes):
-        if isinstance(outcome, SlipstreamError):
-            failed[name] = outcome
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            done[name] = outcome
-    return done, failed
-
-
-def _together(failed: Mapping[str, SlipstreamError], what: str) -> SlipstreamError:
-    """One error of the first one's kind that tells of all."""
-    first = next(iter(failed.values()))
-    return type(first)(f"{what}. " + " | ".join(f"[{name}] {error}" for name, error in failed.items()))
