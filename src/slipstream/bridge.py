@@ -113,7 +113,13 @@ class Bridge:
         return self._version
 
     def sync(
-        self, params: Any, *, in_flight: InFlight = "keep", partial: bool = False, drop_failed: bool = False
+        self,
+        params: Any,
+        *,
+        draft: Any = None,
+        in_flight: InFlight = "keep",
+        partial: bool = False,
+        drop_failed: bool = False,
     ) -> SyncReport:
         """Makes `params` the policy of every engine, as the next version.
 
@@ -126,11 +132,11 @@ class Bridge:
         if not self._syncing.acquire(blocking=False):
             raise UpdateInProgress("another thread is in bridge.sync; one update at a time")
         try:
-            return portal.run(self._sync(params, in_flight, partial, drop_failed))
+            return portal.run(self._sync(params, draft, in_flight, partial, drop_failed))
         finally:
             self._syncing.release()
 
-    async def _sync(self, params: Any, in_flight: InFlight, partial: bool, drop_failed: bool) -> SyncReport:
+    async def _sync(self, params: Any, draft: Any, in_flight: InFlight, partial: bool, drop_failed: bool) -> SyncReport:
         for _ in range(MAX_LOOKS):
             engines, version = self._known or await self._fleet.refresh()
             self._known = None  # unless all goes well, look again next time
@@ -139,7 +145,9 @@ class Bridge:
                     "no engine has registered, so there is nobody to sync to; `slipstream status` shows the fleet"
                 )
             try:
-                report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed)
+                report = await self._publisher.publish(
+                    params, engines, version + 1, in_flight, partial, drop_failed, draft
+                )
             except FleetChanged as changed:
                 why = changed
                 continue

@@ -45,8 +45,10 @@ class EngineConfig:
     """Most prompt tokens computed between two decode steps; 0 chooses by platform."""
     decode_steps: int = 0
     """Most tokens per sequence drawn in one round trip to the device; 0 chooses by platform."""
-    deterministic: bool | None = None
-    """Bit-identical results whatever else is in the batch. None: where it costs nothing, which is on CPU."""
+    deterministic: bool = False
+    """Bit-identical results whatever else is in the batch, on accelerators too. On CPU they always are."""
+    attention: Literal["auto", "naive", "blockwise", "pallas"] = "auto"
+    """How to look at the KV cache; `auto` takes what measured fastest on the platform."""
     speculation: Literal["off", "prompt_lookup", "draft"] = "off"
     """Guess several tokens and check them at once. Tokens and their distribution stay what they are without."""
     speculative_tokens: int = 4

@@ -62,6 +62,10 @@ class _Route:
         self.memory.keep(tensors)
 
 
+DRAFT = "draft."
+"""Before the names of a draft model's tensors: they are part of the policy's version and of its transaction."""
+
+
 class Publisher:
     """Keeps plans and routes from one update to the next. Not for concurrent use: one update at a time."""
 
@@ -82,11 +86,15 @@ class Publisher:
         in_flight: InFlight = "keep",
         partial: bool = False,
         drop_failed: bool = False,
+        draft: Any = None,
     ) -> SyncReport:
         """Brings `params` to every engine as `version`, or raises and leaves every engine as it was. With `partial`,
-        tensors that are not in `params` stay as they are."""
+        tensors that are not in `params` stay as they are. `draft` is for engines that guess with a draft model; without
+        it theirs stays as it is."""
         start = time.perf_counter()
         tensors = source.named_tensors(params)
+        if draft is not None:
+            tensors |= {DRAFT + name: tensor for name, tensor in source.named_tensors(draft).items()}
         routes = self._routes_for(self._describe(tensors), engines, partial)
         unchanged = {name: route.memory.unchanged(tensors, route.engine.tensors) for name, route in routes.items()}
         planned = time.perf_counter()
@@ -184,9 +192,10 @@ class Publisher:
         return dict(routes)
 
     def _plan(self, sources: dict[str, Source], engine: EngineInfo, partial: bool) -> Plan:
-        if partial:  # what does not come is never read; where it would come from does not matter
-            absent = {t.name: Source(t.shape, engine.dtype, ((0, whole(t.shape)),)) for t in engine.tensors}
-            sources = absent | sources
+        drafted = any(name.startswith(DRAFT) for name in sources)
+        may_lack = [t for t in engine.tensors if partial or (not drafted and t.name.startswith(DRAFT))]
+        # What does not come is never read; where it would come from does not matter.
+        sources = {t.name: Source(t.shape, engine.dtype, ((0, whole(t.shape)),)) for t in may_lack} | sources
         layout = (
             tuple(sorted(sources.items(), key=lambda item: item[0])),
             engine.tensors,

@@ -257,6 +257,10 @@ class Inbox:
                     f"{update.version} is not used. Did trainer ranks disagree on what has changed?"
                 )
 
+    @property
+    def is_updating(self) -> bool:
+        return self._update is not None
+
     def check(self, version: int) -> None:
         """Raises `UnknownVersion` unless this update is under way."""
         with self._lock:

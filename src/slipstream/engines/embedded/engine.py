@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
+
+import numpy as np
 
 from slipstream.config import EngineConfig
+from slipstream.engines.embedded.executor import Executor, Policy
 from slipstream.engines.embedded.intake import Intake
-from slipstream.engines.embedded.programs import programs_for
-from slipstream.engines.embedded.scheduler import Failed, Sample, Ticket, plan_scoring
-from slipstream.engines.embedded.worker import Policy, Worker
-from slipstream.errors import ConfigError, EngineLost, NotReady, UnknownVersion
+from slipstream.engines.embedded.scheduler import Scheduler
+from slipstream.engines.embedded.sequence import Failed, Sample, Ticket
+from slipstream.engines.embedded.setup import (
+    check_draft,
+    draft_parameters,
+    draft_tensors,
+    programs_for,
+    shapes_for,
+    split_draft,
+)
+from slipstream.engines.embedded.worker import Worker
+from slipstream.errors import (
+    ConfigError,
+    EngineLost,
+    NotReady,
+    UnknownVersion,
+    Unsupported,
+    UpdateInProgress,
+)
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.model.decoder import Params
@@ -27,6 +46,8 @@ from slipstream.types import (
     EngineInfo,
     Failure,
     InFlight,
+    MemoryReport,
+    MemoryTag,
     Offer,
     Request,
     Score,
@@ -38,7 +59,7 @@ from slipstream.weights.transfer import Inbox
 from slipstream.weights.transports import TRANSPORTS, host_identity, is_quick
 from slipstream.weights.transports.tcp import Listen
 
-MAX_SCORE_TOKENS = 8192
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -60,22 +81,29 @@ class EmbeddedEngine:
         tokenizer: Any = None,
         options: EngineConfig | None = None,
         version: int | None = None,
+        draft: ModelConfig | None = None,
+        draft_params: Params | None = None,
     ) -> None:
         """`tokenizer` is a `tokenizers.Tokenizer`, needed for prompts and completions as text only. `version` is the
-        version of `params`, 0 unless given."""
+        version of `params`, 0 unless given. `draft` and its weights are for `speculation="draft"`."""
         if params is None and version is not None:
             raise ConfigError(f"version {version} was given without params: an engine without weights has no version")
         if version is not None and version < 0:
             raise ConfigError(f"version must be 0 or more, got {version}")
         options = options or EngineConfig()
         self._model, self._name, self._options = model, name, options
-        self._max_length = _max_length(model, options)
-        slots = options.max_concurrency
-        programs = programs_for(model, options.tp, options.dtype, slots, self._max_length)
-        self._placement = programs.placement
-        self._tensors = families.tensors(model)
-        self._parameters = families.parameters(model, options.tp)
-        self._intake = Intake(model, tokenizer, self._max_length, name)
+        self._draft = draft
+        shapes = shapes_for(model, options)
+        programs = programs_for(model, options, shapes)
+        drafts = None if draft is None else programs_for(draft, options, shapes)
+        self._placement, self._draft_placement = programs.placement, drafts.placement if drafts else None
+        self._shapes = shapes
+        self._tensors, self._parameters = families.tensors(model), families.parameters(model, options.tp)
+        if draft is not None:
+            check_draft(model, draft)
+            self._tensors += draft_tensors(draft)
+            self._parameters += draft_parameters(draft, options.tp)
+        self._intake = Intake(model, tokenizer, shapes, name)
         listen = Listen(options.listen, options.certificate, options.key)
         self._inbox = Inbox(self._parameters, options.dtype, name, listen)
         self._num_bytes = numpy_dtype(options.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
@@ -83,23 +111,45 @@ class EmbeddedEngine:
         """The update under way is too small for a thread to be worth it."""
         self._shadow: Policy | None = None
         """A version that is staged and not committed."""
-        policy = None if params is None else Policy(self._placement.place(params), version or 0)
-        self._worker = Worker(programs, slots, policy, name)
+        policy = None
+        if params is not None:
+            drafted = None
+            if self._draft_placement is not None:
+                if draft_params is None:
+                    raise ConfigError(
+                        "the draft model came without weights, and the policy with: give both, or neither"
+                    )
+                drafted = self._draft_placement.place(draft_params)
+            policy = Policy(self._placement.place(params), version or 0, drafted)
+        executor = Executor(programs, drafts, shapes.guesses)
+        scheduler = Scheduler(shapes, options.max_concurrency, options.prefix_cache)
+        self._worker = Worker(executor, scheduler, policy, name)
+        log.info(
+            "engine %s: %d pages of %d tokens, at most %d programs (decode %s rows, prefill %s blocks of %d)",
+            name, shapes.num_pages, shapes.page_size, shapes.num_programs, shapes.rows, shapes.blocks, shapes.block,
+        )  # fmt: skip
 
     @classmethod
     def from_directory(
         cls, directory: str | Path, *, name: str = "engine", options: EngineConfig | None = None
     ) -> EmbeddedEngine:
         """From an HF directory: `config.json`, and `tokenizer.json` and weights where they are there."""
-        directory = Path(directory)
-        model, tokenizer, params = ModelConfig.read(directory), None, None
+        directory, options = Path(directory), options or EngineConfig()
+        model, tokenizer = ModelConfig.read(directory), None
         if (directory / "tokenizer.json").exists():
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        if checkpoint.has_weights(directory):
-            params = checkpoint.unflatten(checkpoint.read_arrays(directory, model))
-        return cls(model, params, name=name, tokenizer=tokenizer, options=options)
+        draft = ModelConfig.read(options.draft_model) if options.draft_model else None
+        return cls(
+            model,
+            _weights(directory, model),
+            name=name,
+            tokenizer=tokenizer,
+            options=options,
+            draft=draft,
+            draft_params=None if draft is None else _weights(Path(options.draft_model), draft),
+        )
 
     def describe(self) -> EngineInfo:
         return EngineInfo(
@@ -112,7 +162,7 @@ class EmbeddedEngine:
             parameters=self._parameters,
             transports=TRANSPORTS,
             host=host_identity(),
-            max_model_len=self._max_length,
+            max_model_len=self._shapes.max_length,
             max_concurrency=self._options.max_concurrency,
             version=self._worker.version,
             pid=os.getpid(),
@@ -140,15 +190,22 @@ class EmbeddedEngine:
                 with contextlib.suppress(EngineLost):
                     self._worker.cancel(job)
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[Score]:
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
         self._check_ready()
-        self._intake.check_scorable(sequences)
-        chunks = plan_scoring([len(tokens) for tokens in sequences], MAX_SCORE_TOKENS)
-        futures = [asyncio.wrap_future(self._worker.score([sequences[i] for i in chunk])) for chunk in chunks]
+        job = _Job()
+        tickets = await asyncio.to_thread(self._intake.scoring_tickets, sequences, top_k, job)
+        self._worker.add(tickets)
         scores: dict[int, Score] = {}
-        for chunk, (rows, version) in zip(chunks, await asyncio.gather(*futures)):
-            for i, row in zip(chunk, rows):
-                scores[i] = Score(tuple(sequences[i]), tuple(row.tolist()), version, self._name)
+        try:
+            while len(scores) < len(tickets):
+                for outcome in await job.outcomes():
+                    if isinstance(outcome, Failed):
+                        raise outcome.error
+                    scores[int(outcome.ticket.request_id)] = self._intake.score(outcome)
+        finally:
+            if len(scores) < len(tickets):
+                with contextlib.suppress(EngineLost):
+                    self._worker.cancel(job)
         return [scores[i] for i in range(len(sequences))]
 
     def _answers(self, outcomes: Sequence[Sample | Failed], remaining: dict[Ticket, int]) -> list[Completion | Failure]:
@@ -175,14 +232,23 @@ class EmbeddedEngine:
         return await self._do(partial(self._inbox.begin, self._worker.version, version, offer))
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
-        def receive() -> tuple[Params, StageReport]:
+        def receive() -> tuple[Policy, StageReport]:
             arrays, report = self._inbox.receive(version, manifests)
-            return self._placement.assemble(arrays, self._worker.params), report
+            return self._assemble(arrays, version), report
 
-        params, report = await self._do(receive)
+        policy, report = await self._do(receive)
         self._inbox.check(version)  # a rollback may have come meanwhile
-        self._shadow = Policy(params, version)
+        self._shadow = policy
         return report
+
+    def _assemble(self, arrays: Mapping[str, Sequence[np.ndarray]], version: int) -> Policy:
+        """A policy of what came; what did not come is that of the policy that serves."""
+        serving = self._worker.policy
+        policy, draft = split_draft(arrays)
+        params = self._placement.assemble(policy, serving.params if serving else None)
+        if self._draft_placement is None:
+            return Policy(params, version)
+        return Policy(params, version, self._draft_placement.assemble(draft, serving.draft if serving else None))
 
     async def _do(self, work: Callable[[], T]) -> T:
         """In a thread, unless that would take longer than the work."""
@@ -211,6 +277,37 @@ class EmbeddedEngine:
         if self._shadow is not None and self._shadow.version == version:
             self._shadow = None
 
+    # --- control ---
+
+    async def pause(self) -> None:
+        await asyncio.wrap_future(self._worker.pause(True))
+
+    async def resume(self) -> None:
+        await asyncio.wrap_future(self._worker.pause(False))
+
+    async def sleep(self, level: int = 1) -> MemoryReport:
+        if level not in (1, 2):
+            raise Unsupported(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped), got {level!r}")
+        if self._inbox.is_updating:
+            raise UpdateInProgress(
+                f"engine {self._name!r} is in the midst of an update: commit it or roll it back first"
+            )
+        return await asyncio.wrap_future(self._worker.sleep(level))
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
+        known = get_args(MemoryTag)
+        for tag in tags or ():
+            if tag not in known:
+                raise Unsupported(f"nothing is named {tag!r}; wake takes {' and '.join(known)}")
+        return await asyncio.wrap_future(self._worker.wake(tags))
+
+    async def memory(self) -> MemoryReport:
+        return self._worker.memory()
+
+    async def stats(self) -> dict[str, float]:
+        """Counters since the start: tokens computed, hits of the prefix cache, preemptions, seconds by phase, programs."""
+        return await asyncio.wrap_future(self._worker.stats())
+
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.close)
         self._inbox.close()
@@ -235,10 +332,7 @@ class _Job:
         return found
 
 
-def _max_length(model: ModelConfig, options: EngineConfig) -> int:
-    if options.max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {options.max_model_len}, but the model knows {model.max_position_embeddings} positions "
-            "(max_position_embeddings in config.json); 0 takes the model's limit"
-        )
-    return options.max_model_len or model.max_position_embeddings
+def _weights(directory: Path, model: ModelConfig) -> Params | None:
+    if not checkpoint.has_weights(directory):
+        return None
+    return checkpoint.unflatten(checkpoint.read_arrays(directory, model))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from slipstream.engines.embedded.placement import to_host
 from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows, Steps
 from slipstream.engines.embedded.sampling import Settings, is_rich
 from slipstream.engines.embedded.scheduler import Piece, Tick
@@ -16,7 +17,7 @@ from slipstream.engines.embedded.sequence import Sample
 from slipstream.engines.embedded.shapes import bucket
 from slipstream.engines.embedded.speculative import lookup
 from slipstream.model.decoder import Params
-from slipstream.types import MAX_TOP_LOGPROBS, TopLogprobs
+from slipstream.types import MAX_TOP_LOGPROBS, MemoryReport, MemoryTag, TopLogprobs
 
 
 class Policy(NamedTuple):
@@ -34,7 +35,9 @@ class Executor:
         self._programs, self._draft, self._guesses = programs, draft, guesses
         self.shapes = programs.shapes
         self._cache: Cache | None = None
+        """None while a tick is being dispatched: it is in its hands, and lost if that fails."""
         self._draft_cache: Cache | None = None
+        self._has_cache = False
 
     @property
     def max_steps(self) -> int:
@@ -48,19 +51,41 @@ class Executor:
     def compile_seconds(self) -> float:
         return sum(self._programs.compiled.values()) + (sum(self._draft.compiled.values()) if self._draft else 0.0)
 
-    @property
-    def cache_bytes(self) -> int:
-        """On the device, now."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._cache, self._draft_cache)))
+    # --- memory ---
 
     def drop_cache(self) -> None:
         """Gives the pages' memory back. What was in them is gone."""
-        self._cache = self._draft_cache = None
+        self._cache, self._draft_cache, self._has_cache = None, None, False
 
     def make_cache(self) -> None:
-        if self._cache is None:
+        if not self._has_cache:
             self._cache = self._programs.new_cache()
             self._draft_cache = self._draft.new_cache() if self._draft else None
+            self._has_cache = True
+
+    def placed(self, policy: Policy) -> Policy:
+        """With its weights on the devices, wherever they were."""
+        draft = (
+            policy.draft
+            if self._draft is None or policy.draft is None
+            else self._draft.placement.to_devices(policy.draft)
+        )
+        params = None if policy.params is None else self._programs.placement.to_devices(policy.params)
+        return Policy(params, policy.version, draft)
+
+    def without_weights(self, policy: Policy, keep: bool) -> Policy:
+        """Off the devices: in host memory if they are to be kept, else nowhere."""
+        if not keep:
+            return Policy(None, policy.version)
+        return Policy(to_host(policy.params), policy.version, to_host(policy.draft))
+
+    def memory(self, policy: Policy | None, asleep: tuple[MemoryTag, ...]) -> MemoryReport:
+        weights = 0 if policy is None else _device_bytes((policy.params, policy.draft))
+        caches = (self._programs, self._draft) if self._has_cache else ()
+        kv_cache = sum(programs.cache_bytes for programs in caches if programs is not None)
+        return MemoryReport(weights, kv_cache, self._programs.placement.bytes_in_use(), asleep)
+
+    # --- a tick ---
 
     def dispatch(self, policy: Policy, tick: Tick) -> Flight:
         """Hands a tick to the device. Should it raise, the cache is gone: drop it."""
@@ -85,8 +110,9 @@ class Executor:
             chunk = self._chunk(tick.scoring)
             scores, cache = programs.score(params, cache, chunk, MAX_TOP_LOGPROBS if wants_top else 0)
         if tick.decode:
-            rows, settings = self._rows(tick), self._settings(tick.decode)
-            if any(is_rich(sample.ticket.sampling) for sample in tick.decode):
+            rich = any(is_rich(sample.ticket.sampling) for sample in tick.decode)
+            rows, settings = self._rows(tick), self._settings(tick.decode, rich)
+            if rich:
                 history = self._history(tick.decode, len(rows.tokens))
                 steps, cache = programs.decode(params, cache, rows, settings, tick.steps, history)
             elif self._guesses:
@@ -138,14 +164,14 @@ class Executor:
             row[: len(sample.pages)] = sample.pages
         return Rows(tokens, positions, room, tables)
 
-    def _settings(self, samples: Sequence[Sample]) -> Settings:
+    def _settings(self, samples: Sequence[Sample], rich: bool) -> Settings:
         for sample in samples:
             if sample.settings is None:
                 ticket = sample.ticket
                 sample.settings = Settings.row(
                     ticket.sampling, ticket.seed, sample.sample_index, len(ticket.prompt), ticket.stop
                 )
-        return Settings.stack([s.settings for s in samples], bucket(len(samples), self.shapes.rows))
+        return Settings.stack([s.settings for s in samples], bucket(len(samples), self.shapes.rows), rich)
 
     def _history(self, samples: Sequence[Sample], count: int) -> np.ndarray:
         history = np.full((count, self.shapes.max_length), -1, np.int32)
@@ -214,6 +240,10 @@ class Outcome(NamedTuple):
     num_steps: int
     num_guessed: int
     num_accepted: int
+
+
+def _device_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
 def _tops(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[TopLogprobs]:

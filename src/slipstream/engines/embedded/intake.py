@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.engines.embedded.scheduler import Job, Sample, Ticket
-from slipstream.errors import InvalidPrompt, SlipstreamError
+from slipstream.engines.embedded.sampling import MAX_STOPS
+from slipstream.engines.embedded.sequence import Job, Sample, Ticket
+from slipstream.engines.embedded.shapes import Shapes
+from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, SlipstreamError
 from slipstream.model.config import ModelConfig
-from slipstream.types import Completion, Failure, Request
+from slipstream.types import MAX_TOP_LOGPROBS, Completion, Failure, Request, SamplingParams, Score
+
+SCORING_PRIORITY = 0
 
 
 class Intake:
-    def __init__(self, model: ModelConfig, tokenizer: Any, max_length: int, engine: str) -> None:
+    def __init__(self, model: ModelConfig, tokenizer: Any, shapes: Shapes, engine: str) -> None:
         """`tokenizer` is a `tokenizers.Tokenizer` or None."""
-        self._model, self._tokenizer, self._max_length, self._engine = model, tokenizer, max_length, engine
+        self._model, self._tokenizer, self._shapes, self._engine = model, tokenizer, shapes, engine
+        self._max_length = shapes.max_length
 
     def tickets(self, requests: Sequence[Request], job: Job) -> tuple[list[Ticket], list[Completion | Failure]]:
         """A ticket for each request that can be served, a failure for each that cannot."""
@@ -38,21 +43,41 @@ class Intake:
                 "Was it made with another model's tokenizer?"
             )
 
-    def check_scorable(self, sequences: Sequence[Sequence[int]]) -> None:
+    def scoring_tickets(self, sequences: Sequence[Sequence[int]], top_k: int, job: Job) -> list[Ticket]:
+        if not 0 <= top_k <= min(MAX_TOP_LOGPROBS, self._model.vocab_size):
+            most = min(MAX_TOP_LOGPROBS, self._model.vocab_size)
+            raise InvalidSampling(f"top_k of a score must be 0 to {most}, got {top_k}")
         for index, tokens in enumerate(sequences):
             self.check_tokens(tokens, f"sequence {index}")
             if not 2 <= len(tokens) <= self._max_length:
                 raise InvalidPrompt(
                     f"sequence {index} has {len(tokens)} tokens; a score takes 2 to {self._max_length} (max_model_len)"
                 )
+            self._check_pages(len(tokens), f"sequence {index} has {len(tokens)} tokens")
+        sampling = SamplingParams(max_tokens=1, top_logprobs=top_k)
+        return [
+            Ticket(str(index), tuple(tokens), sampling, 0, 0, (), job, SCORING_PRIORITY)
+            for index, tokens in enumerate(sequences)
+        ]
+
+    def score(self, sample: Sample) -> Score:
+        """Of a sequence that was scored."""
+        ((version, _),) = sample.versions
+        return Score(
+            token_ids=sample.ticket.prompt,
+            logprobs=tuple(sample.raw_logprobs),
+            version=version,
+            engine=self._engine,
+            top_logprobs=tuple(sample.tops),
+        )
 
     def completions(self, samples: Sequence[Sample]) -> list[Completion | Failure]:
         """Of finished samples."""
         texts = [""] * len(samples)
         if self._tokenizer is not None:
-            bare = [s.tokens[:-1] if s.finish_reason == "stop" else s.tokens for s in samples]
+            bare = [s.tokens[:-1] if s.tokens[-1] in s.ticket.stop and s.stopped else s.tokens for s in samples]
             texts = self._tokenizer.decode_batch(bare, skip_special_tokens=True)
-        return [self._completion(sample, text) for sample, text in zip(samples, texts)]
+        return [self._completion(sample, _before(text, sample)) for sample, text in zip(samples, texts)]
 
     def _encode(self, texts: list[str]) -> Any:
         """An iterator of token ids; of None where there is no tokenizer."""
@@ -74,15 +99,49 @@ class Intake:
                 "shorten it, or raise max_model_len if the model allows"
             )
         sampling = request.sampling
+        self.check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
+        limit = min(sampling.max_tokens, self._max_length - len(prompt))
+        self._check_pages(len(prompt) + limit, f"the prompt's {len(prompt)} tokens and {limit} more (max_tokens)")
+        stop = dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._model.eos_token_ids)))
+        if len(stop) > MAX_STOPS:
+            raise InvalidSampling(f"at most {MAX_STOPS} stop tokens, the model's own included; got {len(stop)}")
         return Ticket(
             request_id=request.id,
             prompt=prompt,
             sampling=sampling,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            limit=min(sampling.max_tokens, self._max_length - len(prompt)),
-            stop=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._model.eos_token_ids),
+            limit=limit,
+            stop=tuple(stop),
             job=job,
+            priority=request.priority,
+            find_stop=self._stop_finder(sampling) if sampling.stop else None,
         )
+
+    def _check_pages(self, length: int, what: str) -> None:
+        needed = self._shapes.num_pages_for(length)
+        if needed > self._shapes.num_pages:
+            raise OutOfPages(
+                f"{what} need {needed} pages of the KV cache, and engine {self._engine!r} has {self._shapes.num_pages} "
+                f"of {self._shapes.page_size} tokens; ask for less, or raise kv_cache_tokens"
+            )
+
+    def _stop_finder(self, sampling: SamplingParams) -> Callable[[Sequence[int]], int | None]:
+        if self._tokenizer is None:
+            raise InvalidSampling(
+                f"engine {self._engine!r} has no tokenizer, so it cannot look for the stop texts {sampling.stop!r}; "
+                "use stop_token_ids, or put tokenizer.json beside its config"
+            )
+
+        def ends(tokens: Sequence[int]) -> bool:
+            text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+            return any(stop in text for stop in sampling.stop)
+
+        def find(tokens: Sequence[int]) -> int | None:
+            if len(tokens) < sampling.min_tokens or not ends(tokens):
+                return None
+            return next(count for count in range(max(sampling.min_tokens, 1), len(tokens) + 1) if ends(tokens[:count]))
+
+        return find
 
     def _completion(self, sample: Sample, text: str) -> Completion:
         reason = sample.finish_reason
@@ -98,4 +157,12 @@ class Intake:
             finish_reason=reason,
             spans=sample.spans,
             engine=self._engine,
+            top_logprobs=tuple(sample.tops),
         )
+
+
+def _before(text: str, sample: Sample) -> str:
+    """Without the stop text that ended it and what came after."""
+    if not sample.stopped:
+        return text
+    return text[: min((at for stop in sample.ticket.sampling.stop if (at := text.find(stop)) >= 0), default=len(text))]

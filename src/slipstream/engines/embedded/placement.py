@@ -37,7 +37,7 @@ class Placement:
         self._shardings = {name: self._sharding(dim) for name, dim in shard_dims(config, tp).items()}
         heads = "tp" if config.num_kv_heads % tp == 0 else None
         self.cache = NamedSharding(self._mesh, PartitionSpec(None, heads))
-        """Of `[slots, kv_heads, length, head_dim]`."""
+        """Of pages: `[pages, kv_heads, …]`."""
 
     def _sharding(self, dim: int | None) -> NamedSharding:
         return self.replicated if dim is None else NamedSharding(self._mesh, PartitionSpec(*[None] * dim, "tp"))
@@ -51,6 +51,25 @@ class Placement:
                 for name, leaf in flatten(params).items()
             }
         )
+
+    def to_devices(self, params: Params) -> Params:
+        """As it is where it is on the devices already; what is in host memory is put there."""
+        leaves = {}
+        for name, leaf in flatten(params).items():
+            leaves[name] = leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._shardings[name])
+        return unflatten(jax.block_until_ready(leaves))
+
+    @property
+    def is_host(self) -> bool:
+        """The devices are the CPU: their memory is the host's."""
+        return self._mesh.devices.flat[0].platform == "cpu"
+
+    def bytes_in_use(self) -> int:
+        """As the runtime counts them, over all devices; where it does not count (on CPU), of all live arrays."""
+        stats = [device.memory_stats() for device in self._mesh.devices.flat]
+        if all(stats):
+            return sum(s["bytes_in_use"] for s in stats if s)
+        return sum(array.nbytes for array in jax.live_arrays())
 
     def assemble(self, ranks: Mapping[str, Sequence[np.ndarray]], serving: Params | None) -> Params:
         """A tree from each rank's local arrays, which it takes over without a copy where the device is the host. What did
@@ -88,6 +107,16 @@ class Placement:
         for key in others[: max(0, len(others) - 1)]:
             del self._adopted[key]
         self._adopted[name, addresses] = leaf
+
+
+def to_host(params: Params | None) -> Params | None:
+    """The whole tree in host memory. Where that is the device's memory too, nothing moves."""
+    if params is None:
+        return None
+    leaves = flatten(params)
+    if next(iter(leaves.values())).sharding.device_set.pop().platform == "cpu":
+        return params
+    return unflatten(jax.device_get(leaves))
 
 
 def _addresses(arrays: Sequence[np.ndarray]) -> tuple[int, ...]:

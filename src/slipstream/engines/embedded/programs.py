@@ -18,16 +18,18 @@ import numpy as np
 
 from slipstream.engines.embedded.attention import CacheLayer, PagedAttention
 from slipstream.engines.embedded.placement import Placement
-from slipstream.engines.embedded.sampling import Counts, Settings, counts_of, counts_with, sample
+from slipstream.engines.embedded.sampling import Counts, Settings, counts_of, counts_with, sample, score_rows
 from slipstream.engines.embedded.shapes import COPIES, Shapes, bucket
 from slipstream.model.config import LayerAttention, ModelConfig
-from slipstream.model.decoder import apply_layers, token_logprobs, unembed
+from slipstream.model.decoder import apply_layers, unembed
 from slipstream.model.layers import Params
 from slipstream.types import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
 
 Cache: TypeAlias = list[CacheLayer]
+Array: TypeAlias = Any
+"""A numpy array on the host, a JAX array inside a program."""
 
 MAX_LOGITS = 1 << 25
 """Logits that exist at once while scoring."""
@@ -36,37 +38,37 @@ MAX_LOGITS = 1 << 25
 class Rows(NamedTuple):
     """Sequences about to be continued; numpy arrays of `[rows]`, padded with position -1."""
 
-    tokens: np.ndarray
+    tokens: Array
     """The newest token of each, not yet in the cache."""
-    positions: np.ndarray
+    positions: Array
     """Where it stands."""
-    room: np.ndarray
+    room: Array
     """Tokens that may be drawn in this call."""
-    tables: np.ndarray
+    tables: Array
     """`[rows, table_width]`."""
 
 
 class Steps(NamedTuple):
     """What was drawn: `[steps, rows]`, of which the first `num_drawn[row]` count."""
 
-    tokens: Any
-    logprobs: Any
-    raw_logprobs: Any
-    top_ids: Any
-    top_logprobs: Any
+    tokens: Array
+    logprobs: Array
+    raw_logprobs: Array
+    top_ids: Array
+    top_logprobs: Array
     """`[steps, rows, num_top]`, raw."""
-    num_drawn: Any
-    stopped: Any
+    num_drawn: Array
+    stopped: Array
     """The last token drawn is one of the row's stop tokens."""
 
 
 class Chunk(NamedTuple):
     """Blocks of prompt tokens: `[blocks, block]`, padded with position -1."""
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    tables: np.ndarray
-    targets: np.ndarray | None = None
+    tokens: Array
+    positions: Array
+    tables: Array
+    targets: Array = None
     """Scoring: the token that follows each."""
 
 
@@ -213,7 +215,7 @@ class Programs:
                 loop.positions + 1,
                 loop.active & ~drawn.stopped & (num_drawn < rows.room),
                 None if loop.counts is None else counts_with(loop.counts, drawn.token, loop.active),
-                Steps(*kept, num_drawn, stopped),
+                Steps(kept[0], kept[1], kept[2], kept[3], kept[4], num_drawn, stopped),
             )
 
         def empty(dtype: Any, *shape: int) -> jax.Array:
@@ -268,12 +270,7 @@ class Programs:
             part //= 2
 
         def one_part(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            logits = self._logits(params, pair[0])
-            scores = token_logprobs(logits, pair[1])
-            if not num_top:
-                return (scores,)
-            best, ids = jax.lax.top_k(logits, num_top)
-            return scores, ids, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            return score_rows(self._logits(params, pair[0]), pair[1], num_top)
 
         assert chunk.targets is not None, "scoring needs targets"
         parts = (flat.reshape(-1, part, flat.shape[-1]), chunk.targets.reshape(-1, part))

@@ -80,8 +80,9 @@ class Scheduler:
         return [*self.prefilling, *self.running]
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.running)
+    def has_begun(self) -> bool:
+        """Some sample that waits has run before."""
+        return any(sample.tokens for sample in self.waiting)
 
     def drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
         """Removes all samples of the tickets that `unwanted` picks, and returns those tickets."""

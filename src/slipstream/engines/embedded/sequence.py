@@ -15,6 +15,8 @@ class Job(Protocol):
 
     def deliver(self, outcomes: list[Sample | Failed]) -> None: ...
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(slots=True, eq=False)
 class Ticket:

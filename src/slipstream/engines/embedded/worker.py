@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from slipstream.engines.embedded.executor import Executor, Outcome, Policy
 from slipstream.engines.embedded.scheduler import Scheduler, Tick
 from slipstream.engines.embedded.sequence import Failed, Job, Sample, Ticket
-from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion
+from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion, Unsupported
 from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
 
 TICK_SECONDS = 0.03
@@ -61,7 +61,7 @@ class Worker:
         self._closing = False
         self._outbox: list[Sample | Failed] = []
         """Finished, and delivered while the device works on the next tick."""
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()
         if policy is not None:
             self._set_policy(policy)
@@ -90,8 +90,7 @@ class Worker:
 
     def swap(self, policy: Policy, in_flight: InFlight) -> Future[CommitReport]:
         swap = _Swap(policy, in_flight, time.perf_counter(), Future())
-        waits = in_flight == "finish"
-        self._submit(lambda: self._waiting_swaps.append(swap) if waits else self._swap(swap))
+        self._submit(lambda: self._finish_first(swap) if in_flight == "finish" else self._swap(swap))
         return swap.done
 
     def forget_swap(self, version: int) -> Future[None]:
@@ -105,11 +104,12 @@ class Worker:
     def sleep(self, level: int) -> Future[MemoryReport]:
         return self._call(lambda: self._sleep(level))
 
-    def wake(self, tags: Sequence[MemoryTag]) -> Future[MemoryReport]:
+    def wake(self, tags: Sequence[MemoryTag] | None) -> Future[MemoryReport]:
         return self._call(lambda: self._wake_up(tags))
 
-    def memory(self) -> Future[MemoryReport]:
-        return self._call(self._memory)
+    def memory(self) -> MemoryReport:
+        """Waits for no tick."""
+        return self._executor.memory(self._policy, tuple(sorted(self._asleep)))
 
     def stats(self) -> Future[dict[str, float]]:
         return self._call(self._stats)
@@ -231,6 +231,16 @@ class Worker:
         self._set_policy(swap.policy)
         swap.done.set_result(CommitReport(time.perf_counter() - boundary, boundary - swap.called))
 
+    def _finish_first(self, swap: _Swap) -> None:
+        if (self._paused or self._asleep) and (self._scheduler.live or self._scheduler.has_begun):
+            why = "paused" if self._paused else "asleep"
+            error = Unsupported(
+                f"engine {self._name!r} is {why}, so its requests would never finish; resume it, or commit with "
+                'in_flight="keep"'
+            )
+            return _fail(swap.done, error)
+        self._waiting_swaps.append(swap)
+
     def _set_policy(self, policy: Policy) -> None:
         self._policy = self._executor.placed(policy)  # the old weights are freed here, unless someone else holds them
         self._asleep.discard("weights")
@@ -250,27 +260,28 @@ class Worker:
         self._scheduler.forget_cached()
         self._executor.drop_cache()
         self._asleep.add("kv_cache")
-        if self._policy is not None and "weights" not in self._asleep:
+        if self._policy is not None:
             self._policy = self._executor.without_weights(self._policy, keep=level == 1)
             self._asleep.add("weights")
-        return self._memory()
+        return self.memory()
 
-    def _wake_up(self, tags: Sequence[MemoryTag]) -> MemoryReport:
-        if "weights" in tags and "weights" in self._asleep:
-            assert self._policy is not None, "without a policy there are no weights to put to sleep"
-            if self._policy.params is None:
+    def _wake_up(self, tags: Sequence[MemoryTag] | None) -> MemoryReport:
+        policy = self._policy
+        if tags is None:
+            tags = [
+                t for t in sorted(self._asleep) if t != "weights" or (policy is not None and policy.params is not None)
+            ]
+        if "weights" in tags and "weights" in self._asleep and policy is not None:
+            if policy.params is None:
                 raise NotReady(
                     f"engine {self._name!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them"
                 )
-            self._policy = self._executor.placed(self._policy)
+            self._policy = self._executor.placed(policy)
             self._asleep.discard("weights")
         if "kv_cache" in tags and "kv_cache" in self._asleep:
             self._executor.make_cache()
             self._asleep.discard("kv_cache")
-        return self._memory()
-
-    def _memory(self) -> MemoryReport:
-        return self._executor.memory(self._policy, tuple(sorted(self._asleep)))
+        return self.memory()
 
     # --- ends ---
 
