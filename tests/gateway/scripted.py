@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import os
 
-from slipstream.errors import TransferError, VersionError
+from slipstream.errors import TransferError, Unsupported, VersionError
 from slipstream.gateway.attach import serve_engine
 from slipstream.types import (
     Berths,
     CommitReport,
     Completion,
     EngineInfo,
+    MemoryReport,
     Parameter,
     Part,
     Score,
     StageReport,
     TensorSpec,
+    TopLogprobs,
     VersionSpan,
 )
 
@@ -33,7 +35,12 @@ class ScriptedEngine:
         self.gate = asyncio.Event()
         """Cleared, generation waits before its last completion."""
         self.gate.set()
-        self.fail_stage = self.hang_stage = self.hang_commit = False
+        self.fail_stage = self.hang_stage = self.hang_commit = self.fail_commit = False
+        self.requests = []
+        self.policies = []
+        self.asleep = ()
+        self.paused = False
+        self.fail_control = self.hang_control = False
 
     def describe(self):
         return EngineInfo(
@@ -44,6 +51,7 @@ class ScriptedEngine:
 
     async def generate(self, requests):
         self.seen += [r.id for r in requests]
+        self.requests += requests
         rows = [
             Completion(
                 r.id,
@@ -56,6 +64,7 @@ class ScriptedEngine:
                 "length",
                 (VersionSpan(self.version, 0, 2),),
                 self.name,
+                top_logprobs=likeliest(r.sampling.top_logprobs, 2),
             )
             for r in requests
             for i in range(r.sampling.n)
@@ -70,8 +79,11 @@ class ScriptedEngine:
             self.cancelled += 1
             raise
 
-    async def score(self, sequences):
-        return [Score(tuple(s), (-0.5,) * (len(s) - 1), self.version, self.name) for s in sequences]
+    async def score(self, sequences, top_k=0):
+        return [
+            Score(tuple(s), (-0.5,) * (len(s) - 1), self.version, self.name, likeliest(top_k, len(s) - 1))
+            for s in sequences
+        ]
 
     async def begin(self, version, offer):
         if version <= self.version:
@@ -92,16 +104,53 @@ class ScriptedEngine:
     async def commit(self, version, in_flight="keep"):
         if self.hang_commit:
             await asyncio.sleep(60)
+        if self.fail_commit:
+            raise Unsupported("requests are running, and the engine is paused")
         self.history.append(("commit", version))
+        self.policies.append(in_flight)
         self.version = version
+        self.asleep = tuple(tag for tag in self.asleep if tag != "weights")
         return CommitReport(0.0, 0.0)
 
     async def rollback(self, version):
         self.history.append(("rollback", version))
         self.begun = self.staged = None
 
+    async def pause(self):
+        await self._control("pause")
+        self.paused = True
+
+    async def resume(self):
+        await self._control("resume")
+        self.paused = False
+
+    async def sleep(self, level=1):
+        await self._control("sleep", level)
+        self.asleep = ("weights", "kv_cache")
+        return await self.memory()
+
+    async def wake(self, tags=None):
+        await self._control("wake", tags)
+        self.asleep = tuple(tag for tag in self.asleep if tags is not None and tag not in tags)
+        return await self.memory()
+
+    async def memory(self):
+        held = [0 if tag in self.asleep else size for tag, size in (("weights", 80), ("kv_cache", 20))]
+        return MemoryReport(*held, sum(held), self.asleep)
+
+    async def _control(self, *verb):
+        self.history.append(verb)
+        if self.hang_control:
+            await asyncio.sleep(60)
+        if self.fail_control:
+            raise Unsupported("this engine cannot")
+
     async def close(self):
         pass
+
+
+def likeliest(width, positions):
+    return (TopLogprobs(tuple(range(width)), (-0.25,) * width),) * positions if width else ()
 
 
 @contextlib.asynccontextmanager

@@ -15,20 +15,40 @@ from slipstream.types import (
     Completion,
     EngineInfo,
     Failure,
+    MemoryReport,
     Offer,
     Request,
     SamplingParams,
     Score,
     StageReport,
+    TopLogprobs,
     VersionSpan,
 )
 from slipstream.weights import families
 
 tokens = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5).map(tuple)
 float32s = st.lists(st.floats(width=32, allow_nan=False), max_size=5).map(tuple)
+numbers = st.floats(-9, 9)
+
+
+def likeliest(positions):
+    """What an engine reports of that many positions: as many tokens at each."""
+    rows = st.integers(1, 4).flatmap(
+        lambda width: st.lists(
+            st.tuples(
+                *[st.lists(st.integers(0, 2**32 - 1), min_size=width, max_size=width).map(tuple)],
+                *[st.lists(st.floats(width=32, allow_nan=False), min_size=width, max_size=width).map(tuple)],
+            ).map(lambda row: TopLogprobs(*row)),
+            min_size=positions,
+            max_size=positions,
+        )
+    )
+    return st.just(()) | rows.map(tuple)
+
+
 samplings = st.builds(
     SamplingParams,
-    max_tokens=st.integers(1, 9),
+    max_tokens=st.integers(9, 12),
     temperature=st.floats(0, 2),
     top_k=st.integers(0, 9),
     top_p=st.floats(0.1, 1),
@@ -36,12 +56,23 @@ samplings = st.builds(
     seed=st.integers(0, 2**63 - 1),
     stop_token_ids=st.lists(st.integers(0, 99), max_size=3),
     ignore_eos=st.booleans(),
+    stop=st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    min_tokens=st.integers(0, 9),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.1, 2),
+    presence_penalty=numbers,
+    frequency_penalty=numbers,
+    logit_bias=st.dictionaries(st.integers(0, 99), numbers, max_size=3),
+    top_logprobs=st.integers(0, 20),
 )
 
 
-@given(st.lists(st.tuples(st.text(min_size=1, max_size=9) | tokens, samplings), max_size=5))
+priorities = st.integers(-(2**31), 2**31 - 1)
+
+
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=9) | tokens, samplings, priorities), max_size=5))
 def test_requests(rows):
-    requests = [Request(str(i), prompt, sampling) for i, (prompt, sampling) in enumerate(rows)]
+    requests = [Request(str(i), *row) for i, row in enumerate(rows)]
     wire = convert.requests_to_pb(requests).SerializeToString()
     assert convert.requests_from_pb(pb.GenerateRequest.FromString(wire)) == requests
 
@@ -52,6 +83,7 @@ def test_requests_that_share_their_settings_carry_them_once():
 
 
 @given(
+    st.data(),
     st.integers(0, 99),
     tokens,
     tokens,
@@ -60,10 +92,9 @@ def test_requests_that_share_their_settings_carry_them_once():
     st.sampled_from(["stop", "length"]),
     st.integers(-1, 2**40),
 )
-def test_results(index, prompt, ids, text, logprobs, reason, version):
-    completion = Completion(
-        "r/1", index, prompt, ids, text, logprobs, logprobs, reason, (VersionSpan(version, 0, 3),), "e"
-    )
+def test_results(data, index, prompt, ids, text, logprobs, reason, version):
+    spans, top = (VersionSpan(version, 0, 3),), data.draw(likeliest(len(ids)))
+    completion = Completion("r/1", index, prompt, ids, text, logprobs, logprobs, reason, spans, "e", top_logprobs=top)
     (back,) = convert.results_from_pb(pb.Results.FromString(convert.results_to_pb([completion]).SerializeToString()))
     assert back == completion
 
@@ -71,8 +102,47 @@ def test_results(index, prompt, ids, text, logprobs, reason, version):
 def test_failures_and_scores():
     (back,) = convert.results_from_pb(convert.results_to_pb([Failure("r", errors.InvalidPrompt("too long"))]))
     assert isinstance(back, Failure) and isinstance(back.error, errors.InvalidPrompt) and str(back.error) == "too long"
-    scores = [Score((1, 2), (-0.5,), 3, "e")]
+    scores = [Score((1, 2), (-0.5,), 3, "e"), Score((1, 2), (-0.5,), 3, "e", (TopLogprobs((7, 2), (-0.25, -0.5)),))]
     assert convert.scores_from_pb(convert.scores_to_pb(scores)) == scores
+    request = pb.ScoreRequest.FromString(convert.sequences_to_pb([(1, 2), (3,)], "e", 5).SerializeToString())
+    assert convert.sequences_from_pb(request) == [(1, 2), (3,)] and (request.engine, request.top_k) == ("e", 5)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(-1, 2**40))
+def test_scores(data, positions, version):
+    score = Score((1,) * (positions + 1), (-0.5,) * positions, version, "e", data.draw(likeliest(positions)))
+    assert convert.scores_from_pb(pb.ScoreReply.FromString(convert.scores_to_pb([score]).SerializeToString())) == [
+        score
+    ]
+
+
+@given(*[st.integers(0, 2**60)] * 3, st.lists(st.sampled_from(["weights", "kv_cache"]), unique=True).map(tuple))
+def test_memory(weights, kv_cache, in_use, asleep):
+    report = MemoryReport(weights, kv_cache, in_use, asleep)
+    wire = convert.memory_to_pb(report).SerializeToString()
+    assert convert.memory_from_pb(pb.MemoryReport.FromString(wire)) == report
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        pb.TopLogprobs(width=2, token_ids=[1, 2], logprobs=[-1.0]),
+        pb.TopLogprobs(width=2, token_ids=[1, 2], logprobs=[-1.0, -2.0]),
+        pb.TopLogprobs(width=0, token_ids=[1], logprobs=[-1.0]),
+        pb.TopLogprobs(width=2**31),
+    ],
+)
+def test_likeliest_tokens_that_do_not_fit_the_completion_are_refused(top):
+    row = pb.Completion(finish_reason="stop", token_ids=[5, 6], top_logprobs=top)
+    with pytest.raises(errors.ProtocolMismatch, match="2 positions"):
+        convert.results_from_pb(pb.Results(completions=[row]))
+
+
+def test_a_bias_without_its_values_is_refused():
+    sampling = convert.requests_to_pb([Request("r", (1,), SamplingParams(seed=1))]).sampling[0]
+    sampling.bias_token_ids.append(3)
+    with pytest.raises(errors.ProtocolMismatch, match="1 tokens and 0 values"):
+        convert.requests_from_pb(pb.GenerateRequest(sampling=[sampling]))
 
 
 def test_engine_info_with_and_without_layout():
@@ -106,6 +176,7 @@ def test_arbitrary_bytes_never_give_anything_but_a_typed_error(data):
         (pb.EngineInfo, convert.engine_from_pb),
         (pb.FleetStatus, convert.status_from_pb),
         (pb.Offer, convert.offer_from_pb),
+        (pb.MemoryReport, convert.memory_from_pb),
     ):
         try:
             parsed = message.FromString(data)
@@ -133,3 +204,5 @@ def test_errors_cross_the_wire_by_name():
 def test_words_out_of_place_are_refused():
     with pytest.raises(errors.ProtocolMismatch, match="'maybe'"):
         convert.in_flight_from_pb("maybe")
+    with pytest.raises(errors.ProtocolMismatch, match="'tea'"):
+        convert.tags_from_pb(["weights", "tea"])

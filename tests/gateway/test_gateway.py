@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from typing import get_args
 
 import grpc
 import pytest
@@ -23,6 +24,7 @@ from slipstream.errors import (
     Unauthorized,
     UnknownEngine,
     UnknownVersion,
+    Unsupported,
     UpdateInProgress,
     VersionError,
 )
@@ -30,7 +32,7 @@ from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.client import GatewayFleet
 from slipstream.gateway.server import SERVICE, running
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
-from slipstream.types import Completion, Failure, Offer, Request, SamplingParams
+from slipstream.types import Completion, Failure, InFlight, Offer, Request, SamplingParams
 from tests.gateway.scripted import ScriptedEngine, attached
 
 TOKEN = "secret"
@@ -187,6 +189,125 @@ async def test_a_silent_engine_loses_its_lease(address, fleet):
     await channel.close()
 
 
+@on_the_loop
+async def test_all_settings_reach_the_engine_and_the_likeliest_tokens_come_back(address, fleet):
+    sampling = SamplingParams(
+        seed=3, stop=("a", "bc"), max_tokens=9, min_tokens=2, min_p=0.1, repetition_penalty=1.2, presence_penalty=-0.5,
+        frequency_penalty=0.25, logit_bias={3: -1.5}, top_logprobs=4,
+    )  # fmt: skip
+    a = ScriptedEngine("a")
+    async with attached(a, address, TOKEN):
+        (row,) = await collect(fleet.generate([Request("x", "text", sampling, priority=-7)]))
+        assert a.requests == [Request("x", "text", sampling, priority=-7)]
+        assert [len(top.token_ids) for top in row.top_logprobs] == [4, 4]
+        (score,) = await fleet.score([(1, 2, 3)], top_k=5)
+        assert [top.token_ids for top in score.top_logprobs] == [(0, 1, 2, 3, 4)] * 2
+
+
+# --- pause and sleep --------------------------------------------------------------------------------------------------
+
+
+@on_the_loop
+async def test_control_reaches_all_engines_or_the_one_named(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        await fleet.pause()
+        assert a.paused and b.paused
+        await fleet.resume(engine="b")
+        assert a.paused and not b.paused
+        assert {name: r.weights for name, r in (await fleet.memory()).items()} == {"a": 80, "b": 80}
+        reports = await fleet.sleep(level=2)
+        assert {name: (r.in_use, r.asleep) for name, r in reports.items()} == dict.fromkeys(
+            "ab", (0, ("weights", "kv_cache"))
+        )
+        assert a.history[-1] == ("sleep", 2)
+        assert (await fleet.wake(["weights"], engine="a"))["a"].asleep == ("kv_cache",)
+        assert (await fleet.wake([]))["a"].asleep == ("kv_cache",)  # nothing named, nothing woken
+        assert {r.asleep for r in (await fleet.wake()).values()} == {()}
+        assert a.history[-1] == b.history[-1] == ("wake", None)
+
+
+@on_the_loop
+async def test_sleeping_engines_get_no_requests_while_others_are_awake_but_take_part_in_updates(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+
+    async def states():
+        return {e.info.name: e.state for e in (await fleet.status()).engines}
+
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        await fleet.sleep(engine="a")
+        assert await states() == {"a": "asleep", "b": "ready"}
+        assert {r.engine for r in await collect(fleet.generate([request(str(i)) for i in range(6)]))} == {"b"}
+        assert (await fleet.score([(1, 2)]))[0].engine == "b"
+        await fleet.sleep(engine="b")  # now all sleep: requests are theirs to keep until they wake
+        assert {r.engine for r in await collect(fleet.generate([request(str(i)) for i in range(6)]))} == {"a", "b"}
+        await fleet.refresh()
+        assert set(await update(fleet, 1, ["a", "b"])) == {"a", "b"}
+        notes = {e.note for e in (await fleet.status()).engines}  # the update has brought the weights back
+        assert await states() == {"a": "asleep", "b": "asleep"} and notes == {
+            "gave up its kv_cache; bridge.wake brings it back"
+        }
+        await fleet.wake()
+        assert await states() == {"a": "ready", "b": "ready"}
+
+
+@on_the_loop
+async def test_an_engine_that_registers_again_is_still_known_to_sleep(address, fleet):
+    a = ScriptedEngine("a")
+    async with attached(a, address, TOKEN):
+        await fleet.sleep()
+    async with attached(a, address, TOKEN):
+        for _ in range(100):
+            if (await fleet.status()).engines[0].state == "asleep":
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the gateway does not know")
+
+
+@on_the_loop
+async def test_one_engine_that_cannot_is_named_and_the_others_have_done_it(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    b.fail_control = True
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        with pytest.raises(Unsupported, match=r"sleep failed on b; done on a. \[b\] this engine cannot"):
+            await fleet.sleep()
+        assert {e.info.name: e.state for e in (await fleet.status()).engines} == {"a": "asleep", "b": "ready"}
+        b.fail_control = False
+        await fleet.sleep()
+        assert {e.state for e in (await fleet.status()).engines} == {"asleep"}
+
+
+@on_the_loop
+async def test_control_has_a_deadline_that_names_the_engine(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    b.hang_control = True
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        with pytest.raises(DeadlineExceeded, match=r"done on a.*engine 'b' did not pause within 1 s"):
+            await fleet.pause()
+        assert a.paused and not b.paused
+
+
+@on_the_loop
+async def test_control_of_engines_that_are_not_there(address, fleet):
+    with pytest.raises(NotReady, match="no engine has registered"):
+        await fleet.pause()
+    async with attached(ScriptedEngine("a", version=-1), address, TOKEN):
+        await fleet.pause()  # needs no weights
+        with pytest.raises(UnknownEngine, match="'zebra'"):
+            await fleet.sleep(engine="zebra")
+    await asyncio.sleep(0.1)
+    with pytest.raises(EngineLost, match="'a' is lost"):
+        await fleet.sleep(engine="a")
+
+
+@on_the_loop
+async def test_control_without_a_verb_is_refused(address, fleet):
+    async with attached(ScriptedEngine("a"), address, TOKEN), grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="without a verb"):
+            metadata = (("authorization", f"Bearer {TOKEN}"),)
+            await GatewayStub(channel).Control(pb.ControlRequest(), metadata=metadata)
+
+
 # --- updates ----------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +379,28 @@ async def test_an_engine_that_does_not_commit_is_stale_until_the_next_update(add
         b.hang_commit = False
         await update(fleet, 2, ["a", "b"])
         assert {e.state for e in (await fleet.status()).engines} == {"ready"}
+
+
+@on_the_loop
+async def test_an_engine_that_refuses_to_commit_forgets_the_update(address, fleet):
+    a = ScriptedEngine("a")
+    a.fail_commit = True
+    async with attached(a, address, TOKEN):
+        await fleet.refresh()
+        with pytest.raises(Unsupported, match=r"\[a\] requests are running"):
+            await update(fleet, 1, ["a"])
+        assert a.history[-1] == ("rollback", 1)
+
+
+@on_the_loop
+async def test_every_policy_for_running_requests_reaches_the_engine(address, fleet):
+    a = ScriptedEngine("a")
+    async with attached(a, address, TOKEN):
+        for version, policy in enumerate(get_args(InFlight), start=1):
+            await fleet.refresh()
+            await stage(fleet, version, await begin(fleet, version, ["a"]))
+            await fleet.commit(version, policy)
+        assert a.policies == ["keep", "finish", "recompute", "requeue"]
 
 
 @on_the_loop

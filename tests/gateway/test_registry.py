@@ -92,6 +92,28 @@ def test_engines_that_do_not_fit_are_refused(other, error, said):
     assert states(registry) == {"e0": "empty"}
 
 
+def test_sleeping_engines_get_requests_only_where_all_sleep():
+    registry = Registry(10)
+    registry.register(info("a", version=0), 0)
+    registry.register(info("b", version=0), 0)
+
+    def names(only=""):
+        return [m.info.name for m in registry.takers(only)]
+
+    registry.slept("a", ("weights", "kv_cache"))
+    assert states(registry) == {"a": "asleep", "b": "ready"}
+    assert "weights and kv_cache" in registry.statuses(0.0)[0].note
+    assert names() == ["b"] and names("a") == ["a"]
+    registry.slept("b", ("kv_cache",))
+    assert names() == ["a", "b"]
+    registry.commit(1, ["a"])
+    assert states(registry) == {"a": "asleep", "b": "stale"} and names() == ["a"]
+    registry.slept("a", ())
+    assert states(registry)["a"] == "ready"
+    with pytest.raises(NotReady, match="b: stale"):
+        names("b")
+
+
 def test_versions_only_grow_and_unknown_names_are_named():
     registry = Registry(10)
     registry.register(info("a", version=3), 0)

@@ -64,7 +64,8 @@ class Engine(Protocol):
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         """Receives into a shadow and verifies coverage and checksums: per rank, a manifest from each trainer rank.
-        Generation goes on."""
+        Generation goes on. Raises `FleetChanged` when a tensor did not come because the trainer thinks it is here, while
+        `sleep` has dropped it: `bridge.sync` then sends everything."""
         ...
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:

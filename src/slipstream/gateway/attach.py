@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from slipstream.errors import DeadlineExceeded, EngineLost, GatewayLost, ProtocolMismatch, SlipstreamError, Unsupported
+from slipstream.errors import DeadlineExceeded, EngineLost, GatewayLost, ProtocolMismatch, SlipstreamError
 from slipstream.gateway import convert, wire
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
@@ -211,7 +211,7 @@ class EngineSession:
             self._outgoing.put_nowait(pb.FromEngine(heartbeat=pb.Heartbeat(version=self._engine.describe().version)))
 
     async def _tell_memory(self) -> None:
-        with contextlib.suppress(Unsupported):
+        with contextlib.suppress(SlipstreamError):  # it cannot tell, and need not
             self._outgoing.put_nowait(self._memory_answer(await self._engine.memory()))
 
     def _memory_answer(self, report: MemoryReport) -> pb.FromEngine:

@@ -128,7 +128,7 @@ def _sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         stop=tuple(message.stop),
         min_tokens=message.min_tokens,
         min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(zip(message.bias_token_ids, message.bias_values)),
