@@ -16,11 +16,13 @@ exit code is 0 whatever the verdict: a benchmark reports."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import random
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import psutil
 from decode_job import SAID, Case, Job
 from decode_report import DETERMINISTIC, HF, NO_CACHE, OURS, VLLM, describe, report, targets, write
 from rich.console import Console
@@ -44,6 +47,8 @@ from slipstream.weights import families
 
 HERE = Path(__file__).resolve().parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
+MOST_BUSY = 0.1
+"""Above this share of the processors, what else runs on the machine shows in the numbers."""
 
 
 def main() -> None:
@@ -157,11 +162,14 @@ def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[st
         job = Job(str(directory), dtype, config.vocab_size, rounds, cases)
         for name, script, python, changes in turns:
             console.print(f"[bold]{name}")
+            busy = busy_share()
+            if busy > MOST_BUSY:
+                console.print(f"  others use {busy:.0%} of this machine's processors: these numbers will say little")
             side = run_side(name, HERE / script, python, replace(job, **changes), Path(temporary), console)
             if side is None:
                 failed.append(name)
             else:
-                sides[name] = side
+                sides[name] = side | {"others_busy": busy}
                 machine |= side["versions"]
             yield {
                 "machine": machine,
@@ -211,8 +219,13 @@ def plan(
         options = {"device": "cpu" if arguments.small else device, "llm": arguments.vllm_options}
         found.append((VLLM, "decode_vllm.py", there, {"options": options}))
     if "hf" in wanted and device == "cpu":
-        found.append((HF, "decode_hf.py", here, {"options": {"threads": len(os.sched_getaffinity(0))}}))
+        found.append((HF, "decode_hf.py", here, {"options": {"threads": os.cpu_count()}}))
     return found
+
+
+def busy_share() -> float:
+    """Of the processors, by others: nothing of ours runs while this looks."""
+    return psutil.cpu_percent(1.0) / 100
 
 
 def run_side(
@@ -226,13 +239,17 @@ def run_side(
     start, last = time.perf_counter(), deque[str](maxlen=60)
     command = [*python, str(script), str(job_file), str(result_file)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, text=True, errors="replace", **pipes) as process:
+    with subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **pipes) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            _, said, text = line.partition(SAID)
-            last.append(line)
-            if said:
-                console.print(f"  {time.perf_counter() - start:5.0f} s  {text.rstrip()}", markup=False)
+        try:
+            for line in process.stdout:
+                _, said, text = line.partition(SAID)
+                last.append(line)
+                if said:
+                    console.print(f"  {time.perf_counter() - start:5.0f} s  {text.rstrip()}", markup=False)
+        finally:  # vLLM has processes of its own, which would outlive it if this is interrupted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode or not result_file.exists():
         console.print(
             f"{name} failed with exit code {process.returncode}. Its last lines:\n{''.join(last)}", markup=False

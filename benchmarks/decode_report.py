@@ -89,7 +89,8 @@ def speeds(results: dict[str, Any], case: str) -> Table:
         f"{case}: {about['prompts']} prompts × {about['group']} samples, {about['prompt_tokens']} + "
         f"{about['mean_length']:.0f} tokens (longest {about['longest']}); {model['parameters'] / 1e6:,.0f}M, {model['dtype']}"
     )
-    table = Table("", "tokens/s", "seconds", "lowest–highest", "warm-up", "start", "mean logprob", title=title)
+    heads = ("tokens/s", "seconds", "lowest–highest", "warm-up", "start", "mean logprob", "others busy")
+    table = Table("", *heads, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, side in results["sides"].items():
@@ -106,6 +107,7 @@ def speeds(results: dict[str, Any], case: str) -> Table:
             f"{found['warmup_seconds']:.1f} s",
             f"{side['start_seconds']:.1f} s",
             f"{found['mean_logprob']:.3f}",
+            f"{side['others_busy']:.0%}",
         )
     return table
 
