@@ -220,6 +220,8 @@ def plan(
         found.append((VLLM, "decode_vllm.py", there, {"options": options}))
     if "hf" in wanted and device == "cpu":
         found.append((HF, "decode_hf.py", here, {"options": {"threads": os.cpu_count()}}))
+    if not found:
+        raise SystemExit(f"no side left to run: --sides {arguments.sides} on {device}")
     return found
 
 
