@@ -18,7 +18,7 @@ def run(job: Job) -> dict[str, Any]:
     on_cpu = job.options["device"] == "cpu"
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        # By itself it keeps a core free for a server that is not there.
+        # By itself it keeps a core free for its scheduler's process, which on two cores is half the machine.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     start = time.perf_counter()
     import torch
