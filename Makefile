@@ -1,10 +1,11 @@
 # make demo | test | check | bench — each sets up what it needs on a fresh machine (Python 3.11–3.13 and make).
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check bench proto clean
+.PHONY: demo test check bench vllm-env proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/slipstream demo
@@ -37,6 +38,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 $(VENV)/.installed-check: $(VENV)/.installed
 	$(PIP) -e '.[plot,bench,check]'
 	@touch $@
+
+# The real vLLM for CPU, which benchmarks and tests find there if it is made.
+vllm-env:
+	PYTHON=$(PYTHON) tools/vllm_env.sh $(VLLM_VENV)
 
 # The generated gRPC code runs with this generator's release and later ones, so it is made with an old one.
 proto:

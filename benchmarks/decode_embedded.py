@@ -1,0 +1,78 @@
+"""The side of `decode.py` that is Slipstream's own engine, in-process. Every sample is a request with its own length and
+seed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import jax
+from decode_job import Case, Job, Round, run_rounds, say, serve
+
+import slipstream
+from slipstream.config import EngineConfig
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.types import Completion, Request, SamplingParams
+
+LEVELS = ("num_programs",)
+"""Statistics that say how things are now; all others count up and are told as a round's own."""
+
+
+def run(job: Job) -> dict[str, Any]:
+    start = time.perf_counter()
+    options = EngineConfig(
+        max_concurrency=job.max_samples, max_model_len=job.max_model_len, dtype=job.dtype, **job.options["engine"]
+    )
+    engine = EmbeddedEngine.from_directory(job.directory, options=options)
+    start_seconds = time.perf_counter() - start
+    say(f"engine started in {start_seconds:.0f} s on {jax.devices()[0].device_kind}")
+
+    runner = asyncio.Runner()
+
+    def generate(case: Case, prompts: list[list[int]]) -> Round:
+        requests = [
+            Request(str(i), tuple(prompt), SamplingParams(max_tokens=length, seed=i, ignore_eos=True))
+            for i, (prompt, length) in enumerate(zip(prompts, case.lengths))
+        ]
+        before = engine.stats()
+        start = time.perf_counter()
+        answers = runner.run(collect(engine, requests))
+        seconds = time.perf_counter() - start
+        logprobs = [logprob for answer in answers for logprob in answer.logprobs]
+        stats = difference(engine.stats(), before)
+        return Round(seconds, [len(a.token_ids) for a in answers], sum(logprobs) / len(logprobs), stats)
+
+    cases = run_rounds(job, generate)
+    runner.run(engine.close())
+    runner.close()
+    device = jax.devices()[0]
+    versions = {"slipstream": slipstream.__version__, "jax": jax.__version__, "device": device.device_kind}
+    return {"versions": versions, "start_seconds": start_seconds, "cases": cases}
+
+
+async def collect(engine: EmbeddedEngine, requests: list[Request]) -> list[Completion]:
+    found: dict[str, Completion] = {}
+    async for batch in engine.generate(requests):
+        for answer in batch:
+            if not isinstance(answer, Completion):
+                raise answer.error
+            found[answer.request_id] = answer
+    return [found[request.id] for request in requests]
+
+
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What a round added to the counters."""
+    found: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, dict):
+            found[name] = difference(value, before.get(name, {}))
+        elif name in LEVELS or not isinstance(value, (int, float)):
+            found[name] = value
+        else:
+            found[name] = value - before.get(name, 0)
+    return found
+
+
+if __name__ == "__main__":
+    serve(run)

@@ -1,0 +1,146 @@
+"""What `decode.py` makes of its sides' results: ratios against targets, tables, files. No JAX, nothing measured here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from decode_job import Case
+from rich.console import Console, Group
+from rich.table import Table
+
+HF_TARGET = 1.5
+"""Ours, in tokens per second, over `transformers`."""
+PREFILL_TARGET = 1 / 6
+"""Prompt tokens computed with the prefix cache, over those without, for groups of 8."""
+
+OURS, NO_CACHE, DETERMINISTIC, VLLM, HF = "ours", "ours, no prefix cache", "ours, deterministic", "vLLM", "transformers"
+
+
+def describe(case: Case) -> dict[str, Any]:
+    return {
+        "prompts": case.num_prompts,
+        "group": case.group,
+        "prompt_tokens": case.prompt_tokens,
+        "num_tokens": case.num_tokens,
+        "mean_length": statistics.mean(case.lengths),
+        "longest": max(case.lengths),
+    }
+
+
+def tokens_per_second(sides: dict[str, Any], side: str, case: Case) -> float:
+    return case.num_tokens / statistics.median(sides[side]["cases"][case.name]["seconds"])
+
+
+def targets(all_sides: dict[str, Any], cases: list[Case]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def at_least(name: str, measured: float, target: float | None) -> None:
+        found[name] = {"measured": measured, "at_least": target, "passed": target is None or measured >= target}
+
+    for case in cases:
+        sides = {name: side for name, side in all_sides.items() if case.name in side["cases"]}
+        if HF in sides and OURS in sides:
+            ratio = tokens_per_second(sides, OURS, case) / tokens_per_second(sides, HF, case)
+            at_least(f"{case.name}: ours over transformers", ratio, HF_TARGET)
+        if VLLM in sides and OURS in sides:
+            ratio = tokens_per_second(sides, OURS, case) / tokens_per_second(sides, VLLM, case)
+            at_least(f"{case.name}: ours over vLLM", ratio, None)
+        if DETERMINISTIC in sides:
+            ratio = tokens_per_second(sides, DETERMINISTIC, case) / tokens_per_second(sides, OURS, case)
+            at_least(f"{case.name}: deterministic over not", ratio, None)
+        if OURS in sides and NO_CACHE in sides and case.group > 1:
+            ratio = prefill_tokens(sides, OURS, case) / prefill_tokens(sides, NO_CACHE, case)
+            name = f"{case.name}: prompt tokens computed, with prefix cache over without"
+            found[name] = {"measured": ratio, "at_most": PREFILL_TARGET, "passed": ratio <= PREFILL_TARGET}
+        if len(sides) > 1:
+            means = [side["cases"][case.name]["mean_logprob"] for side in sides.values()]
+            spread = max(means) - min(means)
+            chance = max(0.05, 3 / math.sqrt(case.num_tokens))  # sides that sample from the same model differ no more
+            name = f"{case.name}: spread of the sides' mean logprobs"
+            found[name] = {"measured": spread, "at_most": chance, "passed": spread <= chance}
+    return found
+
+
+def prefill_tokens(sides: dict[str, Any], side: str, case: Case) -> int:
+    return sides[side]["cases"][case.name]["stats"]["prefill_tokens"]
+
+
+def report(results: dict[str, Any]) -> Group:
+    parts: list[Any] = [speeds(results, name) for name in results["cases"]]
+    parts += [spent for name in results["cases"] if (spent := where_the_time_goes(results, name))]
+    parts.append(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
+    for name, goal in results["targets"].items():
+        bound = f"at least {goal['at_least']:g}" if goal.get("at_least") else ""
+        bound = f"at most {goal['at_most']:.3g}" if "at_most" in goal else bound
+        verdict = ("PASS" if goal["passed"] else "FAIL") if bound else "    "
+        parts.append(f"{verdict}  {name}: {goal['measured']:.3f}" + (f" (target {bound})" if bound else ""))
+    parts += [f"FAIL  {name} did not run" for name in results["failed"]]
+    return Group(*parts)
+
+
+def speeds(results: dict[str, Any], case: str) -> Table:
+    about, model = results["cases"][case], results["model"]
+    title = (
+        f"{case}: {about['prompts']} prompts × {about['group']} samples, {about['prompt_tokens']} + "
+        f"{about['mean_length']:.0f} tokens (longest {about['longest']}); {model['parameters'] / 1e6:,.0f}M, {model['dtype']}"
+    )
+    heads = ("tokens/s", "seconds", "lowest–highest", "warm-up", "start", "mean logprob", "others busy")
+    table = Table("", *heads, title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, side in results["sides"].items():
+        if case not in side["cases"]:
+            continue
+        found = side["cases"][case]
+        seconds = found["seconds"]
+        median = statistics.median(seconds)
+        table.add_row(
+            name,
+            f"{about['num_tokens'] / median:,.0f}",
+            f"{median:.2f}",
+            f"{min(seconds):.2f}–{max(seconds):.2f}",
+            f"{found['warmup_seconds']:.1f} s",
+            f"{side['start_seconds']:.1f} s",
+            f"{found['mean_logprob']:.3f}",
+            f"{side['others_busy']:.0%}",
+        )
+    return table
+
+
+def where_the_time_goes(results: dict[str, Any], case: str) -> Table | None:
+    """What our engine counted in the last round: seconds by phase, as shares of the round, and all other numbers."""
+    sides = {name: side for name, side in results["sides"].items() if side["cases"].get(case, {}).get("stats")}
+    if not sides:
+        return None
+    table = Table("", *sides, title=f"{case}: where the time goes (last round)")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows: dict[str, dict[str, str]] = {}
+    for name, side in sides.items():
+        found = side["cases"][case]
+        whole = found["seconds"][-1]
+        stats = dict(found["stats"])
+        spent = stats.pop("seconds", {})
+        for phase, seconds in {**spent, "rest": whole - sum(spent.values())}.items():
+            rows.setdefault(phase, {})[name] = f"{seconds:.2f} s  {seconds / whole:5.1%}"
+        for key, value in stats.items():
+            rows.setdefault(key.replace("_", " "), {})[name] = f"{value:,}" if isinstance(value, int) else str(value)
+    for label, cells in rows.items():
+        table.add_row(label, *(cells.get(name, "") for name in sides))
+    return table
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    plain = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    plain.print(report(results))
+    lines = "\n".join(line.rstrip() for line in plain.export_text().splitlines())
+    path.with_suffix(".md").write_text(
+        f"What `python benchmarks/decode.py --{results['device']}` printed:\n\n```\n{lines}\n```\n"
+    )
