@@ -157,6 +157,37 @@ def test_discarding_growth_keeps_what_the_page_had():
     assert tree.evict(5) == 1 and pool.num_free == pool.num_pages
 
 
+def test_discarding_takes_back_what_was_marked_ready():
+    pool, tree = tree_of()
+    pages = pool.take(1)
+    tree.insert(tokens("ab"), pages)
+    handles = tree.insert(tokens("abcd"), pages)
+    tree.discard(handles)
+    assert tree.match(tokens("abcd")) == Match((), pages[0], 2, False)
+    tree.insert(tokens("abxy"), pages, ready=False)  # the page is written anew after what was kept
+    assert tree.match(tokens("abxy")) == Match((), pages[0], 2, True)
+
+
+def test_twins_that_are_computed_at_once_are_told_apart():
+    pool, tree = tree_of()
+    first, second = (insert(pool, tree, "ab", ready=False) for _ in range(2))
+    tree.discard(first)
+    assert tree.match(tokens("ab")) == Match((), None, 0, True)
+    tree.mark_ready(second)
+    assert tree.match(tokens("ab")) == Match((), 1, 2, False)
+    third = insert(pool, tree, "ab", ready=False)
+    assert third == []
+    assert tree.evict(2) == 1 and tree.num_pages == 0
+
+
+def test_a_held_leaf_does_not_stand_in_the_way_of_the_next_eviction():
+    pool, tree = tree_of("aaaa", "bbbb", "cccc", "dddd")
+    pool.hold([0])
+    assert tree.evict(1) == 1 and list(tree._nodes) == [0, 2, 3]
+    pool.release([0])
+    assert tree.evict(2) == 2 and list(tree._nodes) == [0]  # held when its turn came: used since
+
+
 def test_evicts_the_least_recently_used_leaf_first():
     pool, tree = tree_of("aaaabbbb", "aaaacccc", "dddd", "ee")
     names = {tree.match(tokens(text))[:2]: text for text in ("aaaa", "dddd", "ee")}

@@ -78,7 +78,7 @@ class PrefixTree:
         self._page_size = page_size
         self._root = Node((), -1, None, 0)
         self._nodes: dict[int, Node] = {}  # by page
-        self._clock = 0  # counts matches and inserts
+        self._clock = 0  # counts calls
         self._serial = 0
         # Leaves that are ready, oldest first, each at most once: (last_used, serial, node). Entries are checked when
         # they come up, not when their node changes, so that touching a node costs nothing.
@@ -160,8 +160,10 @@ class PrefixTree:
 
     def evict(self, count: int) -> int:
         """Free `count` pages, or as many as can be; returns how many. Least recently used leaves go first; pages that
-        others hold, that are being computed, or that have such a page below them stay.
+        others hold, that are being computed, or that have such a page below them stay. A page that another holds when
+        its turn comes counts as used now.
         """
+        self._clock += 1
         freed = 0
         in_use = []
         while freed < count and self._leaves:
@@ -176,6 +178,7 @@ class PrefixTree:
                     self._remove(node)
                     freed += 1
         for node in in_use:
+            node.last_used = self._clock  # so that the next call does not meet it first again
             self._queue_leaf(node)
         self.evicted_pages += freed
         return freed
