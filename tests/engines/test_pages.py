@@ -39,7 +39,9 @@ def test_counts_cannot_be_negative():
         PagePool(1).take(-1)
 
 
-@given(st.integers(0, 8), st.lists(st.tuples(st.sampled_from(["take", "hold", "release"]), st.integers(0, 8)), max_size=60))
+@given(
+    st.integers(0, 8), st.lists(st.tuples(st.sampled_from(["take", "hold", "release"]), st.integers(0, 8)), max_size=60)
+)
 def test_counts_are_those_of_a_list_of_holds(num_pages, operations):
     pool = PagePool(num_pages)
     held: list[int] = []  # the model: a page appears once for each holder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
@@ -55,19 +55,19 @@ class FairQueue(Generic[T]):
         if front:
             waiting.move_to_end(item, last=False)
 
-    def candidates(self, running: Mapping[Hashable, int]) -> Iterator[T]:
+    def candidates(self, running: Mapping[Any, int]) -> Iterator[T]:
         """The items in the order in which they should start: the lowest priority number first; within a priority, from
         the owner with the fewest `running` items, counting those removed in this pass; then what waited longest.
 
         For each item the caller calls `remove` (it starts) or goes on (it must wait, and its owner's next one gets its
         chance), and may stop at any time. What is pushed meanwhile may be left for the next pass.
         """
-        started: Counter[Hashable] = Counter()
+        counts = Counter(running)  # a copy: the caller may count what it starts in `running` itself
         for priority in sorted(self._lanes):
-            # One entry for each owner, so that a pass costs the number of owners plus the number of items looked at.
-            # Turns differ, so that owners, which may have no order, are never compared.
+            # One entry for each owner, not for each item. Turns differ, so owners, which may have no order, are never
+            # compared.
             turns = [
-                (running.get(owner, 0) + started[owner], next(iter(waiting.values())), owner)
+                (counts[owner], next(iter(waiting.values())), owner)
                 for owner, waiting in self._lanes.get(priority, {}).items()
             ]
             heapify(turns)
@@ -81,9 +81,9 @@ class FairQueue(Generic[T]):
                     item, _ = stack.pop()
                     if item in self._places:
                         yield item
-                        started[owner] += item not in self._places
+                        counts[owner] += item not in self._places
                 if stack:
-                    heappush(turns, (running.get(owner, 0) + started[owner], stack[-1][1], owner))
+                    heappush(turns, (counts[owner], stack[-1][1], owner))
 
     def remove(self, item: T) -> None:
         if item not in self._places:

@@ -78,7 +78,7 @@ class PrefixTree:
         self._page_size = page_size
         self._root = Node((), -1, None, 0)
         self._nodes: dict[int, Node] = {}  # by page
-        self._clock = 0  # counts matches and inserts
+        self._clock = 0  # counts calls
         self._serial = 0
         # Leaves that are ready, oldest first, each at most once: (last_used, serial, node). Entries are checked when
         # they come up, not when their node changes, so that touching a node costs nothing.
@@ -160,24 +160,26 @@ class PrefixTree:
 
     def evict(self, count: int) -> int:
         """Free `count` pages, or as many as can be; returns how many. Least recently used leaves go first; pages that
-        others hold, that are being computed, or that have such a page below them stay.
+        others hold, that are being computed, or that have such a page below them stay. A page that another holds when
+        its turn comes counts as used now.
         """
+        self._clock += 1
         freed = 0
         in_use = []
         while freed < count and self._leaves:
-            entry = heappop(self._leaves)
-            last_used, _, node = entry
-            if last_used == node.last_used and _is_free_leaf(node) and self._pool.holders(node.page) > 1:
-                in_use.append(entry)
-                continue
+            last_used, _, node = heappop(self._leaves)
             node.queued = False
             if last_used != node.last_used:
                 self._queue_leaf(node)
-            elif _is_free_leaf(node):
-                self._remove(node)
-                freed += 1
-        for entry in in_use:
-            heappush(self._leaves, entry)
+            elif _is_ready_leaf(node):
+                if self._pool.holders(node.page) > 1:
+                    in_use.append(node)
+                else:
+                    self._remove(node)
+                    freed += 1
+        for node in in_use:
+            node.last_used = self._clock  # so that the next call does not meet it first again
+            self._queue_leaf(node)
         self.evicted_pages += freed
         return freed
 
@@ -273,7 +275,7 @@ class PrefixTree:
         self._queue_leaf(parent)
 
     def _queue_leaf(self, node: Node) -> None:
-        if node.queued or not _is_free_leaf(node):
+        if node.queued or not _is_ready_leaf(node):
             return
         if len(self._leaves) > 2 * len(self._nodes) + 1000:  # left behind by discarded nodes
             self._leaves = [entry for entry in self._leaves if entry[2].parent is not None]
@@ -285,7 +287,7 @@ class PrefixTree:
 _tokens_of = attrgetter("tokens")
 
 
-def _is_free_leaf(node: Node) -> bool:
+def _is_ready_leaf(node: Node) -> bool:
     """In the tree, with nothing below it and nothing being computed."""
     return node.parent is not None and not node.ordered and node.is_ready
 
