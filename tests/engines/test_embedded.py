@@ -139,8 +139,8 @@ def test_the_engine_keeps_its_weights_when_the_trainer_donates_its_own(make: Mak
 # --- lengths ---
 
 
-def test_the_cache_grows_and_shrinks_with_the_sequences(make: Make) -> None:
-    subject = make(max_model_len=70)
+def test_sequences_of_many_pages(make: Make) -> None:
+    subject = make(max_model_len=70, page_size=4)
     prompt = subject.prompts[3]
     long = subject.complete(prompt, temperature=0, max_tokens=1000)
     assert long.prompt_token_ids + long.token_ids == prompt + greedy_reference(subject, prompt, 65)
@@ -170,7 +170,7 @@ def test_scoring_in_blocks_changes_nothing(make: Make, monkeypatch: pytest.Monke
         tiny_config(num_layers=1, vocab_size=97)
     )  # a model of its own: others' programs are compiled already
     tokens = tuple(np.random.default_rng(0).integers(3, 96, 60).tolist())
-    monkeypatch.setattr(programs, "MAX_SCORE_LOGITS", 97 * 8)
+    monkeypatch.setattr(programs, "MAX_LOGITS", 97 * 8)
     (score,) = subject.score(tokens)
     np.testing.assert_allclose(score.logprobs, subject.logprobs(tokens)[np.arange(59), tokens[1:]], atol=1e-5)
 
@@ -226,21 +226,22 @@ def silent(params: Any) -> Any:
 
 
 class Hold:
-    """Stops the compute thread before its decode step number `step`, until told to go on."""
+    """Stops the compute thread before its decode step number `step`, until told to go on. For engines that decode one step
+    at a time."""
 
     def __init__(self, subject: Subject, step: int) -> None:
         self.held, self.go_on = threading.Event(), threading.Event()
-        worker = subject.engine._worker  # type: ignore[attr-defined]
-        decode, calls = worker._decode, []
+        executor = subject.engine._worker._executor  # type: ignore[attr-defined]
+        dispatch, calls = executor.dispatch, []
 
-        def held_decode() -> None:
+        def held_dispatch(policy: Any, tick: Any) -> Any:
             calls.append(1)
             if len(calls) == step:
                 self.held.set()
                 assert self.go_on.wait(60), "the test never let go"
-            decode()
+            return dispatch(policy, tick)
 
-        worker._decode = held_decode
+        executor.dispatch = held_dispatch
 
 
 async def commit_in_mid_flight(subject: Subject, in_flight: Any) -> tuple[list[Completion], int, int]:
@@ -252,7 +253,7 @@ async def commit_in_mid_flight(subject: Subject, in_flight: Any) -> tuple[list[C
     hold = Hold(subject, 20)
     batches = engine.generate([request("short", [5, 6], max_tokens=2), request("long", [7, 8], max_tokens=40)])
     outcomes = list(await anext(batches))
-    await asyncio.to_thread(hold.held.wait)
+    assert await asyncio.to_thread(hold.held.wait, 60)
     commit = asyncio.create_task(engine.commit(old + 1, in_flight))
     await asyncio.sleep(0)  # the commit has reached the compute thread's queue
     hold.go_on.set()
@@ -271,7 +272,7 @@ def is_silent(completion: Completion) -> list[bool]:
 
 
 def test_commit_keep_switches_running_requests_at_a_token(make: Make) -> None:
-    subject = make()
+    subject = make(decode_steps=1)
     alone = subject.complete([7, 8], max_tokens=40)
     (short, long, late), old, new = subject.runner.run(commit_in_mid_flight(subject, "keep"))
     assert short.spans == (VersionSpan(old, 0, 2),)
@@ -284,7 +285,7 @@ def test_commit_keep_switches_running_requests_at_a_token(make: Make) -> None:
 
 
 def test_commit_finish_lets_running_requests_end_under_the_old_weights(make: Make) -> None:
-    subject = make()
+    subject = make(decode_steps=1)
     alone = subject.complete([7, 8], max_tokens=40)
     (_, long, late), old, new = subject.runner.run(commit_in_mid_flight(subject, "finish"))
     assert long.spans == (VersionSpan(old, 0, 40),)
@@ -295,7 +296,7 @@ def test_commit_finish_lets_running_requests_end_under_the_old_weights(make: Mak
 
 
 def test_rollback_calls_off_a_commit_that_waits(make: Make) -> None:
-    subject = make()
+    subject = make(decode_steps=1)
     engine, old = subject.engine, subject.engine.describe().version
 
     async def scenario() -> list[Completion | Failure]:
@@ -304,7 +305,7 @@ def test_rollback_calls_off_a_commit_that_waits(make: Make) -> None:
         hold = Hold(subject, 5)
         batches = engine.generate([request("short", [5, 6], max_tokens=1), request("long", [7, 8], max_tokens=10)])
         outcomes = list(await anext(batches))
-        await asyncio.to_thread(hold.held.wait)
+        assert await asyncio.to_thread(hold.held.wait, 60)
         commit = asyncio.create_task(engine.commit(old + 1, "finish"))
         rollback = asyncio.create_task(engine.rollback(old + 1))
         await asyncio.sleep(0)
@@ -322,7 +323,7 @@ def test_rollback_calls_off_a_commit_that_waits(make: Make) -> None:
 
 
 def test_a_cancelled_commit_does_not_swap_and_the_engine_goes_on(make: Make) -> None:
-    subject = make()
+    subject = make(decode_steps=1)
     engine, old = subject.engine, subject.engine.describe().version
 
     async def scenario() -> list[Completion | Failure]:
@@ -330,7 +331,7 @@ def test_a_cancelled_commit_does_not_swap_and_the_engine_goes_on(make: Make) -> 
         await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
         hold = Hold(subject, 5)
         generating = asyncio.create_task(collect(subject, request("r", [7, 8], max_tokens=10)))
-        await asyncio.to_thread(hold.held.wait)
+        assert await asyncio.to_thread(hold.held.wait, 60)
         commit = asyncio.create_task(engine.commit(old + 1))
         await asyncio.sleep(0)
         commit.cancel()
@@ -395,13 +396,14 @@ def test_cancelled_requests_free_their_slots(make: Make) -> None:
 
     subject.runner.run(scenario())
     scheduler = subject.engine._worker._scheduler  # type: ignore[attr-defined]
-    assert not scheduler.running and not scheduler.waiting
+    assert not scheduler.live and not scheduler.waiting
+    assert scheduler.pool.num_free + scheduler.tree.num_pages == scheduler.pool.num_pages
     assert len(subject.complete([5, 6]).token_ids) == 8
 
 
 def test_a_failing_step_fails_its_requests_and_the_engine_survives(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = make()
-    programs = subject.engine._worker._programs  # type: ignore[attr-defined]
+    subject = make(decode_steps=1)
+    programs = subject.engine._worker._executor._programs  # type: ignore[attr-defined]
     expected, decode, calls = subject.complete([5, 6]).token_ids, programs.decode, []
 
     def broken(*args: Any) -> Any:

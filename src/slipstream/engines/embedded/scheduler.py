@@ -232,7 +232,8 @@ class Scheduler:
         if self.tree is not None:
             self.tree.count_hit(num_cached, sample.prefill_end)
             if num_cached < sample.prefill_end:
-                sample.pending = self.tree.insert(ids[: sample.prefill_end], sample.pages, ready=False)
+                pages = sample.pages[: self._shapes.num_pages_for(sample.prefill_end)]
+                sample.pending = self.tree.insert(ids[: sample.prefill_end], pages, ready=False)
         return "entered"
 
     def _scored_pages(self, sample: Sample, shared: Sequence[int]) -> list[int]:
