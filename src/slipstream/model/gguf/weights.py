@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,6 @@ import numpy as np
 from slipstream.errors import ConfigError
 from slipstream.model.config import LinearRopeScaling, ModelConfig
 from slipstream.model.gguf.file import GgufFile
-from slipstream.weights.families import FamilyTensor
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _TOP = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": "output_norm.weight", "lm_head.weight": HEAD}
@@ -106,7 +104,7 @@ class Named:
 def named_tensors(file: GgufFile, config: ModelConfig) -> list[Named]:
     """All tensors of the model; each is there with its shape, and the file holds no others."""
     found: list[Named] = []
-    for tensor in _family_tensors(config):
+    for tensor in config.definition.tensors(config):
         stored = gguf_name(tensor.name)
         if stored not in file.tensors:
             raise file.error(f"tensor {stored} is missing, which a {config.family} model of its fields needs")
@@ -130,17 +128,9 @@ def gguf_name(name: str) -> str:
 
 
 def halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes `neighbours`: HF rotates row `i` of a head together with row `i + head_dim / 2`."""
+    """From the order of a GGUF, where the two rows of a head that are rotated together lie side by side, to HF's, where
+    row `i` is rotated with row `i + head_dim / 2`."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
-    """How a GGUF of a Llama stores q and k: the two rows that are rotated together lie side by side."""
-    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _family_tensors(config: ModelConfig) -> Iterator[FamilyTensor]:
-    return config.definition.tensors(config)
 
 
 def _rope_scaling(file: GgufFile, name: str) -> LinearRopeScaling | None:
