@@ -18,6 +18,7 @@ from slipstream.errors import ChecksumMismatch, ConfigError, TransferError
 from slipstream.model import checkpoint, fetch
 from slipstream.model.config import ModelConfig
 from tests.model.tiny_gguf import Written, write_gguf
+from tests.test_imports import loaded_by
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -120,3 +121,9 @@ def test_a_directory_that_is_in_use_is_left_alone(index: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="not an empty directory"):
         fetch.fetch("tiny", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+def test_neither_torch_nor_transformers_is_needed(written: Written, tmp_path: Path) -> None:
+    without = ("torch", "transformers", "vllm")
+    code = f"from slipstream.model.fetch import convert_file\nconvert_file({str(written.path)!r}, {str(tmp_path / 'out')!r})"
+    assert loaded_by(code, absent=without).isdisjoint(without)

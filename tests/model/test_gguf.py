@@ -39,14 +39,19 @@ TEXTS = ("the cat's hat", "  12 and 345\n\n", "<|im_start|>the end<|im_end|>", "
     ("config", "types"),
     [
         (gguf_config(), {}),
-        (gguf_config(tie_word_embeddings=True), {"token_embd.weight": "Q8_0", "attn_q.weight": "Q4_1", "attn_k.weight": "Q8_0"}),
+        (
+            gguf_config(tie_word_embeddings=True),
+            {"token_embd.weight": "Q8_0", "attn_q.weight": "Q4_1", "attn_k.weight": "Q8_0"},
+        ),
         (gguf_config(rope_scaling=LinearRopeScaling(4.0), rope_theta=1e5, rms_norm_eps=1e-5), {"ffn_up.weight": "F16"}),
         (gguf_config("qwen2", tie_word_embeddings=True), {"attn_v.weight": "BF16"}),
         (gguf_config("qwen3", head_dim=16), {"ffn_down.weight": "Q5_0"}),
     ],
     ids=["llama", "llama-tied-quantised", "llama-linear-rope", "qwen2", "qwen3"],
 )
-def test_config_and_weights_come_out_as_they_went_in(config: ModelConfig, types: dict[str, str], tmp_path: Path) -> None:
+def test_config_and_weights_come_out_as_they_went_in(
+    config: ModelConfig, types: dict[str, str], tmp_path: Path
+) -> None:
     written = write_gguf(tmp_path / "m.gguf", config, types=types)
     steps: list[tuple[int, int]] = []
     found = convert(written.path, tmp_path / "out", progress=lambda *step: steps.append(step), card="about\n")
@@ -66,7 +71,9 @@ def test_logits_equal_those_of_transformers_and_of_our_decoder(tmp_path: Path) -
     written = write_gguf(tmp_path / "m.gguf", types={"attn_k.weight": "Q8_0"})
     convert(written.path, tmp_path / "out")
     tokens = np.arange(3, 24)[None]
-    original = forward(unflatten({n: jnp.asarray(a) for n, a in written.params.items()}), written.config, jnp.asarray(tokens))
+    original = forward(
+        unflatten({n: jnp.asarray(a) for n, a in written.params.items()}), written.config, jnp.asarray(tokens)
+    )
     ours = forward(checkpoint.load(tmp_path / "out"), written.config, jnp.asarray(tokens))
     np.testing.assert_array_equal(np.asarray(ours), np.asarray(original))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -92,7 +99,10 @@ def test_the_tokenizer_is_the_one_that_was_written(tmp_path: Path) -> None:
 
     written = write_gguf(tmp_path / "m.gguf")
     convert(written.path, tmp_path / "out")
-    ours, theirs = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")), AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours, theirs = (
+        Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")),
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+    )
     for text in TEXTS:
         ids = written.tokenizer.encode(text).ids
         assert ours.encode(text).ids == theirs.encode(text) == ids

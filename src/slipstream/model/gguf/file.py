@@ -51,7 +51,7 @@ class GgufFile:
             raise ConfigError(f"{self.path} does not exist") from None
         except (OSError, ValueError) as error:  # a directory, no permission; an empty file
             raise ConfigError(f"{self.path} cannot be read as a GGUF file: {error}") from None
-        header = _Header(self.path, memoryview(self._bytes))
+        header = _Header(self.path, self._bytes.data)
         num_tensors, num_fields = header.begin()
         self.fields: dict[str, Any] = {}
         for _ in range(header.count(num_fields, _LEAST_FIELD, "fields")):
@@ -153,7 +153,9 @@ class _Header:
     def begin(self) -> tuple[int, int]:
         """The numbers of tensors and of fields."""
         if bytes(self._data[:4]) != _MAGIC:
-            raise ConfigError(f"{self._path} is not a GGUF file: it begins with {bytes(self._data[:4])!r}, not {_MAGIC!r}")
+            raise ConfigError(
+                f"{self._path} is not a GGUF file: it begins with {bytes(self._data[:4])!r}, not {_MAGIC!r}"
+            )
         self.at = 4
         version = self.scalar("<I", "the version")
         if version not in _VERSIONS:
@@ -163,7 +165,9 @@ class _Header:
 
     def count(self, number: int, least_bytes: int, what: str) -> int:
         if number * least_bytes > len(self._data) - self.at:
-            raise self._error(f"it announces {number:,} {what}, more than it has bytes for: it is cut short, or damaged")
+            raise self._error(
+                f"it announces {number:,} {what}, more than it has bytes for: it is cut short, or damaged"
+            )
         return number
 
     def scalar(self, form: str, what: str) -> Any:

@@ -83,7 +83,9 @@ def _merges(file: GgufFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
     for index, merge in enumerate(file.strings("tokenizer.ggml.merges")):
         left, _, right = merge.partition(" ")
         if not {left, right, left + right} <= vocab.keys():
-            raise file.error(f"field tokenizer.ggml.merges: number {index}, {merge!r}, is not two tokens that make a third")
+            raise file.error(
+                f"field tokenizer.ggml.merges: number {index}, {merge!r}, is not two tokens that make a third"
+            )
         merges.append((left, right))
     return merges
 
