@@ -129,9 +129,10 @@ class PallasAttention:
         return _scatter(keys, rows, k), _scatter(values, rows, v)
 
     def _tile(self, num_queries: int, group: int) -> Tile:
-        tile = self.decode if self.deterministic or num_queries * group <= self.decode.rows else self.prefill
-        needed = MIN_ROWS if self.deterministic else _power_of_two(num_queries * group)
-        rows = max(min(tile.rows, needed), group, MIN_ROWS)
+        needed = _power_of_two(num_queries * group)
+        tile = self.decode if self.deterministic or needed <= self.decode.rows else self.prefill
+        rows = tile.rows if self.deterministic else min(tile.rows, needed)
+        rows = max(rows, group, MIN_ROWS)
         return Tile(rows, tile.keys, tile.num_warps, tile.num_stages)
 
     def _splits(self, num_programs: int, max_keys: int) -> int:
