@@ -116,7 +116,7 @@ class PallasAttention:
         out = self._call(kernel, outs, (num_blocks, kv_heads, tiles * splits), tile)(
             q.reshape(num_rows, head_dim), *map(_as_rows, layer), tables.reshape(-1), positions.reshape(-1)
         )
-        return (out if splits == 1 else _combine(*out, splits).astype(q.dtype)).reshape(q.shape)
+        return (out if splits == 1 else _combine(*out, splits=splits).astype(q.dtype)).reshape(q.shape)
 
     def write(self, layer: Layer, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array) -> Layer:
         """The layer with k and v [B, Q, kv_heads, head_dim] at their positions [B, Q]; -1 writes nothing.
@@ -282,7 +282,7 @@ def _attend_kernel(
     plt.store(peak_ref.at[rows], peak, mask=alive)
 
 
-def _combine(out: jax.Array, total: jax.Array, peak: jax.Array, splits: int) -> jax.Array:
+def _combine(out: jax.Array, total: jax.Array, peak: jax.Array, *, splits: int) -> jax.Array:
     """The splits' partial results, each relative to its own peak, as one."""
     out, total, peak = out.reshape(-1, splits, out.shape[-1]), total.reshape(-1, splits), peak.reshape(-1, splits)
     weight = jnp.exp2(peak - jnp.max(peak, axis=1, keepdims=True))
