@@ -15,7 +15,7 @@ from slipstream.config import EngineConfig
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.types import Completion, Request, SamplingParams
 
-LEVELS = ("num_programs",)
+LEVELS = ("num_programs", "compile_seconds", "cached_pages", "free_pages", "num_pages")
 """Statistics that say how things are now; all others count up and are told as a round's own."""
 
 

@@ -304,9 +304,9 @@ class EmbeddedEngine:
     async def memory(self) -> MemoryReport:
         return self._worker.memory()
 
-    async def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Counters since the start: tokens computed, hits of the prefix cache, preemptions, seconds by phase, programs."""
-        return await asyncio.wrap_future(self._worker.stats())
+        return self._worker.stats()
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.close)

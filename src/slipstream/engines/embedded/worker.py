@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from slipstream.engines.embedded.executor import Executor, Outcome, Policy
 from slipstream.engines.embedded.scheduler import Scheduler, Tick
@@ -111,8 +111,24 @@ class Worker:
         """Waits for no tick."""
         return self._executor.memory(self._policy, tuple(sorted(self._asleep)))
 
-    def stats(self) -> Future[dict[str, float]]:
-        return self._call(self._stats)
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start. Waits for no tick, so they may be of different moments of one."""
+        scheduler, executor = self._scheduler, self._executor
+        tree = scheduler.tree
+        return {
+            **{name: self._counts[name] for name in COUNTED},
+            "seconds": {phase: self._seconds[phase] for phase in ("prefill", "decode", "host")},
+            "prefill_tokens": scheduler.prefill_tokens,
+            "hit_tokens": tree.hit_tokens if tree else 0,
+            "looked_up_tokens": tree.looked_up_tokens if tree else 0,
+            "evicted_pages": tree.evicted_pages if tree else 0,
+            "cached_pages": tree.num_pages if tree else 0,
+            "free_pages": scheduler.pool.num_free,
+            "num_pages": scheduler.pool.num_pages,
+            "preemptions": scheduler.num_preemptions,
+            "num_programs": executor.num_programs,
+            "compile_seconds": executor.compile_seconds,
+        }
 
     def close(self) -> None:
         """Fails what is unfinished with `EngineLost` and joins the thread."""
@@ -201,24 +217,6 @@ class Worker:
         self._counts["generated_tokens"] += outcome.num_drawn
         self._counts["guessed_tokens"] += outcome.num_guessed
         self._counts["accepted_tokens"] += outcome.num_accepted
-
-    def _stats(self) -> dict[str, float]:
-        scheduler, executor = self._scheduler, self._executor
-        tree = scheduler.tree
-        return {
-            **{name: self._counts[name] for name in COUNTED},
-            **{f"{phase}_seconds": self._seconds[phase] for phase in ("prefill", "decode", "host")},
-            "prefill_tokens": scheduler.prefill_tokens,
-            "hit_tokens": tree.hit_tokens if tree else 0,
-            "looked_up_tokens": tree.looked_up_tokens if tree else 0,
-            "evicted_pages": tree.evicted_pages if tree else 0,
-            "cached_pages": tree.num_pages if tree else 0,
-            "free_pages": scheduler.pool.num_free,
-            "num_pages": scheduler.pool.num_pages,
-            "preemptions": scheduler.num_preemptions,
-            "num_programs": executor.num_programs,
-            "compile_seconds": executor.compile_seconds,
-        }
 
     # --- versions ---
 
