@@ -1,5 +1,6 @@
 """The queue of waiting samples: urgent ones first, fair between owners, first in first out within one."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -71,7 +72,7 @@ def test_order(items, running, wait, order):
 def test_owners_need_no_order_and_running_may_be_counted_by_the_caller():
     one, two = object(), object()
     queue = filled(*(Item(f"{name}{i}", owner=owner) for owner, name in ((one, "x"), (two, "y")) for i in range(4)))
-    running = {one: 0, two: 0}
+    running = Counter()
     order = []
     for item in queue.candidates(running):
         queue.remove(item)

@@ -133,6 +133,7 @@ class PrefixTree:
             node, num_known = self._place(node, tokens[start : start + size], page, ready)
             if start + num_known < min(start + size, len(tokens)):
                 handles.append(Handle(node, start + num_known, min(start + size, len(tokens))))
+        self._queue_leaf(node)  # the others have it below them
         return handles
 
     def mark_ready(self, handles: Iterable[Handle]) -> None:
@@ -241,7 +242,6 @@ class PrefixTree:
         node.last_used = self._clock
         if ready and node.page == page:
             node.num_ready = max(node.num_ready, len(tokens))
-            self._queue_leaf(node)
         return node, num_known
 
     def _known(self, parent: Node, tokens: Tokens) -> Node | None:
