@@ -29,6 +29,8 @@ class Piece:
     sample: Sample
     start: int
     stop: int
+    is_last: bool
+    """Its prefill ends here."""
 
 
 @dataclass(slots=True)
@@ -173,10 +175,11 @@ class Scheduler:
         """Plans as much of the sample's prefill as `budget` blocks hold; returns how many it takes."""
         start = sample.num_computed
         stop = min(sample.prefill_end, start + budget * self._shapes.block)
-        (tick.scoring if sample.ticket.is_scoring else tick.prefill).append(Piece(sample, start, stop))
+        is_last = stop == sample.prefill_end
+        (tick.scoring if sample.ticket.is_scoring else tick.prefill).append(Piece(sample, start, stop, is_last))
         sample.num_computed = stop
         self.prefill_tokens += stop - start
-        if stop == sample.prefill_end and not sample.ticket.is_scoring:
+        if is_last and not sample.ticket.is_scoring:
             del self.prefilling[sample]
             self.running[sample] = None
         return -(-(stop - start) // self._shapes.block)
@@ -251,10 +254,10 @@ class Scheduler:
     def finish_prefill(self, tick: Tick) -> list[Sample]:
         """The prefill of a tick was done. Returns samples that were to be scored and now are."""
         for piece in (*tick.prefill, *tick.scoring):
-            if piece.stop == piece.sample.prefill_end and self.tree is not None:
+            if piece.is_last and self.tree is not None:
                 self.tree.mark_ready(piece.sample.pending)
                 piece.sample.pending = []
-        done = [piece.sample for piece in tick.scoring if piece.stop == piece.sample.prefill_end]
+        done = [piece.sample for piece in tick.scoring if piece.is_last]
         for sample in done:
             self._remember_scores(sample)
             self._leave(sample)
