@@ -18,10 +18,25 @@ Params: TypeAlias = dict[str, Any]
 # by more than a policy ratio can bear. For bfloat16 inputs this changes nothing.
 PRECISION = jax.lax.Precision.HIGHEST
 
+_LANES = 8
+"""Columns of ones: with a single one it would be a product of matrix and vector, which is computed in another way."""
+
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """`[..., 1]`: the sum over the last dimension of a float32 array.
+
+    On CPU as a product with ones. There XLA adds in an order that depends on how many rows there are, but multiplies
+    matrices row by row: so a token gets the same bits alone and in any batch."""
+
+    def by_product(x: jax.Array) -> jax.Array:
+        return jnp.einsum("...i,io->...o", x, jnp.ones((x.shape[-1], _LANES), x.dtype), precision=PRECISION)[..., :1]
+
+    return jax.lax.platform_dependent(x, cpu=by_product, default=lambda x: x.sum(axis=-1, keepdims=True))
 
 
 def linear(x: jax.Array, layer: Params) -> jax.Array:
@@ -32,7 +47,8 @@ def linear(x: jax.Array, layer: Params) -> jax.Array:
 def rms_norm(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
     """Families that add an offset to the weights multiply in float32, the others after rounding to the dtype of `x`."""
     wide, offset = x.astype(jnp.float32), config.definition.norm_offset
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.rms_norm_eps)
+    mean = row_sum(jnp.square(wide)) / wide.shape[-1]
+    wide = wide * jax.lax.rsqrt(mean + config.rms_norm_eps)
     if offset:
         return (wide * (offset + layer["weight"].astype(jnp.float32))).astype(x.dtype)
     return wide.astype(x.dtype) * layer["weight"]
@@ -54,9 +70,11 @@ def feed_forward(layer: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
 
 def route(logits: jax.Array, moe: MoeConfig) -> jax.Array:
     """What each expert contributes to each token, `[..., num_experts]` in float32: zero for all but the chosen."""
-    shares, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), moe.experts_per_token)
+    logits = logits.astype(jnp.float32)
+    weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))
+    shares, chosen = jax.lax.top_k(weights / row_sum(weights), moe.experts_per_token)
     if moe.normalise:
-        shares = shares / shares.sum(axis=-1, keepdims=True)
+        shares = shares / row_sum(shares)
     return (shares[..., None] * jax.nn.one_hot(chosen, moe.num_experts)).sum(axis=-2)
 
 

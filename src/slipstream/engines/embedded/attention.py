@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from slipstream.model.attention import attend, visible
 from slipstream.model.config import LayerAttention
-from slipstream.model.layers import PRECISION
+from slipstream.model.layers import PRECISION, row_sum
 
 CacheLayer: TypeAlias = tuple[jax.Array, jax.Array]
 Shape: TypeAlias = tuple[int, ...]
@@ -125,7 +125,7 @@ class BlockwiseAttention:
                 precision=PRECISION,
                 preferred_element_type=jnp.float32,
             )
-            return new_highest, total * shrink + weights.sum(-1, keepdims=True), out * shrink + part
+            return new_highest, total * shrink + row_sum(weights), out * shrink + part
 
         zero = jnp.zeros((blocks, kv_heads, time * group, 1), jnp.float32)
         start = (zero + _LOWEST, zero, jnp.zeros(rows.shape, jnp.float32))

@@ -18,7 +18,7 @@ import numpy as np
 
 from slipstream.engines.embedded.attention import CacheLayer, PagedAttention
 from slipstream.engines.embedded.placement import Placement
-from slipstream.engines.embedded.sampling import Counts, Settings, counts_of, counts_with, sample, score_rows
+from slipstream.engines.embedded.sampling import Counts, Settings, counts_of, counts_with, raw_logprobs, sample
 from slipstream.engines.embedded.shapes import COPIES, Shapes, bucket
 from slipstream.model.config import LayerAttention, ModelConfig
 from slipstream.model.decoder import apply_layers, unembed
@@ -270,7 +270,7 @@ class Programs:
             part //= 2
 
         def one_part(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            return score_rows(self._logits(params, pair[0]), pair[1], num_top)
+            return raw_logprobs(self._logits(params, pair[0]), pair[1], num_top)
 
         assert chunk.targets is not None, "scoring needs targets"
         parts = (flat.reshape(-1, part, flat.shape[-1]), chunk.targets.reshape(-1, part))

@@ -23,8 +23,9 @@ Row: TypeAlias = bytes
 
 MAX_STOPS = MAX_STOP_TOKENS + 8
 """A request's stop tokens and the model's own."""
-BLOCK = 128
-"""Tokens whose weights are summed together: a draw picks a block and then a token in it."""
+LANES = 1024
+"""The vocabulary is dealt out to so many lanes, token `i` to lane `i % LANES`. A draw picks a lane, by the sum of its
+weights, and then a token in it."""
 NEAR = 128
 """Likeliest tokens that top-k and top-p look at first. Where they do not suffice, the whole vocabulary is bisected, at
 many times the price."""
@@ -190,36 +191,34 @@ def sample(
     """One token per row of `logits [rows, vocab]` (float32); `positions` are those that the new tokens will take.
 
     Without `counts` there are no biases and no penalties, whatever the settings say."""
-    raw = _padded(logits)
-    banned = positions < settings.min_length
-    random = settings.temperature > 0
+    vocab = logits.shape[1]
+    random, banned = settings.temperature > 0, positions < settings.min_length
     temperature = jnp.where(random, settings.temperature, 1.0)
-
-    edited = raw
-    untouched = ~banned & (temperature == 1) & ~_truncates(settings, logits.shape[1])
+    untouched = (temperature == 1) & ~banned & ~_truncates(settings, vocab)
+    raw, raw_peak = logits, logits.max(1)
     if counts is not None:
-        edited = _penalised(_biased(raw, settings), settings, counts)
+        logits = _penalised(_biased(raw, settings), settings, counts)
         untouched &= ~_needs_counts(settings)
-    edited = jax.lax.cond(banned.any(), lambda: _without_stops(edited, banned, settings.stop_ids), lambda: edited)
+    logits = jax.lax.cond(banned.any(), lambda: _without_stops(logits, banned, settings.stop_ids), lambda: logits)
+    peak = logits.max(1)
 
-    raw_peak, peak = raw.max(1), edited.max(1)
-    raw_sums = _block_sums(_weights(raw, raw_peak))
-    raw_total = raw_sums.sum(1)
+    raw_sums = _lane_sums(raw, lambda chunk: _weights(chunk, raw_peak))
+    whole = jnp.full(peak.shape, jnp.inf)
 
-    def changed_sums() -> tuple[jax.Array, jax.Array]:
-        cut = _cut(edited, peak, temperature, settings, logits.shape[1])
-        return _block_sums(_weights(edited, peak, temperature, cut)), cut
+    def processed() -> tuple[jax.Array, jax.Array]:
+        cut = _cut(logits, peak, temperature, settings)
+        sums = _lane_sums(logits, lambda chunk: _weights(chunk, peak, temperature, cut))
+        return jnp.where(untouched[:, None], raw_sums, sums), jnp.where(untouched, whole, cut)
 
-    everything = jnp.full(peak.shape, jnp.inf)
-    sums, cut = jax.lax.cond((random & ~untouched).any(), changed_sums, lambda: (raw_sums, everything))
-    sums, cut = jnp.where(untouched[:, None], raw_sums, sums), jnp.where(untouched, everything, cut)
-
+    sums, cut = jax.lax.cond((random & ~untouched).any(), processed, lambda: (raw_sums, whole))
     uniform = _uniform(settings, positions)
-    block = pick(sums, uniform[:, 0])
-    inside = pick(_weights(_block(edited, block), peak, temperature, cut), uniform[:, 1])
-    token = jnp.where(random, block * BLOCK + inside, _first_largest(edited, peak))
+    lane = pick(sums, uniform[:, 0])
+    place = pick(_weights(_lane(logits, lane), peak, temperature, cut), uniform[:, 1])
+    token = jnp.where(random, place * LANES + lane, _first_largest(logits, peak))
+
+    raw_total = _total(raw_sums)
     raw_logprob = _logprob(_at(raw, token), raw_peak, 1.0, raw_total)
-    logprob = _logprob(_at(edited, token), peak, temperature, sums.sum(1))
+    logprob = _logprob(_at(logits, token), peak, temperature, _total(sums))
     top_values, top_ids = largest(raw, num_top)
     return Drawn(
         token,
@@ -231,27 +230,17 @@ def sample(
     )
 
 
-def raw_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`[rows]`: of one token per row, with the bits that `sample` would give it."""
-    raw = _padded(logits)
-    peak = raw.max(1)
-    return _logprob(_at(raw, tokens), peak, 1.0, _block_sums(_weights(raw, peak)).sum(1))
+def raw_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`[rows]`: of one token per row, with the bits that `sample` would give it; and ids and raw logprobs of the `num_top`
+    likeliest, `[rows, num_top]`."""
+    peak = logits.max(1)
+    total = _total(_lane_sums(logits, lambda chunk: _weights(chunk, peak)))
+    values, ids = largest(logits, num_top)
+    top = _logprob(values, peak[:, None], 1.0, total[:, None])
+    return _logprob(_at(logits, tokens), peak, 1.0, total), ids, top
 
 
 # --- what changes the logits ---
-
-
-def score_rows(logits: jax.Array, tokens: jax.Array, num_top: int) -> tuple[jax.Array, ...]:
-    """Raw logprobs of one token per row, with the bits that `sample` would give it; and, where asked for, ids and raw
-    logprobs of the `num_top` likeliest."""
-    raw = _padded(logits)
-    peak = raw.max(1)
-    total = _block_sums(_weights(raw, peak)).sum(1)
-    chosen = _logprob(_at(raw, tokens), peak, 1.0, total)
-    if not num_top:
-        return (chosen,)
-    values, ids = largest(raw, num_top)
-    return chosen, ids, _logprob(values, peak[:, None], 1.0, total[:, None])
 
 
 def _biased(logits: jax.Array, settings: Settings) -> jax.Array:
@@ -260,13 +249,11 @@ def _biased(logits: jax.Array, settings: Settings) -> jax.Array:
 
 
 def _penalised(logits: jax.Array, settings: Settings, counts: Counts) -> jax.Array:
-    padding = ((0, 0), (0, logits.shape[1] - counts.seen.shape[1]))
-    seen, completion = jnp.pad(counts.seen, padding), jnp.pad(counts.completion, padding)
     repetition = settings.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(seen & (repetition != 1), repeated, logits)
-    lessened = logits - settings.frequency[:, None] * completion - settings.presence[:, None]
-    return jnp.where(completion > 0, lessened, logits)
+    logits = jnp.where(counts.seen & (repetition != 1), repeated, logits)
+    lessened = logits - settings.frequency[:, None] * counts.completion - settings.presence[:, None]
+    return jnp.where(counts.completion > 0, lessened, logits)
 
 
 def _needs_counts(settings: Settings) -> jax.Array:
@@ -290,57 +277,51 @@ def _truncates(settings: Settings, vocab: int) -> jax.Array:
     return _cuts_k(settings, vocab) | (settings.top_p < 1) | (settings.min_p > 0)
 
 
-def _cut(logits: jax.Array, peak: jax.Array, temperature: jax.Array, settings: Settings, vocab: int) -> jax.Array:
+def _cut(logits: jax.Array, peak: jax.Array, temperature: jax.Array, settings: Settings) -> jax.Array:
     """`[rows]`: how far below the largest logit a token may lie to be kept by top-k, then top-p, then min-p. Tokens that
     tie with the last one kept stay."""
-    cuts_k, cuts_p = _cuts_k(settings, vocab), settings.top_p < 1
-    everything = jnp.full(peak.shape, jnp.inf)
+    cuts_k, cuts_p = _cuts_k(settings, logits.shape[1]), settings.top_p < 1
+    whole = jnp.full(peak.shape, jnp.inf)
 
     def top_k_and_p() -> jax.Array:
-        near = peak[:, None] - largest(logits, min(NEAR, vocab))[0]
-        cut = jax.lax.cond(cuts_k.any(), lambda: _top_k_cut(logits, peak, near, cuts_k, settings), lambda: everything)
+        near = peak[:, None] - largest(logits, min(NEAR, logits.shape[1]))[0]
+        cut = jnp.where(cuts_k, _top_k_cut(logits, peak, near, settings), whole)
         return jax.lax.cond(
             cuts_p.any(), lambda: _top_p_cut(logits, peak, temperature, near, cut, settings), lambda: cut
         )
 
-    cut = jax.lax.cond((cuts_k | cuts_p).any(), top_k_and_p, lambda: everything)
+    cut = jax.lax.cond((cuts_k | cuts_p).any(), top_k_and_p, lambda: whole)
     return jnp.minimum(cut, -temperature * jnp.log(settings.min_p))
 
 
-def _top_k_cut(logits: jax.Array, peak: jax.Array, near: jax.Array, cuts: jax.Array, settings: Settings) -> jax.Array:
+def _top_k_cut(logits: jax.Array, peak: jax.Array, near: jax.Array, settings: Settings) -> jax.Array:
+    """Of no meaning where top-k is off."""
     num_near = near.shape[1]
-    cut = jnp.where(cuts, _at(near, jnp.clip(settings.top_k - 1, 0, num_near - 1)), jnp.inf)
-    far = cuts & (settings.top_k > num_near)
+    far = _cuts_k(settings, logits.shape[1]) & (settings.top_k > num_near)
 
-    def enough(inside: jax.Array) -> jax.Array:
-        return inside.sum(1, dtype=jnp.int32) >= settings.top_k
+    def enough(cut: jax.Array) -> jax.Array:
+        return (peak[:, None] - logits <= cut[:, None]).sum(1, dtype=jnp.int32) >= settings.top_k
 
-    whole = jnp.full_like(cut, jnp.inf)
-    return jax.lax.cond(
-        far.any(), lambda: jnp.where(far, _bisect(logits, peak, near[:, -1], whole, far, enough), cut), lambda: cut
-    )
+    last = _at(near, jnp.clip(settings.top_k - 1, 0, num_near - 1))
+    whole = jnp.full(peak.shape, jnp.inf)
+    return jnp.where(far, _bisect(logits, peak, near[:, -1], whole, far, enough), last)
 
 
 def _top_p_cut(
     logits: jax.Array, peak: jax.Array, temperature: jax.Array, near: jax.Array, cut: jax.Array, settings: Settings
 ) -> jax.Array:
-    """Of what `cut` leaves, the fewest whose weights reach their part of the sum."""
-    target = settings.top_p * _block_sums(_weights(logits, peak, temperature, cut)).sum(1)
+    """Leaves, of what `cut` leaves, the fewest whose weights reach `top_p` of the sum."""
+
+    def mass(cut: jax.Array) -> jax.Array:
+        return _total(_lane_sums(logits, lambda chunk: _weights(chunk, peak, temperature, cut)))
+
+    target = settings.top_p * mass(cut)
     near_weights = jnp.where(near <= cut[:, None], jnp.exp(-near / temperature[:, None]), 0)
     reached = jnp.cumsum(near_weights, axis=1) >= target[:, None]
-    far = (settings.top_p < 1) & ~reached.any(1)
-    # The sum may be rounded up, and never be reached: then the cut stays where it was.
-    found = jnp.where(settings.top_p < 1, jnp.minimum(cut, _at(near, _first(reached))), cut)
-
-    def bisect() -> jax.Array:
-        weights = _weights(logits, peak, temperature, cut)
-
-        def enough(inside: jax.Array) -> jax.Array:
-            return _block_sums(jnp.where(inside, weights, 0)).sum(1) >= target
-
-        return jnp.where(far, _bisect(logits, peak, near[:, -1], cut, far, enough), found)
-
-    return jax.lax.cond(far.any(), bisect, lambda: found)
+    cuts = settings.top_p < 1
+    far = cuts & ~reached.any(1)
+    found = _bisect(logits, peak, near[:, -1], cut, far, lambda cut: mass(cut) >= target)
+    return jnp.where(far, found, jnp.where(cuts, _at(near, _first(reached)), cut))
 
 
 def _bisect(
@@ -351,48 +332,41 @@ def _bisect(
     asked: jax.Array,
     enough: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """The smallest cut in `[least, most]` whose tokens are `enough`, for the rows that are `asked` for. Bisects the bits
-    of the cut, which are ordered as the numbers are, since no cut is negative: exact, in at most 31 passes."""
-    distance = peak[:, None] - logits
-    farthest = jnp.where(jnp.isfinite(distance), distance, 0).max(1)
-    high = _bits(jnp.minimum(most, farthest))
-    low = jnp.where(asked, _bits(least) - 1, high)  # never enough: one less would have been found
+    """The smallest cut in `[least, most]` whose tokens are `enough`, or else the largest; of no meaning in rows that are
+    not `asked` for. Bisects the bits of the cut, which are ordered as the numbers are, since no cut is negative: exact,
+    in at most 31 passes over the logits, and none where no row asks."""
+
+    def bits(cut: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(cut, jnp.int32)
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = low + (high - low) // 2
-        cut = jax.lax.bitcast_convert_type(middle, jnp.float32)
-        found = enough(peak[:, None] - logits <= cut[:, None])
+        found = enough(jax.lax.bitcast_convert_type(middle, jnp.float32))
         return jnp.where(found, low, middle), jnp.where(found, middle, high)
 
+    farthest = peak - jnp.where(jnp.isfinite(logits), logits, jnp.inf).min(1)
+    high = bits(jnp.minimum(most, farthest))
+    low = jnp.where(asked, bits(least) - 1, high)
     _, high = jax.lax.while_loop(lambda bounds: (bounds[1] - bounds[0] > 1).any(), halve, (low, high))
     return jax.lax.bitcast_convert_type(high, jnp.float32)
 
 
-def _bits(values: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(values, jnp.int32)
-
-
 def largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest and their ids, as `jax.lax.top_k`, ten times as fast: they lie in the blocks whose own largest
-    are the `count` largest."""
+    """The `count` largest and their ids, as `jax.lax.top_k` has them, several times as fast: they lie in the `count`
+    blocks whose own largest are the largest."""
     if count == 0:
         return jnp.zeros((len(logits), 0)), jnp.zeros((len(logits), 0), jnp.int32)
     size = 16
-    blocks = logits.reshape(len(logits), -1, size)
+    blocks = _blocks(logits, size)
     _, ids = jax.lax.top_k(blocks.max(2), min(count, blocks.shape[1]))
-    ids = jnp.sort(ids, axis=1)  # so that of equal ones the smaller id comes first
+    ids = jnp.sort(ids, axis=1)  # so that of equal logits the smaller id comes first
     candidates = jnp.take_along_axis(blocks, ids[:, :, None], axis=1).reshape(len(logits), -1)
     values, places = jax.lax.top_k(candidates, count)
     return values, jnp.take_along_axis(ids, places // size, axis=1) * size + places % size
 
 
 # --- weights and draws ---
-
-
-def _padded(logits: jax.Array) -> jax.Array:
-    """To whole blocks; what is added has no weight."""
-    return jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % BLOCK)), constant_values=-jnp.inf)
 
 
 def _weights(
@@ -405,12 +379,32 @@ def _weights(
     return jnp.where(distance <= cut[:, None], jnp.exp(-distance / temperature[:, None]), 0)
 
 
-def _block_sums(weights: jax.Array) -> jax.Array:
-    return weights.reshape(len(weights), -1, BLOCK).sum(2)
+def _lane_sums(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`[rows, LANES]`. Added up element by element, as is every sum of fractions here: the order in which a reduction
+    adds depends on the number of rows."""
+    num_chunks, rest = divmod(logits.shape[1], LANES)
+
+    def add(chunk: jax.Array, sums: jax.Array) -> jax.Array:
+        return sums + weigh(jax.lax.dynamic_slice_in_dim(logits, chunk * LANES, LANES, axis=1))
+
+    tail = weigh(_padded(logits[:, num_chunks * LANES :], LANES)) if rest else jnp.zeros((len(logits), LANES))
+    return jax.lax.fori_loop(0, num_chunks, add, tail) if num_chunks else tail
+
+
+def _lane(logits: jax.Array, lane: jax.Array) -> jax.Array:
+    tokens = lane[:, None] + np.arange(0, logits.shape[1], LANES)
+    return jnp.take_along_axis(logits, tokens, axis=1, mode="fill", fill_value=-jnp.inf)
+
+
+def _total(sums: jax.Array) -> jax.Array:
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
 
 
 def _logprob(logit: jax.Array, peak: jax.Array, temperature: jax.Array | float, total: jax.Array) -> jax.Array:
-    """Not through the logsumexp, which is as large as the logits are and has lost their last bits."""
+    """Not by way of the logsumexp, which is as large as the logits, and rounded accordingly."""
     return (logit - peak) / temperature - jnp.log(total)
 
 
@@ -429,12 +423,20 @@ def _uniform(settings: Settings, positions: jax.Array) -> jax.Array:
 
 def pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """`[rows]`: index `i` of `weights [rows, n]` with probability `weights[i] / sum`, for `uniform` in [0, 1). Never one
-    of weight zero: a sum of parts may be rounded so that it grows where nothing is added, or never reaches its end."""
+    of weight zero: rounded sums may grow where nothing is added, and may stay short of their end."""
     sums = jnp.cumsum(weights, axis=1)
-    places = jnp.arange(weights.shape[1], dtype=jnp.int32)
-    past = (sums > (uniform * sums[:, -1])[:, None]) & (weights > 0)
-    last = jnp.where(weights > 0, places, 0).max(1)
-    return jnp.minimum(jnp.where(past, places, places[-1]).min(1), last)
+    first = _first((sums > (uniform * sums[:, -1])[:, None]) & (weights > 0))
+    last = jnp.where(weights > 0, jnp.arange(weights.shape[1], dtype=jnp.int32), 0).max(1)
+    return jnp.minimum(first, last)
+
+
+def _first_largest(logits: jax.Array, peak: jax.Array) -> jax.Array:
+    """As argmax, several times as fast."""
+    size = 128
+    blocks = _blocks(logits, size)
+    block = _first(blocks.max(2) == peak[:, None])
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * size + _first(inside == peak[:, None])
 
 
 def _first(flags: jax.Array) -> jax.Array:
@@ -443,16 +445,13 @@ def _first(flags: jax.Array) -> jax.Array:
     return jnp.where(flags, places, places[-1]).min(1)
 
 
-def _first_largest(logits: jax.Array, peak: jax.Array) -> jax.Array:
-    """As argmax, several times as fast."""
-    block = _first(logits.reshape(len(logits), -1, BLOCK).max(2) == peak[:, None])
-    return block * BLOCK + _first(_block(logits, block) == peak[:, None])
-
-
-def _block(logits: jax.Array, block: jax.Array) -> jax.Array:
-    blocks = logits.reshape(len(logits), -1, BLOCK)
-    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-
-
 def _at(values: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
+
+
+def _blocks(logits: jax.Array, size: int) -> jax.Array:
+    return _padded(logits, size).reshape(len(logits), -1, size)
+
+
+def _padded(logits: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % multiple)), constant_values=-jnp.inf)
