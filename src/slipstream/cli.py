@@ -123,38 +123,24 @@ def engine(
         str, typer.Option(help="Address of the gateway, instead of --run-dir; the token is read from SLIPSTREAM_TOKEN.")
     ] = "",
     name: Annotated[str, typer.Option(help="Name in the fleet; empty makes one from the pid.")] = "",
-    tp: Annotated[int, typer.Option(help="Devices to split the model over.")] = 1,
-    max_concurrency: Annotated[int, typer.Option(help="Sequences generated at once.")] = 64,
-    max_model_len: Annotated[int, typer.Option(help="Longest prompt plus completion; 0 takes the model's limit.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    listen: Annotated[
-        str, typer.Option(help="Address at which weights arrive over tcp; TLS beyond loopback.")
-    ] = "127.0.0.1",
-    certificate: Annotated[str, typer.Option(help="PEM certificate, to listen beyond loopback.")] = "",
-    key: Annotated[str, typer.Option(help="PEM key of the certificate.")] = "",
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings of EngineConfig: tp=2 max_concurrency=64 kv_cache_tokens=100000 …"
+        ),
+    ] = None,
     patience: Annotated[
         float, typer.Option(help="Seconds to look for a gateway that is gone before giving up.")
     ] = 60.0,
     owner: Owner = 0,
 ) -> None:
     """Run an embedded JAX engine and join it to a gateway. Run as many as the machine can feed."""
-    from slipstream.config import EngineConfig, build
+    from slipstream.config import EngineConfig, load
 
     _log_to_stderr()
-    options = build(
-        EngineConfig,
-        {
-            "tp": tp,
-            "max_concurrency": max_concurrency,
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "listen": listen,
-            "certificate": certificate,
-            "key": key,
-        },
-    )
-    if tp > 1:  # devices of the host platform, when there is no accelerator; must be said before JAX starts
-        flag = f"--xla_force_host_platform_device_count={tp}"
+    config = load(EngineConfig, overrides=options or ())
+    if config.tp > 1:  # devices of the host platform, when there is no accelerator; must be said before JAX starts
+        flag = f"--xla_force_host_platform_device_count={config.tp}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     from slipstream.engines.host import host
     from slipstream.topology.lifeline import follow
@@ -166,7 +152,7 @@ def engine(
     async def main() -> None:
         stop = asyncio.Event()
         follow(owner, stop)
-        await host(model, name, options, address, token, patience, ready and ready / f"{name}.ready", stop)
+        await host(model, name, config, address, token, patience, ready and ready / f"{name}.ready", stop)
 
     try:
         asyncio.run(main())

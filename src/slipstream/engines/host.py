@@ -29,6 +29,7 @@ async def host(
     the engine is registered."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    _keep_compiled()
     engine = EmbeddedEngine.from_directory(model, name=name, options=options)
     log.info("engine %s: %s, tp=%d, pid %d", name, engine.describe().model, options.tp, os.getpid())
     on_registered = ready.touch if ready is not None else None
@@ -41,3 +42,13 @@ async def host(
     finally:
         serving.cancel()
         await engine.close()
+
+
+def _keep_compiled() -> None:
+    """Programs compiled once are found again by the next process, unless the user has said where (or that not)."""
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "slipstream" / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

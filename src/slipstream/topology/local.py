@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import secrets
 import subprocess
@@ -49,7 +50,7 @@ class ProcessGroup:
     def start_engine(self, name: str, model: Path, config: EngineConfig) -> None:
         self._mark(name).unlink(missing_ok=True)
         arguments = ["engine", "--run-dir", str(self.run_dir), "--model", str(model), "--name", name, "--patience", "3"]
-        self._start(name, arguments + _options(config))
+        self._start(name, arguments + _overrides(config))
 
     def wait_for_engines(self, count: int) -> None:
         """A registered engine leaves a mark in the run directory: no connection is needed to wait for it."""
@@ -101,10 +102,15 @@ class ProcessGroup:
         return "\n".join(lines[-LOG_LINES:])
 
 
-def _options(config: EngineConfig | GatewayConfig) -> list[str]:
-    """A config as command-line options: `max_concurrency=64` is `--max-concurrency 64`."""
+def _options(config: GatewayConfig) -> list[str]:
+    """A config as command-line options: `lease_seconds=10` is `--lease-seconds 10`."""
     return [
         text
         for field in fields(config)
         for text in (f"--{field.name.replace('_', '-')}", str(getattr(config, field.name)))
     ]
+
+
+def _overrides(config: EngineConfig) -> list[str]:
+    """`max_concurrency=64`, as TOML values."""
+    return [f"{field.name}={json.dumps(getattr(config, field.name))}" for field in fields(config)]

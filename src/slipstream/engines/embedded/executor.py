@@ -216,7 +216,10 @@ class Flight:
         row = 0
         for piece in self._tick.scoring:
             count = -(-(piece.stop - piece.start) // self._block)
-            flat = [x[row : row + count].reshape(-1, *x.shape[2:])[: piece.stop - piece.start] for x in scores]
+            flat = [
+                x[row : row + count].reshape(count * self._block, *x.shape[2:])[: piece.stop - piece.start]
+                for x in scores
+            ]
             row += count
             sample, num_top = piece.sample, piece.sample.ticket.sampling.top_logprobs
             sample.raw_logprobs += flat[0].tolist()
