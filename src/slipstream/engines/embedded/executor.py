@@ -17,7 +17,7 @@ from slipstream.engines.embedded.sequence import Sample
 from slipstream.engines.embedded.shapes import bucket
 from slipstream.engines.embedded.speculative import lookup
 from slipstream.model.decoder import Params
-from slipstream.types import MAX_TOP_LOGPROBS, MemoryReport, MemoryTag, TopLogprobs
+from slipstream.types import MemoryReport, MemoryTag, TopLogprobs
 
 
 class Policy(NamedTuple):
@@ -41,7 +41,7 @@ class Executor:
 
     @property
     def max_steps(self) -> int:
-        return max(self.shapes.max_steps, self._guesses + 1)
+        return self.shapes.max_steps
 
     @property
     def num_programs(self) -> int:
@@ -108,7 +108,7 @@ class Executor:
         if tick.scoring:
             wants_top = any(piece.sample.ticket.sampling.top_logprobs for piece in tick.scoring)
             chunk = self._chunk(tick.scoring)
-            scores, cache = programs.score(params, cache, chunk, MAX_TOP_LOGPROBS if wants_top else 0)
+            scores, cache = programs.score(params, cache, chunk, programs.max_top if wants_top else 0)
         if tick.decode:
             rich = any(is_rich(sample.ticket.sampling) for sample in tick.decode)
             rows, settings = self._rows(tick), self._settings(tick.decode, rich)

@@ -66,8 +66,9 @@ class Scheduler:
         self.running: dict[Sample, None] = {}
         self._arrivals = itertools.count()
         self._version = -1
-        self._scored: dict[int, list[float]] = {}
-        """Raw logprobs of the tokens that follow those of a page, for pages that were scored."""
+        self._scored: dict[int, tuple[int, list[float]]] = {}
+        """For pages that were scored: the token after the page, and the raw logprobs of what follows each of its tokens.
+        The last of them is that token's: who has another one there cannot use it."""
         self.num_preemptions = self.prefill_tokens = 0
 
     # --- who is there ---
@@ -82,9 +83,9 @@ class Scheduler:
         return [*self.prefilling, *self.running]
 
     @property
-    def has_begun(self) -> bool:
-        """Some sample that waits has run before."""
-        return any(sample.tokens for sample in self.waiting)
+    def is_under_way(self) -> bool:
+        """Some sample is live, or has drawn tokens and waits to go on."""
+        return bool(self.prefilling or self.running) or any(sample.tokens for sample in self.waiting)
 
     def drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
         """Removes all samples of the tickets that `unwanted` picks, and returns those tickets."""
@@ -124,14 +125,15 @@ class Scheduler:
     # --- the plan ---
 
     def plan(self, steps: int, admit: bool = True) -> Tick:
-        """`steps` is how far to decode when nobody else waits for the device; where somebody does, one step."""
+        """`steps` is how far to decode when nobody else waits for the device; where somebody does, one step. Without
+        `admit` none starts, and those that lost their pages still come back."""
         tick = Tick()
         self._grow(steps)
         budget = self._shapes.blocks[-1]
         for sample in list(self.prefilling):
             if budget > 0:
                 budget -= self._prefill(sample, tick, budget)
-        hurried = admit and self._admit(tick, budget)
+        hurried = self._admit(tick, budget, admit)
         tick.steps = 1 if hurried or self.prefilling else steps
         tick.decode = list(self.running)
         tick.room = [self._room(sample) for sample in tick.decode]
@@ -184,13 +186,15 @@ class Scheduler:
             self.running[sample] = None
         return -(-(stop - start) // self._shapes.block)
 
-    def _admit(self, tick: Tick, budget: int) -> bool:
+    def _admit(self, tick: Tick, budget: int, newcomers: bool) -> bool:
         """Lets waiting samples in, in order, and says whether some could come in soon: after this prefill."""
         num_live = len(self.prefilling) + len(self.running)
         held_up = False
         for sample in self.waiting.candidates(Counter(s.ticket.job for s in self.live)):
             if num_live >= self._max_samples:
                 return held_up
+            if not (newcomers or sample.tokens):
+                continue
             if budget <= 0:
                 return True
             entry = self._enter(sample, tick)
@@ -244,9 +248,13 @@ class Scheduler:
         compute, and all where alternatives are asked for."""
         sample.restart()
         most = 0 if sample.ticket.sampling.top_logprobs else (sample.prefill_end - 1) // self._shapes.page_size
-        known = list(itertools.takewhile(self._scored.__contains__, shared[:most]))
-        for page in known:
-            sample.raw_logprobs += self._scored[page]
+        known: list[int] = []
+        for page in shared[:most]:
+            successor, logprobs = self._scored.get(page, (-1, []))
+            if successor != sample.ids[(len(known) + 1) * self._shapes.page_size]:
+                break
+            known.append(page)
+            sample.raw_logprobs += logprobs
         return known
 
     # --- what came of it ---
@@ -267,7 +275,8 @@ class Scheduler:
         size = self._shapes.page_size
         if self.tree is not None and sample.cache_version == self._version:
             for index in range(sample.prefill_end // size):
-                self._scored[sample.pages[index]] = sample.raw_logprobs[index * size : (index + 1) * size]
+                start, stop = index * size, (index + 1) * size
+                self._scored[sample.pages[index]] = sample.ids[stop], sample.raw_logprobs[start:stop]
 
     def record(self, sample: Sample) -> bool:
         """The sample has drawn tokens. Says whether it is finished, and then it is gone."""
