@@ -26,7 +26,6 @@ OPTIONS: dict[str, Any] = {
     "page_size": 4,
     "kv_cache_tokens": 512,
     "prefill_tokens": 16,
-    "decode_steps": 4,
 }
 
 

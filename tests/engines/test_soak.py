@@ -36,7 +36,7 @@ def kinds() -> list[Request]:
                 n=int(rng.choice([1, 1, 1, 3])),
                 seed=index,
                 temperature=float(rng.choice([0, 0.7, 1])),
-                max_tokens=int(rng.choice([1, 4, 8, 24])),
+                max_tokens=int(rng.choice([1, 4, 8, 30])),
                 **({"frequency_penalty": 0.3} if index % 13 == 0 else {}),
             )
         )

@@ -122,10 +122,11 @@ class Executor:
                         policy.draft or {}, draft_cache, rows, settings, self._guesses + 1, None
                     )
                     guesses = drafted.tokens[: self._guesses].T
-                    num_guessed = self._guesses * len(tick.decode)
+                    found = np.full(len(tick.decode), self._guesses)
                 else:
                     guesses = self._lookups(tick.decode, len(rows.tokens))
-                    num_guessed = int((guesses >= 0).sum())
+                    found = (guesses[: len(tick.decode)] >= 0).sum(axis=1)
+                num_guessed = int(np.minimum(found, np.array(tick.room) - 1).sum())
                 steps, cache = programs.verify(params, cache, rows, settings, guesses)
             else:
                 steps, cache = programs.decode(params, cache, rows, settings, tick.steps, None)
