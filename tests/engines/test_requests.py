@@ -71,7 +71,7 @@ def serves(subject: Subject) -> None:
         ({"stop_token_ids": tuple(range(17))}, "at most 16"),
         ({"stop": ("",)}, "at least one character"),
         ({"logit_bias": {5: float("inf")}}, "finite"),
-        ({"logit_bias": {i: 1.0 for i in range(65)}}, "at most 64"),
+        ({"logit_bias": dict.fromkeys(range(65), 1.0)}, "at most 64"),
         ({"logit_bias": ((5, 1.0), (5, 2.0))}, "each once"),
         ({"top_logprobs": 21}, "at most 20"),
         ({"seed": -1}, "seed"),
@@ -263,7 +263,9 @@ FIELDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("temperature", [0.0, None], ids=["greedy", "sampled"])
 def test_penalties_biases_and_minimum_are_the_naive_ones(subject: Subject, temperature: float | None) -> None:
     batch = [
-        request(str(i), [5, 9, 9, 20 + i], max_tokens=16, **(fields if temperature is None else fields | {"temperature": 0}))
+        request(
+            str(i), [5, 9, 9, 20 + i], max_tokens=16, **(fields if temperature is None else fields | {"temperature": 0})
+        )
         for i, fields in enumerate(FIELDS)
     ]
     found = {o.request_id: o for o in subject.generate(*batch) if isinstance(o, Completion)}
@@ -342,7 +344,9 @@ def test_the_lower_priority_number_goes_first() -> None:
 
 def test_two_callers_share_fairly() -> None:
     with opened(max_concurrency=2) as subject:
-        many, few = ([request(f"{name}{i}", [5, 6], max_tokens=5) for i in range(n)] for name, n in (("a", 12), ("b", 3)))
+        many, few = (
+            [request(f"{name}{i}", [5, 6], max_tokens=5) for i in range(n)] for name, n in (("a", 12), ("b", 3))
+        )
         found = subject.runner.run(order_of(subject, many, few))
         assert len(found) == 15
         assert max(found.index(one.id) for one in few) <= 7  # not behind all that came before
