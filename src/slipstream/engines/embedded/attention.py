@@ -102,6 +102,8 @@ class BlockwiseAttention:
         rows = q.reshape(blocks, time, kv_heads, group, head_dim).swapaxes(1, 2)
         rows = rows.reshape(blocks, kv_heads, time * group, head_dim)
         own = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # the position of each row
+        if time * group == 1:  # a single row would be multiplied in another order than the rows of a block
+            rows, own = jnp.repeat(rows, 2, axis=2), jnp.repeat(own, 2, axis=2)
 
         def page(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, total, out = state
@@ -127,11 +129,11 @@ class BlockwiseAttention:
             )
             return new_highest, total * shrink + row_sum(weights), out * shrink + part
 
-        zero = jnp.zeros((blocks, kv_heads, time * group, 1), jnp.float32)
+        zero = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
         start = (zero + _LOWEST, zero, jnp.zeros(rows.shape, jnp.float32))
         num_pages = positions.max() // page_size + 1
         _, total, out = jax.lax.fori_loop(0, num_pages, page, start)
-        out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)
+        out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)[:, :, : time * group]
         out = out.reshape(blocks, kv_heads, time, group, head_dim).swapaxes(1, 2)
         return out.reshape(q.shape)
 

@@ -57,7 +57,7 @@ class Tile:
 
 
 DECODE = Tile(rows=16, keys=64, num_warps=4, num_stages=3)
-PREFILL = Tile(rows=128, keys=64, num_warps=8, num_stages=3)
+PREFILL = Tile(rows=64, keys=64, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True)
