@@ -17,8 +17,12 @@ from slipstream.engines.embedded.sequence import Failed, Sample, Ticket
 from slipstream.engines.embedded.shapes import Shapes
 from slipstream.types import SamplingParams, TopLogprobs
 
-SHAPES = Shapes(page_size=4, num_pages=64, max_length=64, rows=(8,), block=2, blocks=(1, 4), max_steps=4)
-"""A tick prefills four blocks of two tokens."""
+def small(num_pages: int) -> Shapes:
+    """Pages of four tokens; a tick prefills four blocks of two."""
+    return Shapes(page_size=4, num_pages=num_pages, max_length=64, rows=(8,), block=2, blocks=(1, 4), max_steps=4)
+
+
+SHAPES = small(64)
 
 
 class Mailbox:
@@ -321,8 +325,14 @@ def test_who_could_not_come_in_does_not_slow_those_that_run() -> None:
     device = Device(max_samples=1)
     device.add(ticket("ab", limit=20), ticket("cd"))
     assert [device.tick(steps=4).steps for _ in range(3)] == [4, 4, 4]
-    device.add(ticket("ef"))
     assert device.tick(steps=4, admit=False).steps == 4
+
+
+def test_who_lacks_pages_does_not_slow_those_that_run() -> None:
+    device = Device(small(3))
+    device.add(ticket("abcde", limit=7), ticket("fghijklm", limit=2))
+    assert device.tick(steps=4).steps == 4
+    assert len(device.scheduler.waiting) == 1
 
 
 def test_nobody_is_admitted_when_told_so() -> None:
@@ -343,10 +353,6 @@ def test_room_is_what_pages_and_limit_allow() -> None:
 
 
 # --- running out of pages ---
-
-
-def small(num_pages: int) -> Shapes:
-    return Shapes(page_size=4, num_pages=num_pages, max_length=64, rows=(8,), block=2, blocks=(1, 4), max_steps=4)
 
 
 def test_preemption_takes_the_youngest_of_the_least_urgent() -> None:
@@ -576,6 +582,16 @@ def test_pages_that_were_prefilled_but_not_scored_are_computed_again() -> None:
     device.drain()
 
 
+def test_scores_are_forgotten_with_their_pages() -> None:
+    device = Device(small(3))
+    device.add(ticket("abcdefghi", limit=0))
+    device.drain()
+    device.add(ticket("abcdxyzabc"))  # takes the second page, for other tokens
+    device.drain()
+    device.add(ticket("abcdxyzabc", limit=0))
+    device.drain()
+
+
 def test_alternatives_are_never_remembered() -> None:
     device = Device()
     device.add(ticket("abcdefghi", limit=0))
@@ -617,22 +633,23 @@ def test_scores_that_are_put_back_start_again(prefix_cache: bool) -> None:
 
 # --- all of it at once ---
 
-prompts = st.text("ab", min_size=1, max_size=9)
+stems = st.sampled_from(["aaaaaaaaaa", "ababababab", "aabbaabbaa"])
+prompts = st.builds(lambda stem, stop, end: stem[:stop] + end, stems, st.integers(1, 10), st.text("ab", max_size=2))
 adds = st.tuples(
     st.just("add"),
     st.builds(
         dict,
         prompt=prompts,
-        limit=st.integers(0, 6),
+        limit=st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5, 6]),
         n=st.integers(1, 3),
         job=st.integers(0, 1),
         priority=st.integers(-1, 1),
-        top=st.integers(0, 1),
+        top=st.sampled_from([0, 0, 0, 1]),
     ),
 )
 others = st.sampled_from(
     [
-        *[("tick", {"steps": steps}) for steps in (1, 2, 4, 4)],
+        *[("tick", {"steps": steps}) for steps in (1, 1, 1, 2, 2, 4, 4, 4)],
         ("tick", {"admit": False}),
         ("cancel", {"which": 0}),
         ("cancel", {"which": 1}),
@@ -651,7 +668,7 @@ others = st.sampled_from(
     blocks=st.sampled_from([(1,), (1, 3), (8,)]),
     max_samples=st.integers(1, 10),
     prefix_cache=st.sampled_from([True, True, False]),
-    events=st.lists(st.one_of(adds, others), max_size=40),
+    events=st.lists(st.one_of(adds, others), min_size=12, max_size=60),
 )
 def test_soak(
     page_size: int,
