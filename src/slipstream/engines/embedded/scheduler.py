@@ -66,8 +66,9 @@ class Scheduler:
         self.running: dict[Sample, None] = {}
         self._arrivals = itertools.count()
         self._version = -1
-        self._scored: dict[int, list[float]] = {}
-        """Raw logprobs of the tokens that follow those of a page, for pages that were scored."""
+        self._scored: dict[int, tuple[list[float], int]] = {}
+        """For pages that were scored: raw logprobs of the tokens that follow those of the page, and the token after the
+        page, whose logprob is the last of them."""
         self.num_preemptions = self.prefill_tokens = 0
 
     # --- who is there ---
@@ -211,6 +212,8 @@ class Scheduler:
     def _enter(self, sample: Sample, tick: Tick) -> Entry:
         """Gives a waiting sample its pages: shared ones where its beginning is cached, new ones for the rest."""
         ids = sample.ids
+        if sample.ticket.is_scoring:
+            sample.restart()  # it may have been put back half scored
         shared: list[int] = []
         copied, num_cached = None, 0
         if self.tree is not None:
@@ -224,7 +227,13 @@ class Scheduler:
         held = [*shared, *([] if copied is None else [copied])]
         self.pool.hold(held)  # before anything is evicted to make room
         # Some pages are left to those that run, so that a newcomer does not push one of them out at once.
-        new = self._take(self._shapes.num_pages_for(len(ids)) - len(shared), reserve=len(self.running) // 8)
+        num_new, reserve = self._shapes.num_pages_for(len(ids)) - len(shared), len(self.running) // 8
+        new = self._take(num_new, reserve)
+        if new is None and copied is not None:
+            # The page to copy may itself be the one that is lacking.
+            self.pool.release([copied])
+            held, copied, num_cached = shared, None, len(shared) * self._shapes.page_size
+            new = self._take(num_new, reserve)
         if new is None:
             self.pool.release(held)
             return "no pages"
@@ -242,11 +251,14 @@ class Scheduler:
     def _scored_pages(self, sample: Sample, shared: Sequence[int]) -> list[int]:
         """Of the cached pages those whose logprobs are known too, as a score needs both. At least one position is left to
         compute, and all where alternatives are asked for."""
-        sample.restart()
-        most = 0 if sample.ticket.sampling.top_logprobs else (sample.prefill_end - 1) // self._shapes.page_size
-        known = list(itertools.takewhile(self._scored.__contains__, shared[:most]))
-        for page in known:
-            sample.raw_logprobs += self._scored[page]
+        size, ids, known = self._shapes.page_size, sample.ids, []
+        most = 0 if sample.ticket.sampling.top_logprobs else (sample.prefill_end - 1) // size
+        for page in shared[:most]:
+            logprobs, following = self._scored.get(page, ([], -1))
+            if following != ids[(len(known) + 1) * size]:
+                break
+            sample.raw_logprobs += logprobs
+            known.append(page)
         return known
 
     # --- what came of it ---
@@ -267,7 +279,8 @@ class Scheduler:
         size = self._shapes.page_size
         if self.tree is not None and sample.cache_version == self._version:
             for index in range(sample.prefill_end // size):
-                self._scored[sample.pages[index]] = sample.raw_logprobs[index * size : (index + 1) * size]
+                stop = (index + 1) * size
+                self._scored[sample.pages[index]] = sample.raw_logprobs[stop - size : stop], sample.ticket.prompt[stop]
 
     def record(self, sample: Sample) -> bool:
         """The sample has drawn tokens. Says whether it is finished, and then it is gone."""
