@@ -17,6 +17,7 @@ from slipstream.engines.embedded.sequence import Failed, Sample, Ticket
 from slipstream.engines.embedded.shapes import Shapes
 from slipstream.types import SamplingParams, TopLogprobs
 
+
 def small(num_pages: int) -> Shapes:
     """Pages of four tokens; a tick prefills four blocks of two."""
     return Shapes(page_size=4, num_pages=num_pages, max_length=64, rows=(8,), block=2, blocks=(1, 4), max_steps=4)
@@ -167,7 +168,9 @@ class Device:
         assert 1 <= tick.steps <= steps
         for sample, room in zip(tick.decode, tick.room, strict=True):
             assert 1 <= room <= sample.end - sample.length
-            assert sample.length - 1 + room <= len(sample.pages) * shapes.page_size <= shapes.num_pages * shapes.page_size
+            assert (
+                sample.length - 1 + room <= len(sample.pages) * shapes.page_size <= shapes.num_pages * shapes.page_size
+            )
         targets = [target for _, target in tick.copies]
         assert len(set(targets)) == len(targets)
         for i, (source, _) in enumerate(tick.copies):  # the copies may be done at once or one after the other

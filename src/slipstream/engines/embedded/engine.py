@@ -32,6 +32,8 @@ from slipstream.engines.embedded.worker import Worker
 from slipstream.errors import (
     ConfigError,
     EngineLost,
+    FleetChanged,
+    MappingError,
     NotReady,
     UnknownVersion,
     Unsupported,
@@ -247,10 +249,17 @@ class EmbeddedEngine:
         """A policy of what came; what did not come is that of the policy that serves."""
         serving = self._worker.policy
         policy, draft = split_draft(arrays)
-        params = self._placement.assemble(policy, serving.params if serving else None)
-        if self._draft_placement is None:
-            return Policy(params, version)
-        return Policy(params, version, self._draft_placement.assemble(draft, serving.draft if serving else None))
+        try:
+            params = self._placement.assemble(policy, serving.params if serving else None)
+            if self._draft_placement is None:
+                return Policy(params, version)
+            return Policy(params, version, self._draft_placement.assemble(draft, serving.draft if serving else None))
+        except MappingError as error:
+            if serving is None or serving.params is not None:
+                raise
+            raise FleetChanged(
+                f"engine {self._name!r} has dropped its weights (sleep level 2) and needs every tensor: {error}"
+            ) from None
 
     async def _do(self, work: Callable[[], T]) -> T:
         """In a thread, unless that would take longer than the work."""

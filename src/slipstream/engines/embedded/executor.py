@@ -19,7 +19,7 @@ from slipstream.engines.embedded.sequence import Sample
 from slipstream.engines.embedded.shapes import bucket
 from slipstream.engines.embedded.speculative import lookup
 from slipstream.model.decoder import Params
-from slipstream.types import MAX_TOP_LOGPROBS, MemoryReport, MemoryTag, TopLogprobs
+from slipstream.types import MemoryReport, MemoryTag, TopLogprobs
 
 MEMBERS = 8
 """Rows that look at shared pages together."""
@@ -46,7 +46,7 @@ class Executor:
 
     @property
     def max_steps(self) -> int:
-        return max(self.shapes.max_steps, self._guesses + 1)
+        return self.shapes.max_steps
 
     @property
     def num_programs(self) -> int:
@@ -113,7 +113,7 @@ class Executor:
         if tick.scoring:
             wants_top = any(piece.sample.ticket.sampling.top_logprobs for piece in tick.scoring)
             chunk = self._chunk(tick.scoring)
-            scores, cache = programs.score(params, cache, chunk, MAX_TOP_LOGPROBS if wants_top else 0)
+            scores, cache = programs.score(params, cache, chunk, programs.max_top if wants_top else 0)
         if tick.decode:
             rich = any(is_rich(sample.ticket.sampling) for sample in tick.decode)
             rows, settings = self._rows(tick), self._settings(tick.decode, rich)
@@ -127,10 +127,11 @@ class Executor:
                         policy.draft or {}, draft_cache, rows, settings, self._guesses + 1, None
                     )
                     guesses = drafted.tokens[: self._guesses].T
-                    num_guessed = self._guesses * len(tick.decode)
+                    found = np.full(len(tick.decode), self._guesses)
                 else:
                     guesses = self._lookups(tick.decode, len(rows.tokens))
-                    num_guessed = int((guesses >= 0).sum())
+                    found = (guesses[: len(tick.decode)] >= 0).sum(axis=1)
+                num_guessed = int(np.minimum(found, np.array(tick.room) - 1).sum())
                 steps, cache = programs.verify(params, cache, rows, settings, guesses)
             else:
                 steps, cache = programs.decode(params, cache, rows, settings, tick.steps, None)

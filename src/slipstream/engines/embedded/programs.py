@@ -90,6 +90,11 @@ class Programs:
         self._copy = jax.jit(_copy_program, donate_argnums=0, out_shardings=cache)
 
     @property
+    def max_top(self) -> int:
+        """Likeliest tokens that are reported where some are wanted: one number, so that there is one program."""
+        return min(MAX_TOP_LOGPROBS, self._config.vocab_size)
+
+    @property
     def cache_bytes(self) -> int:
         config, shapes = self._config, self.shapes
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.placement.dtype.itemsize
@@ -113,7 +118,7 @@ class Programs:
     ) -> tuple[Steps, Cache]:
         """Up to `steps` tokens for each row. `history` is every row's sequence `[rows, max_length]`, padded with -1, and
         given where some row has penalties, biases or wants alternatives."""
-        name, num_top = ("decode", 0) if history is None else ("decode rich", MAX_TOP_LOGPROBS)
+        name, num_top = ("decode", 0) if history is None else ("decode rich", self.max_top)
         shape = rows.tokens.shape
         return self._run(
             name, self._decode, params, cache, rows, settings, np.int32(steps), history, num_top=num_top, shape=shape

@@ -83,9 +83,9 @@ class Scheduler:
         return [*self.prefilling, *self.running]
 
     @property
-    def has_begun(self) -> bool:
-        """Some sample that waits has run before."""
-        return any(sample.tokens for sample in self.waiting)
+    def is_under_way(self) -> bool:
+        """Some sample is live, or has drawn tokens and waits to go on."""
+        return bool(self.prefilling or self.running) or any(sample.tokens for sample in self.waiting)
 
     def drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
         """Removes all samples of the tickets that `unwanted` picks, and returns those tickets."""
@@ -125,14 +125,15 @@ class Scheduler:
     # --- the plan ---
 
     def plan(self, steps: int, admit: bool = True) -> Tick:
-        """`steps` is how far to decode when nobody else waits for the device; where somebody does, one step."""
+        """`steps` is how far to decode when nobody else waits for the device; where somebody does, one step. Without
+        `admit` none starts, and those that lost their pages still come back."""
         tick = Tick()
         self._grow(steps)
         budget = self._shapes.blocks[-1]
         for sample in list(self.prefilling):
             if budget > 0:
                 budget -= self._prefill(sample, tick, budget)
-        hurried = admit and self._admit(tick, budget)
+        hurried = self._admit(tick, budget, admit)
         tick.steps = 1 if hurried or self.prefilling else steps
         tick.decode = list(self.running)
         tick.room = [self._room(sample) for sample in tick.decode]
@@ -185,13 +186,15 @@ class Scheduler:
             self.running[sample] = None
         return -(-(stop - start) // self._shapes.block)
 
-    def _admit(self, tick: Tick, budget: int) -> bool:
+    def _admit(self, tick: Tick, budget: int, newcomers: bool) -> bool:
         """Lets waiting samples in, in order, and says whether some could come in soon: after this prefill."""
         num_live = len(self.prefilling) + len(self.running)
         held_up = False
         for sample in self.waiting.candidates(Counter(s.ticket.job for s in self.live)):
             if num_live >= self._max_samples:
                 return held_up
+            if not (newcomers or sample.tokens):
+                continue
             if budget <= 0:
                 return True
             entry = self._enter(sample, tick)

@@ -38,6 +38,7 @@ def shapes_for(model: ModelConfig, options: EngineConfig) -> Shapes:
     rows = max(options.max_concurrency, MIN_ROWS)
     block = 16 if on_cpu else 32
     chunk = options.prefill_tokens or (256 if on_cpu else 4096)
+    guesses = 0 if options.speculation == "off" else options.speculative_tokens
     shapes = Shapes(
         page_size=min(options.page_size, max_length),
         num_pages=1,
@@ -45,8 +46,8 @@ def shapes_for(model: ModelConfig, options: EngineConfig) -> Shapes:
         rows=ladder(MIN_ROWS, rows, 2) if on_cpu else ladder(min(32, rows), rows, 4),
         block=block,
         blocks=ladder(1, max(1, chunk // block), 4) if on_cpu else ladder(8, max(8, chunk // block), 4),
-        max_steps=options.decode_steps or (16 if on_cpu else 32),
-        guesses=0 if options.speculation == "off" else options.speculative_tokens,
+        max_steps=max(options.decode_steps or (16 if on_cpu else 32), guesses + 1),  # a draft guesses in one call
+        guesses=guesses,
         has_draft=options.speculation == "draft",
     )
     if options.deterministic and not on_cpu:
