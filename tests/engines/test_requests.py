@@ -71,7 +71,7 @@ def serves(subject: Subject) -> None:
         ({"stop_token_ids": tuple(range(17))}, "at most 16"),
         ({"stop": ("",)}, "at least one character"),
         ({"logit_bias": {5: float("inf")}}, "finite"),
-        ({"logit_bias": {i: 1.0 for i in range(65)}}, "at most 64"),
+        ({"logit_bias": dict.fromkeys(range(65), 1.0)}, "at most 64"),
         ({"logit_bias": ((5, 1.0), (5, 2.0))}, "each once"),
         ({"top_logprobs": 21}, "at most 20"),
         ({"seed": -1}, "seed"),

@@ -686,15 +686,15 @@ def test_soak(
     device = Device(shapes, max_samples, prefix_cache)
     expected: set[Sample] = set()
     tickets: list[Ticket] = []
-    for event, given in events:
+    for event, details in events:
         if event == "add":
-            prompt, limit = given["prompt"], given["limit"]
+            prompt, limit = details["prompt"], details["limit"]
             if len(prompt) + limit > shapes.max_length or (limit == 0 and len(prompt) < 2):
                 continue  # intake refuses these
             tickets.append(ticket(**given) if limit else ticket(**{**given, "n": 1}))
             expected.update(device.add(tickets[-1]))
         elif event == "cancel" and tickets:
-            dropped = device.scheduler.drop(lambda t: t is tickets[-1 - given["which"] % len(tickets)])
+            dropped = device.scheduler.drop(tickets[-1 - details["which"] % len(tickets)].__eq__)
             expected -= {s for s in expected if s.ticket in dropped}
         elif event == "put back":
             device.scheduler.put_back(**given)

@@ -44,7 +44,7 @@ def kinds() -> list[Request]:
 
 
 KINDS = kinds()
-SEQUENCES = [one.prompt + (20, 21, 22) for one in KINDS[:12] if isinstance(one.prompt, tuple)]
+SEQUENCES = [(*one.prompt, 20, 21, 22) for one in KINDS[:12] if isinstance(one.prompt, tuple)]
 
 
 class Expected:
@@ -169,7 +169,7 @@ def test_two_thousand_requests(subject: Subject) -> None:
     counted = stats(subject)
     assert counted["preemptions"] > 0 and counted["hit_tokens"] > 0 and counted["evicted_pages"] > 0
     assert all(soak.counts[name] > 10 for name in ("mixed", "of one version", "left", "score", "pause", "commit"))
-    assert {policy for policy in soak.commits.values()} == set(POLICIES)
+    assert set(soak.commits.values()) == set(POLICIES)
     for found in subject.generate(*KINDS[:4]):  # and it still serves
         assert not isinstance(found, Failure)
         soak.expected.check(found, soak.commits, *[subject.engine.describe().version] * 2)
