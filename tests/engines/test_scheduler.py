@@ -380,7 +380,7 @@ def test_the_preempted_keep_their_tokens_and_come_in_again_in_their_order() -> N
         device.tick(steps=1)
     fourth = device.add(ticket("jkl", limit=10))[0]
     kept = list(second.tokens)
-    assert kept and device.scheduler.has_begun
+    assert kept and device.scheduler.is_under_way
     while second in device.scheduler.waiting:
         device.tick(steps=1)
     assert second.tokens[: len(kept)] == kept
@@ -476,7 +476,7 @@ def test_put_back(restart: bool) -> None:
     device.check()
     assert device.scheduler.live == []
     assert (running.tokens == running.versions == []) == restart
-    assert device.scheduler.has_begun != restart
+    assert device.scheduler.is_under_way != restart
     # In their old order, before those that never ran.
     tick = device.tick(steps=1)
     assert [*device.scheduler.running, *device.scheduler.prefilling] == [running, prefilling]
@@ -691,19 +691,19 @@ def test_soak(
             prompt, limit = details["prompt"], details["limit"]
             if len(prompt) + limit > shapes.max_length or (limit == 0 and len(prompt) < 2):
                 continue  # intake refuses these
-            tickets.append(ticket(**given) if limit else ticket(**{**given, "n": 1}))
+            tickets.append(ticket(**details) if limit else ticket(**{**given, "n": 1}))
             expected.update(device.add(tickets[-1]))
         elif event == "cancel" and tickets:
             dropped = device.scheduler.drop(tickets[-1 - details["which"] % len(tickets)].__eq__)
             expected -= {s for s in expected if s.ticket in dropped}
         elif event == "put back":
-            device.scheduler.put_back(**given)
+            device.scheduler.put_back(**details)
         elif event == "new version":
             device.new_version()
         elif event == "sleep":
             device.sleep()
         elif event == "tick" and (device.scheduler.live or device.scheduler.waiting):
-            device.tick(**given)
+            device.tick(**details)
         device.check()
     finished = device.drain()
     assert len(finished) == len(set(finished))
