@@ -691,7 +691,7 @@ def test_soak(
             prompt, limit = details["prompt"], details["limit"]
             if len(prompt) + limit > shapes.max_length or (limit == 0 and len(prompt) < 2):
                 continue  # intake refuses these
-            tickets.append(ticket(**details) if limit else ticket(**{**given, "n": 1}))
+            tickets.append(ticket(**details) if limit else ticket(**{**details, "n": 1}))
             expected.update(device.add(tickets[-1]))
         elif event == "cancel" and tickets:
             dropped = device.scheduler.drop(tickets[-1 - details["which"] % len(tickets)].__eq__)
