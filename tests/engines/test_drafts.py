@@ -18,11 +18,11 @@ from slipstream.bridge import Bridge
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded import EmbeddedEngine
 from slipstream.engines.local import LocalFleet
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, FleetChanged
 from slipstream.model import checkpoint
 from slipstream.types import Completion
 from tests.conformance.engines import Subject, other_params, request
-from tests.engines.subjects import CONFIG, close, opened, publish, stats, subject_of
+from tests.engines.subjects import CONFIG, OPTIONS, close, opened, stats, subject_of
 from tests.tiny import random_params, tiny_config
 
 DRAFT = tiny_config("qwen2", num_layers=1, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1)
@@ -96,8 +96,6 @@ def test_a_draft_needs_weights_and_a_directory() -> None:
 def test_a_draft_from_a_directory(tmp_path: Path, plain: Subject) -> None:
     for name, config, seed in (("policy", CONFIG, 0), ("draft", DRAFT, 1)):
         checkpoint.save(tmp_path / name, random_params(config, seed), config)
-    from tests.engines.subjects import OPTIONS
-
     options = EngineConfig(**(OPTIONS | GUESSING | {"draft_model": str(tmp_path / "draft")}))
     subject = Subject(EmbeddedEngine.from_directory(tmp_path / "policy", options=options), CONFIG, plain.params)
     one = request("r", [5, 6, 7], max_tokens=20)
@@ -127,20 +125,16 @@ def test_policy_and_draft_arrive_in_one_transaction(plain: Subject) -> None:
         assert drawn(subject, long) == drawn(plain, long)
         assert bridge.sync(new).version == 3
         assert accepted() > 0.95  # and so it was
-        assert bridge.sync({}, draft=plain.params, partial=True).version == 4  # the draft alone
+        norm = {"model": {"norm": new["model"]["norm"]}}
+        assert bridge.sync(norm, draft=plain.params, partial=True).version == 4  # the draft, and of the policy a part
         assert accepted() < 0.6
 
         bridge.sleep(2)
+        with pytest.raises(FleetChanged, match=r"level 2.*every tensor"):
+            bridge.sync(plain.params)  # the draft was dropped as well
         bridge.sync(plain.params, draft=plain.params)
         bridge.wake()
         assert accepted() > 0.95
-
-
-def test_an_engine_without_a_draft_takes_a_sync_that_has_one(plain: Subject) -> None:
-    expected = drawn(plain, *requests())
-    with opened() as subject:
-        subject.runner.run(publish(subject, plain.params, draft=random_params(DRAFT)))
-        assert drawn(subject, *requests()) == expected
 
 
 # --- distributions ---
