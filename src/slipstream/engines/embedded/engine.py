@@ -23,6 +23,7 @@ from slipstream.engines.embedded.setup import (
     check_draft,
     draft_parameters,
     draft_tensors,
+    keep_freed_memory,
     programs_for,
     shapes_for,
     split_draft,
@@ -95,6 +96,7 @@ class EmbeddedEngine:
         options = options or EngineConfig()
         self._model, self._name, self._options = model, name, options
         self._draft = draft
+        keep_freed_memory()
         shapes = shapes_for(model, options)
         programs = programs_for(model, options, shapes)
         drafts = None if draft is None else programs_for(draft, options, shapes)

@@ -50,6 +50,9 @@ class Tick:
         return not (self.copies or self.prefill or self.scoring or self.decode)
 
 
+MAX_HELD_UP = 64
+"""Followers looked at in one plan: behind so many, who could start now is not worth looking for."""
+
 Entry: TypeAlias = Literal["entered", "follows", "no pages"]
 """`follows`: another sample is computing the beginning of this one."""
 
@@ -66,9 +69,9 @@ class Scheduler:
         self.running: dict[Sample, None] = {}
         self._arrivals = itertools.count()
         self._version = -1
-        self._scored: dict[int, tuple[int, list[float]]] = {}
-        """For pages that were scored: the token after the page, and the raw logprobs of what follows each of its tokens.
-        The last of them is that token's: who has another one there cannot use it."""
+        self._scored: dict[int, tuple[list[float], int]] = {}
+        """For pages that were scored: raw logprobs of the tokens that follow those of the page, and the token after the
+        page, whose logprob is the last of them."""
         self.num_preemptions = self.prefill_tokens = 0
 
     # --- who is there ---
@@ -189,19 +192,19 @@ class Scheduler:
     def _admit(self, tick: Tick, budget: int, newcomers: bool) -> bool:
         """Lets waiting samples in, in order, and says whether some could come in soon: after this prefill."""
         num_live = len(self.prefilling) + len(self.running)
-        held_up = False
+        held_up = 0
         for sample in self.waiting.candidates(Counter(s.ticket.job for s in self.live)):
-            if num_live >= self._max_samples:
-                return held_up
+            if num_live >= self._max_samples or held_up == MAX_HELD_UP:
+                return held_up > 0
             if not (newcomers or sample.tokens):
                 continue
             if budget <= 0:
                 return True
             entry = self._enter(sample, tick)
             if entry == "no pages":
-                return held_up  # nobody overtakes it
+                return held_up > 0  # nobody overtakes it
             if entry == "follows":
-                held_up = True
+                held_up += 1
                 continue
             self.waiting.remove(sample)
             num_live += 1
@@ -210,11 +213,13 @@ class Scheduler:
                 budget -= self._prefill(sample, tick, budget)
             else:
                 self.running[sample] = None
-        return held_up
+        return held_up > 0
 
     def _enter(self, sample: Sample, tick: Tick) -> Entry:
         """Gives a waiting sample its pages: shared ones where its beginning is cached, new ones for the rest."""
         ids = sample.ids
+        if sample.ticket.is_scoring:
+            sample.restart()  # it may have been put back half scored
         shared: list[int] = []
         copied, num_cached = None, 0
         if self.tree is not None:
@@ -228,7 +233,13 @@ class Scheduler:
         held = [*shared, *([] if copied is None else [copied])]
         self.pool.hold(held)  # before anything is evicted to make room
         # Some pages are left to those that run, so that a newcomer does not push one of them out at once.
-        new = self._take(self._shapes.num_pages_for(len(ids)) - len(shared), reserve=len(self.running) // 8)
+        num_new, reserve = self._shapes.num_pages_for(len(ids)) - len(shared), len(self.running) // 8
+        new = self._take(num_new, reserve)
+        if new is None and copied is not None:
+            # The page to copy may itself be the one that is lacking.
+            self.pool.release([copied])
+            held, copied, num_cached = shared, None, len(shared) * self._shapes.page_size
+            new = self._take(num_new, reserve)
         if new is None:
             self.pool.release(held)
             return "no pages"
@@ -246,15 +257,15 @@ class Scheduler:
     def _scored_pages(self, sample: Sample, shared: Sequence[int]) -> list[int]:
         """Of the cached pages those whose logprobs are known too, as a score needs both. At least one position is left to
         compute, and all where alternatives are asked for."""
-        sample.restart()
-        most = 0 if sample.ticket.sampling.top_logprobs else (sample.prefill_end - 1) // self._shapes.page_size
+        size, ids = self._shapes.page_size, sample.ids
         known: list[int] = []
+        most = 0 if sample.ticket.sampling.top_logprobs else (sample.prefill_end - 1) // size
         for page in shared[:most]:
-            successor, logprobs = self._scored.get(page, (-1, []))
-            if successor != sample.ids[(len(known) + 1) * self._shapes.page_size]:
+            logprobs, following = self._scored.get(page, ([], -1))
+            if following != ids[(len(known) + 1) * size]:
                 break
-            known.append(page)
             sample.raw_logprobs += logprobs
+            known.append(page)
         return known
 
     # --- what came of it ---
@@ -275,8 +286,8 @@ class Scheduler:
         size = self._shapes.page_size
         if self.tree is not None and sample.cache_version == self._version:
             for index in range(sample.prefill_end // size):
-                start, stop = index * size, (index + 1) * size
-                self._scored[sample.pages[index]] = sample.ids[stop], sample.raw_logprobs[start:stop]
+                stop = (index + 1) * size
+                self._scored[sample.pages[index]] = sample.raw_logprobs[stop - size : stop], sample.ticket.prompt[stop]
 
     def record(self, sample: Sample) -> bool:
         """The sample has drawn tokens. Says whether it is finished, and then it is gone."""
