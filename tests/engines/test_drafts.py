@@ -17,6 +17,7 @@ from scipy.stats import chisquare
 from slipstream.bridge import Bridge
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded import EmbeddedEngine
+from slipstream.engines.embedded.setup import shapes_for
 from slipstream.engines.local import LocalFleet
 from slipstream.errors import ConfigError, FleetChanged
 from slipstream.model import checkpoint
@@ -101,6 +102,13 @@ def test_a_draft_from_a_directory(tmp_path: Path, plain: Subject) -> None:
     one = request("r", [5, 6, 7], max_tokens=20)
     assert drawn(subject, one) == drawn(plain, one)
     close(subject)
+
+
+def test_as_many_steps_as_a_draft_guesses_in_one_call() -> None:
+    """With fewer, a request that is not guessed for would run past the columns in which its tokens are kept."""
+    few = EngineConfig(**(OPTIONS | {"decode_steps": 1, "speculation": "prompt_lookup", "speculative_tokens": 3}))
+    assert shapes_for(CONFIG, few).max_steps == 4
+    assert shapes_for(CONFIG, EngineConfig(**(OPTIONS | {"decode_steps": 1}))).max_steps == 1
 
 
 # --- updates ---
