@@ -86,7 +86,7 @@ class Device:
 
     def tick(self, steps: int = 4, admit: bool = True) -> Tick:
         scheduler = self.scheduler
-        has_work = bool(scheduler.live or (scheduler.waiting and admit))
+        has_work = scheduler.is_under_way or bool(scheduler.waiting and admit)
         tick = scheduler.plan(steps, admit)
         assert has_work != tick.is_empty, "work waits, nothing runs: the worker would give up"
         self.check_plan(tick, steps)
