@@ -13,6 +13,7 @@ import pytest
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded.attention import NaiveAttention
 from slipstream.engines.embedded.attention_gpu import PallasAttention
+from slipstream.engines.embedded.executor import shared_pages
 from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows
 from slipstream.engines.embedded.sampling import Settings
 from slipstream.engines.embedded.setup import programs_for, shapes_for
@@ -244,7 +245,7 @@ def by_steps(programs: Programs, params: Any, ids: np.ndarray, table: np.ndarray
     for start in range(0, len(ids), guesses + 1):
         token, at, room = np.zeros(size, np.int32), np.full(size, -1, np.int32), np.zeros(size, np.int32)
         token[0], at[0], room[0] = ids[start], start, guesses + 1
-        rows = Rows(token, at, room, np.tile(table, (size, 1)))
+        rows = Rows(token, at, room, np.tile(table, (size, 1)), shared_pages([], size))
         if guesses:
             guessed = np.full((size, guesses), -1, np.int32)
             following = ids[start + 1 : start + 1 + guesses]
