@@ -258,7 +258,8 @@ def _attend_kernel(
         k = _load_rows(k_ref, cache_rows, present)
         v = _load_rows(v_ref, cache_rows, present)
 
-        logits = plt.dot(q, k, trans_b=True)
+        # For float32 the default would be TF32, and engine and trainer would differ in the third digit.
+        logits = plt.dot(q, k, trans_b=True, allow_tf32=False)
         if softcap is None:
             logits = logits * (scale * LOG2_E)
         else:
@@ -272,7 +273,7 @@ def _attend_kernel(
         decay = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(logits - new_peak[:, None])
         total = total * decay + jnp.sum(weights, axis=1)
-        out = out * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
+        out = out * decay[:, None] + plt.dot(weights.astype(v.dtype), v, allow_tf32=False)
         return total, new_peak, out
 
     nothing = jnp.zeros((tile.rows,), jnp.float32)
