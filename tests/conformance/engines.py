@@ -22,7 +22,16 @@ import pytest
 
 from slipstream.engines.base import Engine
 from slipstream.engines.local import LocalFleet
-from slipstream.errors import ChecksumMismatch, InvalidPrompt, UnknownVersion, UpdateInProgress, VersionError
+from slipstream.errors import (
+    ChecksumMismatch,
+    InvalidPrompt,
+    InvalidSampling,
+    NotReady,
+    UnknownVersion,
+    Unsupported,
+    UpdateInProgress,
+    VersionError,
+)
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, EngineInfo, Failure, Request, SamplingParams, Score, VersionSpan
@@ -234,6 +243,63 @@ def test_a_stop_token_is_the_last_one(subject: Subject) -> None:
     assert cut.finish_reason == "stop"
 
 
+def test_no_stop_token_comes_before_the_minimum(subject: Subject) -> None:
+    free = subject.complete(subject.prompts[3], temperature=0, max_tokens=12)
+    stops = free.token_ids[:3]
+    least = subject.complete(subject.prompts[3], temperature=0, max_tokens=12, stop_token_ids=stops, min_tokens=5)
+    assert len(least.token_ids) > 5
+    assert not set(least.token_ids[:5]) & set(stops)
+
+
+@pytest.mark.parametrize("seen", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_a_penalty_keeps_tokens_from_coming_again(subject: Subject, seen: str) -> None:
+    completion = subject.complete(subject.prompts[4], temperature=0, max_tokens=12, **{seen: 1000.0})
+    assert len(set(completion.token_ids)) == 12
+    assert seen != "repetition_penalty" or not set(completion.token_ids) & set(completion.prompt_token_ids)
+
+
+def test_a_bias_makes_tokens_come_or_stay_away(subject: Subject) -> None:
+    prompt = subject.prompts[4]
+    assert set(subject.complete(prompt, logit_bias={9: 1000.0}).token_ids) == {9}
+    first = subject.complete(prompt, temperature=0, max_tokens=1).token_ids[0]
+    other = subject.complete(prompt, temperature=0, max_tokens=1, logit_bias={first: -1000.0}).token_ids[0]
+    assert other == subject.logprobs(prompt)[-1].argsort()[-2]
+
+
+def test_min_p_keeps_what_is_likely_enough(subject: Subject) -> None:
+    for completion in subject.generate(request("r", subject.prompts[3], n=6, min_p=0.3)):
+        assert isinstance(completion, Completion)
+        tokens = completion.prompt_token_ids + completion.token_ids
+        rows = np.exp(subject.logprobs(tokens)[len(completion.prompt_token_ids) - 1 : -1])
+        for row, token, logprob in zip(rows, completion.token_ids, completion.logprobs, strict=True):
+            assert row[token] >= 0.3 * row.max() * (1 - 1e-4)
+            assert logprob == pytest.approx(np.log(row[token] / row[row >= 0.3 * row.max()].sum()), abs=1e-3)
+
+
+def test_top_logprobs_are_the_likeliest_of_the_reference(subject: Subject) -> None:
+    completion = subject.complete(subject.prompts[4], temperature=0.7, top_logprobs=3)
+    tokens = completion.prompt_token_ids + completion.token_ids
+    rows = subject.logprobs(tokens)
+    (score,) = subject.runner.run(subject.engine.score([tokens], top_k=3))
+    for tops, reference in (
+        (completion.top_logprobs, rows[len(completion.prompt_token_ids) - 1 : -1]),
+        (score.top_logprobs, rows[:-1]),
+    ):
+        assert len(tops) == len(reference)
+        for top, row in zip(tops, reference, strict=True):
+            order = row.argsort()[::-1][:3]
+            assert top.token_ids == tuple(order.tolist())
+            np.testing.assert_allclose(top.logprobs, row[order], atol=subject.tolerance)
+
+
+def test_a_priority_changes_no_token(subject: Subject) -> None:
+    sampling = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+    requests = [Request(str(i), subject.prompts[i], sampling, priority=p) for i, p in enumerate((5, 0, -3, 0, 9, 2))]
+    for outcome in subject.generate(*requests):
+        assert isinstance(outcome, Completion)
+        assert outcome.token_ids == subject.complete(outcome.prompt_token_ids).token_ids
+
+
 def test_the_context_ends_a_completion(subject: Subject) -> None:
     limit = subject.engine.describe().max_model_len
     prompt = [9] * (limit - 3)
@@ -299,6 +365,8 @@ def test_what_cannot_be_scored_is_refused(subject: Subject) -> None:
     for bad in ([5], [5] * (limit + 1), [5, vocab], [5, -1]):
         with pytest.raises(InvalidPrompt, match="sequence 1"):
             subject.score([5, 6], bad)
+    with pytest.raises(InvalidSampling):
+        subject.runner.run(subject.engine.score([[5, 6]], top_k=10_000))
     assert subject.score() == []
 
 
@@ -379,3 +447,141 @@ def test_damaged_weights_are_not_used(subject: Subject) -> None:
     run(engine.commit(version))
     assert engine.describe().version == version
     subject.publish(subject.params)
+
+
+def test_a_part_of_the_tensors_can_be_updated(subject: Subject) -> None:
+    norm = checkpoint.flatten(subject.params)["model.norm.weight"] * 0.5
+    info, prompt = subject.engine.describe(), subject.prompts[4]
+    publisher = Publisher(LocalFleet(subject.engine))
+    part = {"model": {"norm": {"weight": norm}}}
+    subject.runner.run(publisher.publish(part, (info,), info.version + 1, "keep", partial=True))
+    publisher.close()
+    mixed = checkpoint.unflatten(checkpoint.flatten(subject.params) | {"model.norm.weight": norm})
+    try:
+        (score,) = subject.score(prompt)
+        expected = subject.logprobs(prompt, mixed)[np.arange(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(score.logprobs, expected, atol=subject.tolerance)
+    finally:
+        subject.publish(subject.params)
+
+
+# --- control ---
+
+
+async def collected(subject: Subject, *requests: Request) -> list[Completion | Failure]:
+    return [outcome async for batch in subject.engine.generate(requests) for outcome in batch]
+
+
+async def started(subject: Subject, one: Request) -> tuple[asyncio.Task[list[Completion | Failure]], Completion]:
+    """`one` runs, since a short one beside it has finished; and the short one's completion."""
+    short = asyncio.create_task(collected(subject, request("short", subject.prompts[1], max_tokens=1)))
+    running = asyncio.create_task(collected(subject, one))
+    (first,) = await short
+    assert isinstance(first, Completion)
+    return running, first
+
+
+def test_a_paused_engine_holds_and_goes_on_with_the_same_tokens(subject: Subject) -> None:
+    engine, limit = subject.engine, subject.engine.describe().max_model_len
+    alone = subject.complete(subject.prompts[2], max_tokens=limit)
+
+    async def scenario() -> list[Completion | Failure]:
+        running, _ = await started(subject, request("long", subject.prompts[2], max_tokens=limit))
+        await engine.pause()
+        await engine.pause()
+        late = asyncio.create_task(collected(subject, request("late", subject.prompts[3])))
+        scoring = asyncio.create_task(engine.score([subject.prompts[4]]))
+        dropped = engine.generate([request("dropped", subject.prompts[3])])
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(dropped), 0.05)
+        await dropped.aclose()
+        assert not late.done() and not scoring.done()
+        await engine.resume()
+        await scoring
+        return [*await running, *await late]
+
+    long, late = subject.runner.run(scenario())
+    assert isinstance(long, Completion) and isinstance(late, Completion)
+    assert long.token_ids == alone.token_ids
+    assert late.token_ids == subject.complete(subject.prompts[3]).token_ids
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
+def test_what_becomes_of_running_requests(subject: Subject, in_flight: Any) -> None:
+    """Whenever the commit comes, spans say who drew what; and it may come while nothing runs."""
+    engine, limit, new = subject.engine, subject.engine.describe().max_model_len, other_params(subject)
+    old = engine.describe().version
+
+    async def scenario() -> list[Completion | Failure]:
+        update = update_of(engine.describe(), new, old + 1)
+        await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
+        running, _ = await started(subject, request("long", subject.prompts[2], max_tokens=limit))
+        await engine.commit(old + 1, in_flight)
+        return await running
+
+    try:
+        (found,) = subject.runner.run(scenario())
+        assert isinstance(found, Completion)
+        assert engine.describe().version == old + 1
+        spans, tokens = found.spans, found.prompt_token_ids + found.token_ids
+        assert spans[0].start == 0 and spans[-1].stop == len(found.token_ids)
+        if in_flight in ("finish", "requeue"):
+            assert len(spans) == 1
+        for span in spans:
+            if span.version == old + 1 and (in_flight != "keep" or span.start == 0):
+                rows = subject.logprobs(tokens, new)[len(found.prompt_token_ids) - 1 + span.start : -1]
+                expected = rows[np.arange(span.stop - span.start), found.token_ids[span.start :]]
+                np.testing.assert_allclose(found.raw_logprobs[span.start :], expected, atol=subject.tolerance)
+            if span.version == old:
+                rows = subject.logprobs(tokens)[len(found.prompt_token_ids) - 1 :][: span.stop]
+                expected = rows[np.arange(span.stop), found.token_ids[: span.stop]]
+                np.testing.assert_allclose(found.raw_logprobs[: span.stop], expected, atol=subject.tolerance)
+    finally:
+        subject.publish(subject.params)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_gives_memory_up_and_goes_on_where_it_was(subject: Subject, level: int) -> None:
+    engine, limit = subject.engine, subject.engine.describe().max_model_len
+    alone = subject.complete(subject.prompts[2], max_tokens=limit)
+    version = engine.describe().version
+
+    async def scenario() -> list[Completion | Failure]:
+        running, _ = await started(subject, request("long", subject.prompts[2], max_tokens=limit))
+        asleep = await engine.sleep(level)
+        assert set(asleep.asleep) == {"weights", "kv_cache"}
+        assert asleep.kv_cache == 0 and (level == 1 or asleep.weights == 0)
+        late = asyncio.create_task(collected(subject, request("late", subject.prompts[3])))
+        await asyncio.sleep(0.02)
+        assert not late.done()
+        assert set((await engine.wake(["kv_cache"])).asleep) == {"weights"}
+        if level == 2:
+            with pytest.raises(NotReady):
+                await engine.wake(["weights"])
+            update = update_of(engine.describe(), subject.params, version + 1)
+            await engine.stage(version + 1, update.send(await engine.begin(version + 1, update.offer)))
+            await engine.commit(version + 1)
+        assert (await engine.wake()).asleep == ()
+        return [*await running, *await late]
+
+    long, late = subject.runner.run(scenario())
+    assert isinstance(long, Completion) and isinstance(late, Completion)
+    assert long.token_ids == alone.token_ids
+    assert late.token_ids == subject.complete(subject.prompts[3]).token_ids
+    report = subject.runner.run(engine.memory())
+    assert report.asleep == () and report.weights > 0
+
+
+def test_control_that_makes_no_sense_is_refused(subject: Subject) -> None:
+    engine, run = subject.engine, subject.runner.run
+    info = engine.describe()
+    with pytest.raises(Unsupported):
+        run(engine.sleep(3))
+    with pytest.raises(Unsupported):
+        run(engine.wake(["lungs"]))  # type: ignore[list-item]
+    run(engine.begin(info.version + 1, update_of(info, subject.params, info.version + 1).offer))
+    with pytest.raises(UpdateInProgress):
+        run(engine.sleep())
+    run(engine.rollback(info.version + 1))
+    run(engine.resume())  # not paused: nothing to do
+    assert run(engine.wake()).asleep == ()

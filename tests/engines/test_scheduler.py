@@ -17,6 +17,7 @@ from slipstream.engines.embedded.sequence import Failed, Sample, Ticket
 from slipstream.engines.embedded.shapes import Shapes
 from slipstream.types import SamplingParams, TopLogprobs
 
+
 def small(num_pages: int) -> Shapes:
     """Pages of four tokens; a tick prefills four blocks of two."""
     return Shapes(page_size=4, num_pages=num_pages, max_length=64, rows=(8,), block=2, blocks=(1, 4), max_steps=4)
@@ -167,7 +168,9 @@ class Device:
         assert 1 <= tick.steps <= steps
         for sample, room in zip(tick.decode, tick.room, strict=True):
             assert 1 <= room <= sample.end - sample.length
-            assert sample.length - 1 + room <= len(sample.pages) * shapes.page_size <= shapes.num_pages * shapes.page_size
+            assert (
+                sample.length - 1 + room <= len(sample.pages) * shapes.page_size <= shapes.num_pages * shapes.page_size
+            )
         targets = [target for _, target in tick.copies]
         assert len(set(targets)) == len(targets)
         for i, (source, _) in enumerate(tick.copies):  # the copies may be done at once or one after the other
@@ -377,7 +380,7 @@ def test_the_preempted_keep_their_tokens_and_come_in_again_in_their_order() -> N
         device.tick(steps=1)
     fourth = device.add(ticket("jkl", limit=10))[0]
     kept = list(second.tokens)
-    assert kept and device.scheduler.has_begun
+    assert kept and device.scheduler.is_under_way
     while second in device.scheduler.waiting:
         device.tick(steps=1)
     assert second.tokens[: len(kept)] == kept
@@ -473,7 +476,7 @@ def test_put_back(restart: bool) -> None:
     device.check()
     assert device.scheduler.live == []
     assert (running.tokens == running.versions == []) == restart
-    assert device.scheduler.has_begun != restart
+    assert device.scheduler.is_under_way != restart
     # In their old order, before those that never ran.
     tick = device.tick(steps=1)
     assert [*device.scheduler.running, *device.scheduler.prefilling] == [running, prefilling]
@@ -684,24 +687,24 @@ def test_soak(
     device = Device(shapes, max_samples, prefix_cache)
     expected: set[Sample] = set()
     tickets: list[Ticket] = []
-    for event, given in events:
+    for event, details in events:
         if event == "add":
-            prompt, limit = given["prompt"], given["limit"]
+            prompt, limit = details["prompt"], details["limit"]
             if len(prompt) + limit > shapes.max_length or (limit == 0 and len(prompt) < 2):
                 continue  # intake refuses these
-            tickets.append(ticket(**given) if limit else ticket(**{**given, "n": 1}))
+            tickets.append(ticket(**details) if limit else ticket(**{**details, "n": 1}))
             expected.update(device.add(tickets[-1]))
         elif event == "cancel" and tickets:
-            dropped = device.scheduler.drop(lambda t: t is tickets[-1 - given["which"] % len(tickets)])
+            dropped = device.scheduler.drop(tickets[-1 - details["which"] % len(tickets)].__eq__)
             expected -= {s for s in expected if s.ticket in dropped}
         elif event == "put back":
-            device.scheduler.put_back(**given)
+            device.scheduler.put_back(**details)
         elif event == "new version":
             device.new_version()
         elif event == "sleep":
             device.sleep()
         elif event == "tick" and (device.scheduler.live or device.scheduler.waiting):
-            device.tick(**given)
+            device.tick(**details)
         device.check()
     finished = device.drain()
     assert len(finished) == len(set(finished))

@@ -18,6 +18,7 @@ Params: TypeAlias = dict[str, Any]
 # by more than a policy ratio can bear. For bfloat16 inputs this changes nothing.
 PRECISION = jax.lax.Precision.HIGHEST
 
+_FEW = 32
 _LANES = 8
 """Columns of ones: with a single one it would be a product of matrix and vector, which is computed in another way."""
 
@@ -30,10 +31,12 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def row_sum(x: jax.Array) -> jax.Array:
     """`[..., 1]`: the sum over the last dimension of a float32 array.
 
-    On CPU as a product with ones. There XLA adds in an order that depends on how many rows there are, but multiplies
-    matrices row by row: so a token gets the same bits alone and in any batch."""
+    On CPU as a product with ones, or written out where there are few. There XLA adds in an order that depends on how many
+    rows there are, but multiplies matrices row by row: so a token gets the same bits alone and in any batch."""
 
     def by_product(x: jax.Array) -> jax.Array:
+        if x.shape[-1] < _FEW:  # XLA would turn so small a product into a sum again
+            return functools.reduce(jnp.add, (x[..., i : i + 1] for i in range(x.shape[-1])))
         return jnp.einsum("...i,io->...o", x, jnp.ones((x.shape[-1], _LANES), x.dtype), precision=PRECISION)[..., :1]
 
     return jax.lax.platform_dependent(x, cpu=by_product, default=lambda x: x.sum(axis=-1, keepdims=True))

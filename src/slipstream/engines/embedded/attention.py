@@ -7,7 +7,7 @@ nowhere, and what comes out for it means nothing."""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,20 @@ from slipstream.model.layers import PRECISION, row_sum
 CacheLayer: TypeAlias = tuple[jax.Array, jax.Array]
 Shape: TypeAlias = tuple[int, ...]
 
+State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""Of a running softmax: the highest score, the sum of the weights, the weighted sum of the values."""
+
 _LOWEST = -1e30
 """A score that nothing reaches. Finite, so that a row without any key does not become NaN."""
+
+
+class Shared(NamedTuple):
+    """Rows whose sequences begin with the same pages, as the samples of a prompt do: they can look at those together."""
+
+    rows: Any
+    """`[groups, members]`: row numbers; a number past the last row where there is none. No row is in two groups."""
+    num_pages: Any
+    """`[groups]`: how many leading pages the members have in common."""
 
 
 class PagedAttention(Protocol):
@@ -38,9 +50,16 @@ class PagedAttention(Protocol):
         ...
 
     def attend(
-        self, q: jax.Array, layer: CacheLayer, tables: jax.Array, positions: jax.Array, how: LayerAttention
+        self,
+        q: jax.Array,
+        layer: CacheLayer,
+        tables: jax.Array,
+        positions: jax.Array,
+        how: LayerAttention,
+        shared: Shared | None = None,
     ) -> jax.Array:
-        """`[blocks, time, heads, head_dim]`: what the queries see of their own sequence, up to their own position."""
+        """`[blocks, time, heads, head_dim]`: what the queries see of their own sequence, up to their own position.
+        `shared` is a hint, for blocks of one: it changes no result."""
         ...
 
 
@@ -62,7 +81,13 @@ class NaiveAttention:
         )
 
     def attend(
-        self, q: jax.Array, layer: CacheLayer, tables: jax.Array, positions: jax.Array, how: LayerAttention
+        self,
+        q: jax.Array,
+        layer: CacheLayer,
+        tables: jax.Array,
+        positions: jax.Array,
+        how: LayerAttention,
+        shared: Shared | None = None,
     ) -> jax.Array:
         def whole(pages: jax.Array) -> jax.Array:
             gathered = pages[tables].swapaxes(2, 3)  # [blocks, pages, page_size, kv_heads, head_dim]
@@ -93,47 +118,110 @@ class BlockwiseAttention:
         )
 
     def attend(
-        self, q: jax.Array, layer: CacheLayer, tables: jax.Array, positions: jax.Array, how: LayerAttention
+        self,
+        q: jax.Array,
+        layer: CacheLayer,
+        tables: jax.Array,
+        positions: jax.Array,
+        how: LayerAttention,
+        shared: Shared | None = None,
     ) -> jax.Array:
-        keys, values = layer
         blocks, time, heads, head_dim = q.shape
-        kv_heads, page_size = values.shape[1:3]
-        group = heads // kv_heads
-        rows = q.reshape(blocks, time, kv_heads, group, head_dim).swapaxes(1, 2)
-        rows = rows.reshape(blocks, kv_heads, time * group, head_dim)
-        own = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # the position of each row
-
-        def page(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            highest, total, out = state
-            ids = jax.lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
-            k, v = (pages.at[ids].get(mode="promise_in_bounds") for pages in (keys, values))
-            scores = jnp.einsum("bkrd,bkds->bkrs", rows, k, precision=PRECISION, preferred_element_type=jnp.float32)
-            scores = scores * how.scale
-            if how.softcap is not None:
-                scores = how.softcap * jnp.tanh(scores / how.softcap)
-            at = index * page_size + jnp.arange(page_size)
-            seen = at <= own
-            if how.window is not None:
-                seen &= at > own - how.window
-            new_highest = jnp.maximum(highest, jnp.where(seen, scores, _LOWEST).max(-1, keepdims=True))
-            weights = jnp.where(seen, jnp.exp(scores - new_highest), 0.0)
-            shrink = jnp.exp(highest - new_highest)
-            part = jnp.einsum(
-                "bkrs,bksd->bkrd",
-                weights.astype(v.dtype),
-                v,
-                precision=PRECISION,
-                preferred_element_type=jnp.float32,
-            )
-            return new_highest, total * shrink + row_sum(weights), out * shrink + part
-
-        zero = jnp.zeros((blocks, kv_heads, time * group, 1), jnp.float32)
-        start = (zero + _LOWEST, zero, jnp.zeros(rows.shape, jnp.float32))
-        num_pages = positions.max() // page_size + 1
-        _, total, out = jax.lax.fori_loop(0, num_pages, page, start)
-        out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)
-        out = out.reshape(blocks, kv_heads, time, group, head_dim).swapaxes(1, 2)
+        kv_heads = layer[1].shape[1]
+        state, first = None, jnp.zeros(blocks, jnp.int32)
+        if shared is not None:
+            state, first = self._see_shared(q, layer, tables, positions, how, shared)
+        rows, own = _by_head(q, kv_heads), _of_rows(positions, heads // kv_heads)
+        num_pages = jnp.max(positions, axis=1) // layer[1].shape[2] + 1
+        _, total, out = _see(rows, own, layer, tables, first, num_pages - first, how, state)
+        out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)[:, :, : time * heads // kv_heads]
+        out = out.reshape(blocks, kv_heads, time, heads // kv_heads, head_dim).swapaxes(1, 2)
         return out.reshape(q.shape)
+
+    def _see_shared(
+        self,
+        q: jax.Array,
+        layer: CacheLayer,
+        tables: jax.Array,
+        positions: jax.Array,
+        how: LayerAttention,
+        shared: Shared,
+    ) -> tuple[State, jax.Array]:
+        """What each row has seen after the pages that it shares, and how many they are. Row by row it is the arithmetic that
+        it would be alone; but each page is gathered once for all."""
+        (num_rows, _, heads, _), (groups, members) = q.shape, shared.rows.shape
+        kv_heads, group = layer[1].shape[1], heads // layer[1].shape[1]
+        rows = _by_head(q.at[shared.rows, 0].get(mode="clip"), kv_heads)
+        own = _of_rows(positions.at[shared.rows, 0].get(mode="clip"), group)
+        table = tables.at[shared.rows[:, 0]].get(mode="clip")
+        seen = _see(rows, own, layer, table, jnp.zeros(groups, jnp.int32), shared.num_pages, how, None)
+
+        def to_rows(of_groups: jax.Array, of_rows: jax.Array) -> jax.Array:
+            each = of_groups.reshape(groups, kv_heads, members, group, -1).swapaxes(1, 2)
+            each = jnp.broadcast_to(each, (*each.shape[:3], of_rows.shape[2], each.shape[4]))
+            return of_rows.at[shared.rows].set(each, mode="drop")
+
+        state = tuple(to_rows(g, r) for g, r in zip(seen, _nothing_seen(_by_head(q, kv_heads))))
+        first = jnp.zeros(num_rows, jnp.int32).at[shared.rows].set(shared.num_pages[:, None], mode="drop")
+        return state, first  # type: ignore[return-value]
+
+
+def _by_head(q: jax.Array, kv_heads: int) -> jax.Array:
+    """`[blocks, kv_heads, rows, head_dim]`, a row for each position and head of the group; two at least, because a single one
+    would be multiplied in another order than the rows of a block."""
+    blocks, time, heads, head_dim = q.shape
+    rows = q.reshape(blocks, time, kv_heads, heads // kv_heads, head_dim).swapaxes(1, 2)
+    rows = rows.reshape(blocks, kv_heads, -1, head_dim)
+    return rows if rows.shape[2] > 1 else jnp.repeat(rows, 2, axis=2)
+
+
+def _of_rows(positions: jax.Array, group: int) -> jax.Array:
+    """The position of each of those rows, `[blocks, 1, rows, 1]`."""
+    own = jnp.repeat(positions, group, axis=1)
+    return (own if own.shape[1] > 1 else jnp.repeat(own, 2, axis=1))[:, None, :, None]
+
+
+def _nothing_seen(rows: jax.Array) -> State:
+    zero = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
+    return zero + _LOWEST, zero, jnp.zeros(rows.shape, jnp.float32)
+
+
+def _see(
+    rows: jax.Array,
+    own: jax.Array,
+    layer: CacheLayer,
+    tables: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    how: LayerAttention,
+    state: State | None,
+) -> State:
+    """Goes on from `state` over `count` pages of each block, beginning with number `first` of its table."""
+    keys, values = layer
+    page_size = values.shape[2]
+
+    def page(step: jax.Array, state: State) -> State:
+        highest, total, out = state
+        index = first + step
+        ids = jnp.take_along_axis(tables, index[:, None], axis=1, mode="clip")[:, 0]
+        k, v = (pages.at[ids].get(mode="promise_in_bounds") for pages in (keys, values))
+        scores = jnp.einsum("bkrd,bkds->bkrs", rows, k, precision=PRECISION, preferred_element_type=jnp.float32)
+        scores = scores * how.scale
+        if how.softcap is not None:
+            scores = how.softcap * jnp.tanh(scores / how.softcap)
+        at = (index[:, None] * page_size + jnp.arange(page_size))[:, None, None]
+        seen = (at <= own) & (step < count)[:, None, None, None]
+        if how.window is not None:
+            seen &= at > own - how.window
+        new_highest = jnp.maximum(highest, jnp.where(seen, scores, _LOWEST).max(-1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(scores - new_highest), 0.0)
+        shrink = jnp.exp(highest - new_highest)
+        part = jnp.einsum(
+            "bkrs,bksd->bkrd", weights.astype(v.dtype), v, precision=PRECISION, preferred_element_type=jnp.float32
+        )
+        return new_highest, total * shrink + row_sum(weights), out * shrink + part
+
+    return jax.lax.fori_loop(0, count.max(), page, _nothing_seen(rows) if state is None else state)
 
 
 def places(tables: jax.Array, positions: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:

@@ -57,7 +57,7 @@ class Tile:
 
 
 DECODE = Tile(rows=16, keys=64, num_warps=4, num_stages=3)
-PREFILL = Tile(rows=128, keys=64, num_warps=8, num_stages=3)
+PREFILL = Tile(rows=64, keys=64, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,15 @@ class PallasAttention:
         pages = (num_pages, kv_heads, page_size, head_dim)
         return pages, pages
 
-    def attend(self, q: jax.Array, layer: Layer, tables: jax.Array, positions: jax.Array, how: How) -> jax.Array:
+    def attend(
+        self,
+        q: jax.Array,
+        layer: Layer,
+        tables: jax.Array,
+        positions: jax.Array,
+        how: How,
+        shared: object = None,
+    ) -> jax.Array:
         """Each query attends to the keys at 0..its position in its sequence's pages.
 
         q [B, Q, heads, head_dim], tables [B, P], positions [B, Q] ascending or -1 (padding, finite output)

@@ -23,6 +23,7 @@ from slipstream.engines.embedded.setup import (
     check_draft,
     draft_parameters,
     draft_tensors,
+    keep_freed_memory,
     programs_for,
     shapes_for,
     split_draft,
@@ -31,6 +32,8 @@ from slipstream.engines.embedded.worker import Worker
 from slipstream.errors import (
     ConfigError,
     EngineLost,
+    FleetChanged,
+    MappingError,
     NotReady,
     UnknownVersion,
     Unsupported,
@@ -93,6 +96,7 @@ class EmbeddedEngine:
         options = options or EngineConfig()
         self._model, self._name, self._options = model, name, options
         self._draft = draft
+        keep_freed_memory()
         shapes = shapes_for(model, options)
         programs = programs_for(model, options, shapes)
         drafts = None if draft is None else programs_for(draft, options, shapes)
@@ -245,10 +249,17 @@ class EmbeddedEngine:
         """A policy of what came; what did not come is that of the policy that serves."""
         serving = self._worker.policy
         policy, draft = split_draft(arrays)
-        params = self._placement.assemble(policy, serving.params if serving else None)
-        if self._draft_placement is None:
-            return Policy(params, version)
-        return Policy(params, version, self._draft_placement.assemble(draft, serving.draft if serving else None))
+        try:
+            params = self._placement.assemble(policy, serving.params if serving else None)
+            if self._draft_placement is None:
+                return Policy(params, version)
+            return Policy(params, version, self._draft_placement.assemble(draft, serving.draft if serving else None))
+        except MappingError as error:
+            if serving is None or serving.params is not None:
+                raise
+            raise FleetChanged(
+                f"engine {self._name!r} has dropped its weights (sleep level 2) and needs every tensor: {error}"
+            ) from None
 
     async def _do(self, work: Callable[[], T]) -> T:
         """In a thread, unless that would take longer than the work."""

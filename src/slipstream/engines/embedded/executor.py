@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from slipstream.engines.embedded.attention import Shared
 from slipstream.engines.embedded.placement import to_host
 from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows, Steps
 from slipstream.engines.embedded.sampling import Settings, is_rich
@@ -17,7 +19,10 @@ from slipstream.engines.embedded.sequence import Sample
 from slipstream.engines.embedded.shapes import bucket
 from slipstream.engines.embedded.speculative import lookup
 from slipstream.model.decoder import Params
-from slipstream.types import MAX_TOP_LOGPROBS, MemoryReport, MemoryTag, TopLogprobs
+from slipstream.types import MemoryReport, MemoryTag, TopLogprobs
+
+MEMBERS = 8
+"""Rows that look at shared pages together."""
 
 
 class Policy(NamedTuple):
@@ -41,7 +46,7 @@ class Executor:
 
     @property
     def max_steps(self) -> int:
-        return max(self.shapes.max_steps, self._guesses + 1)
+        return self.shapes.max_steps
 
     @property
     def num_programs(self) -> int:
@@ -108,7 +113,7 @@ class Executor:
         if tick.scoring:
             wants_top = any(piece.sample.ticket.sampling.top_logprobs for piece in tick.scoring)
             chunk = self._chunk(tick.scoring)
-            scores, cache = programs.score(params, cache, chunk, MAX_TOP_LOGPROBS if wants_top else 0)
+            scores, cache = programs.score(params, cache, chunk, programs.max_top if wants_top else 0)
         if tick.decode:
             rich = any(is_rich(sample.ticket.sampling) for sample in tick.decode)
             rows, settings = self._rows(tick), self._settings(tick.decode, rich)
@@ -122,10 +127,11 @@ class Executor:
                         policy.draft or {}, draft_cache, rows, settings, self._guesses + 1, None
                     )
                     guesses = drafted.tokens[: self._guesses].T
-                    num_guessed = self._guesses * len(tick.decode)
+                    found = np.full(len(tick.decode), self._guesses)
                 else:
                     guesses = self._lookups(tick.decode, len(rows.tokens))
-                    num_guessed = int((guesses >= 0).sum())
+                    found = (guesses[: len(tick.decode)] >= 0).sum(axis=1)
+                num_guessed = int(np.minimum(found, np.array(tick.room) - 1).sum())
                 steps, cache = programs.verify(params, cache, rows, settings, guesses)
             else:
                 steps, cache = programs.decode(params, cache, rows, settings, tick.steps, None)
@@ -162,7 +168,7 @@ class Executor:
         room[: len(samples)] = tick.room
         for row, sample in zip(tables, samples):
             row[: len(sample.pages)] = sample.pages
-        return Rows(tokens, positions, room, tables)
+        return Rows(tokens, positions, room, tables, shared_pages(samples, count))
 
     def _settings(self, samples: Sequence[Sample], rich: bool) -> Settings:
         for sample in samples:
@@ -185,6 +191,26 @@ class Executor:
             found = lookup(sample.ids, self._guesses)
             row[: len(found)] = found
         return guesses
+
+
+def shared_pages(samples: Sequence[Sample], num_rows: int) -> Shared:
+    """Groups of rows that begin with the same pages: the samples of a prompt. A page is shared only when it is full and will
+    not be written again, so equal page ids are all there is to look for."""
+    groups: dict[int, list[int]] = {}
+    for row, sample in enumerate(samples):
+        groups.setdefault(sample.pages[0], []).append(row)
+    rows = np.full((num_rows // 4, MEMBERS), num_rows, np.int32)
+    num_pages = np.zeros(num_rows // 4, np.int32)
+    parts = [group[i : i + MEMBERS] for group in groups.values() for i in range(0, len(group), MEMBERS)]
+    for place, part in enumerate([part for part in parts if len(part) > 1][: len(rows)]):
+        rows[place, : len(part)] = part
+        num_pages[place] = _num_common([samples[row].pages for row in part])
+    return Shared(rows, num_pages)
+
+
+def _num_common(tables: Sequence[Sequence[int]]) -> int:
+    columns = zip(*tables)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 class Flight:

@@ -44,9 +44,7 @@ class Intake:
             )
 
     def scoring_tickets(self, sequences: Sequence[Sequence[int]], top_k: int, job: Job) -> list[Ticket]:
-        if not 0 <= top_k <= min(MAX_TOP_LOGPROBS, self._model.vocab_size):
-            most = min(MAX_TOP_LOGPROBS, self._model.vocab_size)
-            raise InvalidSampling(f"top_k of a score must be 0 to {most}, got {top_k}")
+        self._check_top(top_k, "top_k of a score")
         for index, tokens in enumerate(sequences):
             self.check_tokens(tokens, f"sequence {index}")
             if not 2 <= len(tokens) <= self._max_length:
@@ -99,7 +97,11 @@ class Intake:
                 "shorten it, or raise max_model_len if the model allows"
             )
         sampling = request.sampling
-        self.check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
+        self._check_top(sampling.top_logprobs, "top_logprobs")
+        if (highest := max((token for token, _ in sampling.logit_bias), default=0)) >= self._model.vocab_size:
+            raise InvalidSampling(
+                f"logit_bias names token id {highest}; this model has 0 to {self._model.vocab_size - 1}"
+            )
         limit = min(sampling.max_tokens, self._max_length - len(prompt))
         self._check_pages(len(prompt) + limit, f"the prompt's {len(prompt)} tokens and {limit} more (max_tokens)")
         stop = dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._model.eos_token_ids)))
@@ -116,6 +118,11 @@ class Intake:
             priority=request.priority,
             find_stop=self._stop_finder(sampling) if sampling.stop else None,
         )
+
+    def _check_top(self, count: int, what: str) -> None:
+        most = min(MAX_TOP_LOGPROBS, self._model.vocab_size)
+        if not 0 <= count <= most:
+            raise InvalidSampling(f"{what} must be 0 to {most}, got {count}")
 
     def _check_pages(self, length: int, what: str) -> None:
         needed = self._shapes.num_pages_for(length)

@@ -59,11 +59,6 @@ class Placement:
             leaves[name] = leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._shardings[name])
         return unflatten(jax.block_until_ready(leaves))
 
-    @property
-    def is_host(self) -> bool:
-        """The devices are the CPU: their memory is the host's."""
-        return self._mesh.devices.flat[0].platform == "cpu"
-
     def bytes_in_use(self) -> int:
         """As the runtime counts them, over all devices; where it does not count (on CPU), of all live arrays."""
         stats = [device.memory_stats() for device in self._mesh.devices.flat]
@@ -110,13 +105,8 @@ class Placement:
 
 
 def to_host(params: Params | None) -> Params | None:
-    """The whole tree in host memory. Where that is the device's memory too, nothing moves."""
-    if params is None:
-        return None
-    leaves = flatten(params)
-    if next(iter(leaves.values())).sharding.device_set.pop().platform == "cpu":
-        return params
-    return unflatten(jax.device_get(leaves))
+    """The whole tree in host memory, off the devices. (On CPU that is the same memory, and nothing moves.)"""
+    return None if params is None else unflatten(jax.device_get(flatten(params)))
 
 
 def _addresses(arrays: Sequence[np.ndarray]) -> tuple[int, ...]:

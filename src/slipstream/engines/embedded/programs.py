@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slipstream.engines.embedded.attention import CacheLayer, PagedAttention
+from slipstream.engines.embedded.attention import CacheLayer, PagedAttention, Shared
 from slipstream.engines.embedded.placement import Placement
 from slipstream.engines.embedded.sampling import Counts, Settings, counts_of, counts_with, raw_logprobs, sample
 from slipstream.engines.embedded.shapes import COPIES, Shapes, bucket
@@ -46,6 +46,8 @@ class Rows(NamedTuple):
     """Tokens that may be drawn in this call."""
     tables: Array
     """`[rows, table_width]`."""
+    shared: Shared
+    """Which of them begin with the same pages."""
 
 
 class Steps(NamedTuple):
@@ -88,6 +90,11 @@ class Programs:
         self._copy = jax.jit(_copy_program, donate_argnums=0, out_shardings=cache)
 
     @property
+    def max_top(self) -> int:
+        """Likeliest tokens that are reported where some are wanted: one number, so that there is one program."""
+        return min(MAX_TOP_LOGPROBS, self._config.vocab_size)
+
+    @property
     def cache_bytes(self) -> int:
         config, shapes = self._config, self.shapes
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.placement.dtype.itemsize
@@ -111,7 +118,7 @@ class Programs:
     ) -> tuple[Steps, Cache]:
         """Up to `steps` tokens for each row. `history` is every row's sequence `[rows, max_length]`, padded with -1, and
         given where some row has penalties, biases or wants alternatives."""
-        name, num_top = ("decode", 0) if history is None else ("decode rich", MAX_TOP_LOGPROBS)
+        name, num_top = ("decode", 0) if history is None else ("decode rich", self.max_top)
         shape = rows.tokens.shape
         return self._run(
             name, self._decode, params, cache, rows, settings, np.int32(steps), history, num_top=num_top, shape=shape
@@ -156,7 +163,13 @@ class Programs:
     # --- traced ---
 
     def _forward(
-        self, params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array, tables: jax.Array
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: jax.Array,
+        positions: jax.Array,
+        tables: jax.Array,
+        shared: Shared | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Writes the tokens' keys and values into their pages; returns their final hidden states."""
 
@@ -164,7 +177,7 @@ class Programs:
             q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer, how: LayerAttention
         ) -> tuple[jax.Array, CacheLayer]:
             layer = self._attention.write(layer, k, v, tables, positions)
-            return self._attention.attend(q, layer, tables, positions, how), layer
+            return self._attention.attend(q, layer, tables, positions, how, shared), layer
 
         return apply_layers(params, self._config, tokens, positions, attention, cache)
 
@@ -201,7 +214,9 @@ class Programs:
 
         def one(loop: Loop) -> Loop:
             positions = jnp.where(loop.active, loop.positions, -1)
-            hidden, cache = self._forward(params, loop.cache, loop.tokens[:, None], positions[:, None], rows.tables)
+            hidden, cache = self._forward(
+                params, loop.cache, loop.tokens[:, None], positions[:, None], rows.tables, rows.shared
+            )
             drawn = sample(self._logits(params, hidden[:, 0]), loop.positions + 1, settings, loop.counts, num_top)
             out = loop.out
             columns = (drawn.token, drawn.logprob, drawn.raw_logprob, drawn.top_ids, drawn.top_logprobs)

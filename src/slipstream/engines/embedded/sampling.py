@@ -191,42 +191,40 @@ def sample(
     """One token per row of `logits [rows, vocab]` (float32); `positions` are those that the new tokens will take.
 
     Without `counts` there are no biases and no penalties, whatever the settings say."""
-    vocab = logits.shape[1]
     random, banned = settings.temperature > 0, positions < settings.min_length
     temperature = jnp.where(random, settings.temperature, 1.0)
-    untouched = (temperature == 1) & ~banned & ~_truncates(settings, vocab)
-    raw, raw_peak = logits, logits.max(1)
+    truncated = _cuts_k(settings, logits.shape[1]) | _cuts_p(settings) | (settings.min_p > 0)
+    changed = banned | (random & ((temperature != 1) | truncated))
     if counts is not None:
-        logits = _penalised(_biased(raw, settings), settings, counts)
-        untouched &= ~_needs_counts(settings)
-    logits = jax.lax.cond(banned.any(), lambda: _without_stops(logits, banned, settings.stop_ids), lambda: logits)
+        changed |= _needs_counts(settings)
     peak = logits.max(1)
-
-    raw_sums = _lane_sums(raw, lambda chunk: _weights(chunk, raw_peak))
-    whole = jnp.full(peak.shape, jnp.inf)
+    sums = _lane_sums(logits, lambda chunk: _weights(peak[:, None] - chunk))
+    uniform = _uniform(settings, positions)
+    one, whole = jnp.ones_like(peak), jnp.full_like(peak, jnp.inf)
 
     def processed() -> tuple[jax.Array, jax.Array]:
-        cut = _cut(logits, peak, temperature, settings)
-        sums = _lane_sums(logits, lambda chunk: _weights(chunk, peak, temperature, cut))
-        return jnp.where(untouched[:, None], raw_sums, sums), jnp.where(untouched, whole, cut)
+        edited = logits if counts is None else _penalised(_biased(logits, settings), settings, counts)
+        edited = _without_stops(edited, banned, settings.stop_ids)
+        edited_peak = edited.max(1)
+        cut = jnp.where(changed, _cut(edited, edited_peak, temperature, settings), whole)
+        edited_sums = _lane_sums(edited, lambda chunk: _weights(edited_peak[:, None] - chunk, 1 / temperature, cut))
+        edited_sums = jnp.where(changed[:, None], edited_sums, sums)
+        return _draw(edited, edited_peak, edited_sums, 1 / temperature, cut, random, uniform)
 
-    sums, cut = jax.lax.cond((random & ~untouched).any(), processed, lambda: (raw_sums, whole))
-    uniform = _uniform(settings, positions)
-    lane = pick(sums, uniform[:, 0])
-    place = pick(_weights(_lane(logits, lane), peak, temperature, cut), uniform[:, 1])
-    token = jnp.where(random, place * LANES + lane, _first_largest(logits, peak))
-
-    raw_total = _total(raw_sums)
-    raw_logprob = _logprob(_at(raw, token), raw_peak, 1.0, raw_total)
-    logprob = _logprob(_at(logits, token), peak, temperature, _total(sums))
-    top_values, top_ids = largest(raw, num_top)
+    # The branches return little: an array as large as the logits would be copied in either.
+    token, probability = jax.lax.cond(
+        changed.any(), processed, lambda: _draw(logits, peak, sums, one, whole, random, uniform)
+    )
+    total = _total(sums)
+    raw_logprob = _raw_logprob(_at(logits, token), peak, total)
+    top_values, top_ids = largest(logits, num_top)
     return Drawn(
         token,
-        jnp.where(random & ~untouched, logprob, raw_logprob),
+        jnp.where(random & changed, jnp.log(probability), raw_logprob),
         raw_logprob,
         (token[:, None] == settings.stop_ids).any(1),
         top_ids,
-        _logprob(top_values, raw_peak[:, None], 1.0, raw_total[:, None]),
+        _raw_logprob(top_values, peak[:, None], total[:, None]),
     )
 
 
@@ -234,10 +232,10 @@ def raw_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int = 0) -> tupl
     """`[rows]`: of one token per row, with the bits that `sample` would give it; and ids and raw logprobs of the `num_top`
     likeliest, `[rows, num_top]`."""
     peak = logits.max(1)
-    total = _total(_lane_sums(logits, lambda chunk: _weights(chunk, peak)))
+    total = _total(_lane_sums(logits, lambda chunk: _weights(peak[:, None] - chunk)))
     values, ids = largest(logits, num_top)
-    top = _logprob(values, peak[:, None], 1.0, total[:, None])
-    return _logprob(_at(logits, tokens), peak, 1.0, total), ids, top
+    top = _raw_logprob(values, peak[:, None], total[:, None])
+    return _raw_logprob(_at(logits, tokens), peak, total), ids, top
 
 
 # --- what changes the logits ---
@@ -270,17 +268,17 @@ def _without_stops(logits: jax.Array, banned: jax.Array, stop_ids: jax.Array) ->
 
 
 def _cuts_k(settings: Settings, vocab: int) -> jax.Array:
-    return (settings.top_k > 0) & (settings.top_k < vocab)
+    return (settings.temperature > 0) & (settings.top_k > 0) & (settings.top_k < vocab)
 
 
-def _truncates(settings: Settings, vocab: int) -> jax.Array:
-    return _cuts_k(settings, vocab) | (settings.top_p < 1) | (settings.min_p > 0)
+def _cuts_p(settings: Settings) -> jax.Array:
+    return (settings.temperature > 0) & (settings.top_p < 1)
 
 
 def _cut(logits: jax.Array, peak: jax.Array, temperature: jax.Array, settings: Settings) -> jax.Array:
     """`[rows]`: how far below the largest logit a token may lie to be kept by top-k, then top-p, then min-p. Tokens that
     tie with the last one kept stay."""
-    cuts_k, cuts_p = _cuts_k(settings, logits.shape[1]), settings.top_p < 1
+    cuts_k, cuts_p = _cuts_k(settings, logits.shape[1]), _cuts_p(settings)
     whole = jnp.full(peak.shape, jnp.inf)
 
     def top_k_and_p() -> jax.Array:
@@ -313,12 +311,11 @@ def _top_p_cut(
     """Leaves, of what `cut` leaves, the fewest whose weights reach `top_p` of the sum."""
 
     def mass(cut: jax.Array) -> jax.Array:
-        return _total(_lane_sums(logits, lambda chunk: _weights(chunk, peak, temperature, cut)))
+        return _total(_lane_sums(logits, lambda chunk: _weights(peak[:, None] - chunk, 1 / temperature, cut)))
 
     target = settings.top_p * mass(cut)
-    near_weights = jnp.where(near <= cut[:, None], jnp.exp(-near / temperature[:, None]), 0)
-    reached = jnp.cumsum(near_weights, axis=1) >= target[:, None]
-    cuts = settings.top_p < 1
+    reached = jnp.cumsum(_weights(near, 1 / temperature, cut), axis=1) >= target[:, None]
+    cuts = _cuts_p(settings)
     far = cuts & ~reached.any(1)
     found = _bisect(logits, peak, near[:, -1], cut, far, lambda cut: mass(cut) >= target)
     return jnp.where(far, found, jnp.where(cuts, _at(near, _first(reached)), cut))
@@ -369,14 +366,12 @@ def largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 # --- weights and draws ---
 
 
-def _weights(
-    logits: jax.Array, peak: jax.Array, temperature: jax.Array | None = None, cut: jax.Array | None = None
-) -> jax.Array:
-    """Probabilities relative to that of the likeliest token, and 0 for what lies farther below it than the cut."""
-    distance = peak[:, None] - logits
-    if temperature is None or cut is None:
+def _weights(distance: jax.Array, rate: jax.Array | None = None, cut: jax.Array | None = None) -> jax.Array:
+    """Probabilities relative to that of the likeliest token, from the distances below its logit; 0 beyond the cut. `rate`
+    is one over the temperature."""
+    if rate is None or cut is None:
         return jnp.exp(-distance)
-    return jnp.where(distance <= cut[:, None], jnp.exp(-distance / temperature[:, None]), 0)
+    return jnp.where(distance <= cut[:, None], jnp.exp(-(distance * rate[:, None])), 0)
 
 
 def _lane_sums(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -403,9 +398,26 @@ def _total(sums: jax.Array) -> jax.Array:
     return sums[:, 0]
 
 
-def _logprob(logit: jax.Array, peak: jax.Array, temperature: jax.Array | float, total: jax.Array) -> jax.Array:
+def _raw_logprob(logit: jax.Array, peak: jax.Array, total: jax.Array) -> jax.Array:
     """Not by way of the logsumexp, which is as large as the logits, and rounded accordingly."""
-    return (logit - peak) / temperature - jnp.log(total)
+    return (logit - peak) - jnp.log(total)
+
+
+def _draw(
+    logits: jax.Array,
+    peak: jax.Array,
+    sums: jax.Array,
+    rate: jax.Array,
+    cut: jax.Array,
+    random: jax.Array,
+    uniform: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens, and the probabilities of those that are `random`; the others are the likeliest."""
+    lane = pick(sums, uniform[:, 0])
+    weights = _weights(peak[:, None] - _lane(logits, lane), rate, cut)
+    place = pick(weights, uniform[:, 1])
+    token = jnp.where(random, place * LANES + lane, _first_largest(logits, peak))
+    return token, _at(weights, place) / _total(sums)
 
 
 def _uniform(settings: Settings, positions: jax.Array) -> jax.Array:

@@ -50,6 +50,9 @@ class Tick:
         return not (self.copies or self.prefill or self.scoring or self.decode)
 
 
+MAX_HELD_UP = 64
+"""Followers looked at in one plan: behind so many, who could start now is not worth looking for."""
+
 Entry: TypeAlias = Literal["entered", "follows", "no pages"]
 """`follows`: another sample is computing the beginning of this one."""
 
@@ -83,9 +86,9 @@ class Scheduler:
         return [*self.prefilling, *self.running]
 
     @property
-    def has_begun(self) -> bool:
-        """Some sample that waits has run before."""
-        return any(sample.tokens for sample in self.waiting)
+    def is_under_way(self) -> bool:
+        """Some sample is live, or has drawn tokens and waits to go on."""
+        return bool(self.prefilling or self.running) or any(sample.tokens for sample in self.waiting)
 
     def drop(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
         """Removes all samples of the tickets that `unwanted` picks, and returns those tickets."""
@@ -125,14 +128,15 @@ class Scheduler:
     # --- the plan ---
 
     def plan(self, steps: int, admit: bool = True) -> Tick:
-        """`steps` is how far to decode when nobody else waits for the device; where somebody does, one step."""
+        """`steps` is how far to decode when nobody else waits for the device; where somebody does, one step. Without
+        `admit` none starts, and those that lost their pages still come back."""
         tick = Tick()
         self._grow(steps)
         budget = self._shapes.blocks[-1]
         for sample in list(self.prefilling):
             if budget > 0:
                 budget -= self._prefill(sample, tick, budget)
-        hurried = admit and self._admit(tick, budget)
+        hurried = self._admit(tick, budget, admit)
         tick.steps = 1 if hurried or self.prefilling else steps
         tick.decode = list(self.running)
         tick.room = [self._room(sample) for sample in tick.decode]
@@ -185,20 +189,22 @@ class Scheduler:
             self.running[sample] = None
         return -(-(stop - start) // self._shapes.block)
 
-    def _admit(self, tick: Tick, budget: int) -> bool:
+    def _admit(self, tick: Tick, budget: int, newcomers: bool) -> bool:
         """Lets waiting samples in, in order, and says whether some could come in soon: after this prefill."""
         num_live = len(self.prefilling) + len(self.running)
-        held_up = False
+        held_up = 0
         for sample in self.waiting.candidates(Counter(s.ticket.job for s in self.live)):
-            if num_live >= self._max_samples:
-                return held_up
+            if num_live >= self._max_samples or held_up == MAX_HELD_UP:
+                return held_up > 0
+            if not (newcomers or sample.tokens):
+                continue
             if budget <= 0:
                 return True
             entry = self._enter(sample, tick)
             if entry == "no pages":
-                return held_up  # nobody overtakes it
+                return held_up > 0  # nobody overtakes it
             if entry == "follows":
-                held_up = True
+                held_up += 1
                 continue
             self.waiting.remove(sample)
             num_live += 1
@@ -207,7 +213,7 @@ class Scheduler:
                 budget -= self._prefill(sample, tick, budget)
             else:
                 self.running[sample] = None
-        return held_up
+        return held_up > 0
 
     def _enter(self, sample: Sample, tick: Tick) -> Entry:
         """Gives a waiting sample its pages: shared ones where its beginning is cached, new ones for the rest."""
@@ -251,7 +257,8 @@ class Scheduler:
     def _scored_pages(self, sample: Sample, shared: Sequence[int]) -> list[int]:
         """Of the cached pages those whose logprobs are known too, as a score needs both. At least one position is left to
         compute, and all where alternatives are asked for."""
-        size, ids, known = self._shapes.page_size, sample.ids, []
+        size, ids = self._shapes.page_size, sample.ids
+        known: list[int] = []
         most = 0 if sample.ticket.sampling.top_logprobs else (sample.prefill_end - 1) // size
         for page in shared[:most]:
             logprobs, following = self._scored.get(page, ([], -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from slipstream.weights.publisher import DRAFT
 CPU_SHARE, DEVICE_SHARE = 0.125, 0.6
 """Of memory that the KV cache may take when `kv_cache_tokens` does not say: of the host's, and of a device's free."""
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+
 T = TypeVar("T")
 
 
@@ -35,6 +38,7 @@ def shapes_for(model: ModelConfig, options: EngineConfig) -> Shapes:
     rows = max(options.max_concurrency, MIN_ROWS)
     block = 16 if on_cpu else 32
     chunk = options.prefill_tokens or (256 if on_cpu else 4096)
+    guesses = 0 if options.speculation == "off" else options.speculative_tokens
     shapes = Shapes(
         page_size=min(options.page_size, max_length),
         num_pages=1,
@@ -42,8 +46,8 @@ def shapes_for(model: ModelConfig, options: EngineConfig) -> Shapes:
         rows=ladder(MIN_ROWS, rows, 2) if on_cpu else ladder(min(32, rows), rows, 4),
         block=block,
         blocks=ladder(1, max(1, chunk // block), 4) if on_cpu else ladder(8, max(8, chunk // block), 4),
-        max_steps=options.decode_steps or (16 if on_cpu else 32),
-        guesses=0 if options.speculation == "off" else options.speculative_tokens,
+        max_steps=max(options.decode_steps or (16 if on_cpu else 32), guesses + 1),  # a draft guesses in one call
+        guesses=guesses,
         has_draft=options.speculation == "draft",
     )
     if options.deterministic and not on_cpu:
@@ -86,6 +90,16 @@ def programs_for(model: ModelConfig, options: EngineConfig, shapes: Shapes) -> P
     """Engines of one shape in one process share what is compiled."""
     placement = Placement(model, options.tp, options.dtype)
     return Programs(model, placement, shapes, attention_for(options))
+
+
+def keep_freed_memory() -> None:
+    """On CPU a program's temporary memory is large, and glibc would give it back and fault it in again page by page with
+    every call, which takes as long as sampling. Asked to keep it, the process keeps what its largest program needed."""
+    if jax.default_backend() == "cpu":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's own
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            if mallopt is not None:
+                mallopt(option, 1 << 30)
 
 
 def check_draft(model: ModelConfig, draft: ModelConfig) -> None:

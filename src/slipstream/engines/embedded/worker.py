@@ -54,7 +54,7 @@ class Worker:
         self._policy: Policy | None = None
         self._stepping = _Stepping()
         self._waiting_swaps: list[_Swap] = []
-        """Until the running samples are finished; meanwhile none is admitted."""
+        """Until the samples under way are finished; meanwhile no other starts."""
         self._asleep: set[MemoryTag] = set()
         self._paused = False
         self._commands: list[Callable[[], object]] = []
@@ -177,15 +177,15 @@ class Worker:
 
     @property
     def _can_work(self) -> bool:
-        if self._waiting_swaps and not self._scheduler.live:
-            return True
         awake = not (self._asleep or self._paused) and self._policy is not None
-        return awake and bool(self._scheduler.live or (self._scheduler.waiting and not self._waiting_swaps))
+        if self._waiting_swaps:
+            return awake or not self._scheduler.is_under_way
+        return awake and bool(self._scheduler.live or self._scheduler.waiting)
 
     def _tick(self) -> None:
         """Plan, dispatch, tell those that finished before, wait for the device, record."""
         scheduler = self._scheduler
-        if self._waiting_swaps and not scheduler.live:
+        if self._waiting_swaps and not scheduler.is_under_way:
             while self._waiting_swaps:
                 self._swap(self._waiting_swaps.pop(0))
             return
@@ -230,7 +230,7 @@ class Worker:
         swap.done.set_result(CommitReport(time.perf_counter() - boundary, boundary - swap.called))
 
     def _finish_first(self, swap: _Swap) -> None:
-        if (self._paused or self._asleep) and (self._scheduler.live or self._scheduler.has_begun):
+        if (self._paused or self._asleep) and self._scheduler.is_under_way:
             why = "paused" if self._paused else "asleep"
             error = Unsupported(
                 f"engine {self._name!r} is {why}, so its requests would never finish; resume it, or commit with "

@@ -1,0 +1,328 @@
+"""Pausing, sleeping, waking, and what commits do to running requests: to the token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.bridge import Bridge
+from slipstream.engines.local import LocalFleet
+from slipstream.errors import FleetChanged, NotReady, Unsupported, UpdateInProgress
+from slipstream.types import Completion, Failure, MemoryReport, VersionSpan
+from tests.conformance.engines import Subject, other_params, request, update_of
+from tests.engines.subjects import Hold, assert_nothing_leaked, collect, opened, publish, stats
+
+LONG = request("long", [7, 8, 9], max_tokens=40)
+
+
+async def interrupted(
+    subject: Subject, deed: Callable[[], Awaitable[Any]], tick: int = 20
+) -> tuple[asyncio.Task[list[Completion | Failure]], Any]:
+    """`LONG` runs, and `deed` is done once it has `tick` tokens."""
+    hold = Hold(subject, tick)
+    generating = asyncio.create_task(collect(subject, LONG))
+    await hold.reached()
+    doing = asyncio.ensure_future(deed())
+    await hold.release()
+    return generating, await doing
+
+
+async def only(generating: Awaitable[list[Completion | Failure]]) -> Completion:
+    (outcome,) = await generating
+    assert isinstance(outcome, Completion), outcome
+    return outcome
+
+
+def assert_same_draws(found: Completion, expected: Completion) -> None:
+    assert (found.token_ids, found.logprobs, found.raw_logprobs) == (
+        expected.token_ids,
+        expected.logprobs,
+        expected.raw_logprobs,
+    )
+
+
+# --- pause ---
+
+
+def test_pause_holds_and_resume_goes_on_with_the_same_tokens() -> None:
+    with opened() as subject:
+        engine, alone = subject.engine, subject.complete(LONG.prompt, max_tokens=40)
+        other = subject.complete([5, 6])
+
+        async def scenario() -> tuple[Completion, Completion]:
+            generating, _ = await interrupted(subject, engine.pause)
+            await engine.pause()  # again
+            ticks = stats(subject)["ticks"]
+            waiting = asyncio.create_task(collect(subject, request("late", [5, 6])))
+            scoring = asyncio.create_task(engine.score([[5, 6, 7]]))
+            await asyncio.sleep(0.1)
+            assert stats(subject)["ticks"] == ticks
+            assert not (generating.done() or waiting.done() or scoring.done())
+            await engine.resume()
+            await engine.resume()
+            await scoring
+            return await only(generating), await only(waiting)
+
+        long, late = subject.runner.run(scenario())
+        assert_same_draws(long, alone)
+        assert long.spans == (VersionSpan(0, 0, 40),)
+        assert_same_draws(late, other)
+
+
+def test_what_waits_in_a_paused_engine_can_be_cancelled() -> None:
+    with opened() as subject:
+
+        async def scenario() -> None:
+            await subject.engine.pause()
+            waiting = asyncio.create_task(collect(subject, LONG))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await subject.engine.resume()
+
+        subject.runner.run(scenario())
+        subject.complete([5, 6])
+        assert_nothing_leaked(subject)
+
+
+# --- commits ---
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
+def test_a_commit_in_mid_flight(in_flight: Any) -> None:
+    with opened() as subject:
+        new, tokens_before = other_params(subject), 20
+        alone = subject.complete(LONG.prompt, max_tokens=40)
+
+        async def scenario() -> Completion:
+            info = subject.engine.describe()
+            update = update_of(info, new, 1)
+            await subject.engine.stage(1, update.send(await subject.engine.begin(1, update.offer)))
+            generating, _ = await interrupted(subject, lambda: subject.engine.commit(1, in_flight), tokens_before)
+            return await only(generating)
+
+        found = subject.runner.run(scenario())
+        assert subject.engine.describe().version == 1
+        tokens = found.prompt_token_ids + found.token_ids
+        place = (np.arange(2, 42), found.token_ids)
+        old_rows, new_rows = (subject.logprobs(tokens, params)[place] for params in (subject.params, new))
+        raw = np.array(found.raw_logprobs)
+        if in_flight == "finish":
+            assert found.spans == (VersionSpan(0, 0, 40),)
+            assert_same_draws(found, alone)
+        elif in_flight == "requeue":
+            assert found.spans == (VersionSpan(1, 0, 40),)
+            assert_same_draws(found, subject.complete(LONG.prompt, max_tokens=40))
+            np.testing.assert_allclose(raw, new_rows, atol=1e-5)
+        else:
+            assert found.spans == (VersionSpan(0, 0, 20), VersionSpan(1, 20, 40))
+            assert found.token_ids[:20] == alone.token_ids[:20]
+            np.testing.assert_allclose(raw[:20], old_rows[:20], atol=1e-5)
+            # The new weights over the whole sequence, against those over what the old ones left in the cache.
+            assert (np.abs(raw[20:] - new_rows[20:]) < 1e-5).all() == (in_flight == "recompute")
+            assert np.abs(raw[20] - old_rows[20]) > 1e-3
+
+
+def test_finish_waits_for_those_that_lost_their_pages_too() -> None:
+    with opened(num_pages=12) as subject:
+        requests = [request(str(i), [5 + i, 6], max_tokens=30) for i in range(4)]
+
+        async def scenario() -> list[Completion | Failure]:
+            update = update_of(subject.engine.describe(), other_params(subject), 1)
+            await subject.engine.stage(1, update.send(await subject.engine.begin(1, update.offer)))
+            hold = Hold(subject, 20)
+            generating = asyncio.create_task(collect(subject, *requests))
+            await hold.reached()
+            assert stats(subject)["preemptions"] > 0
+            commit = asyncio.create_task(subject.engine.commit(1, "finish"))
+            await hold.release()
+            late = await only(collect(subject, request("late", [9, 9])))
+            assert late.spans == (VersionSpan(1, 0, 8),)
+            await commit
+            return await generating
+
+        outcomes = subject.runner.run(scenario())
+        assert len(outcomes) == 4
+        assert all(isinstance(o, Completion) and o.spans == (VersionSpan(0, 0, 30),) for o in outcomes)
+
+
+def test_finish_on_a_paused_engine_with_requests_running_changes_nothing() -> None:
+    with opened() as subject:
+        engine, alone = subject.engine, subject.complete(LONG.prompt, max_tokens=40)
+
+        async def scenario() -> Completion:
+            generating, _ = await interrupted(subject, engine.pause)
+            update = update_of(engine.describe(), other_params(subject), 1)
+            await engine.stage(1, update.send(await engine.begin(1, update.offer)))
+            with pytest.raises(Unsupported, match="paused"):
+                await engine.commit(1, "finish")
+            assert engine.describe().version == 0
+            await engine.rollback(1)
+            await engine.resume()
+            return await only(generating)
+
+        assert_same_draws(subject.runner.run(scenario()), alone)
+
+
+def test_finish_on_a_paused_engine_commits_at_once_when_nothing_runs() -> None:
+    with opened() as subject:
+
+        async def scenario() -> Completion:
+            await subject.engine.pause()
+            waiting = asyncio.create_task(collect(subject, LONG))
+            await asyncio.sleep(0.05)
+            ticks = stats(subject)["ticks"]
+            await publish(subject, other_params(subject), "finish")
+            await asyncio.sleep(0.05)
+            assert stats(subject)["ticks"] == ticks  # still paused
+            await subject.engine.resume()
+            return await only(waiting)
+
+        assert subject.runner.run(scenario()).spans == (VersionSpan(1, 0, 40),)
+
+
+# --- sleep and wake ---
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_running_request_sleeps_through_it_and_draws_the_same(level: int) -> None:
+    with opened() as subject:
+        engine, alone = subject.engine, subject.complete(LONG.prompt, max_tokens=40)
+
+        async def scenario() -> tuple[Completion, list[MemoryReport]]:
+            reports = [await engine.memory()]
+            generating, asleep = await interrupted(subject, lambda: engine.sleep(level))
+            reports.append(asleep)
+            late = asyncio.create_task(collect(subject, request("late", [5, 6])))
+            await asyncio.sleep(0.05)
+            assert not generating.done() and not late.done()
+            if level == 2:
+                await publish(subject, subject.params)
+            reports.append(await engine.wake())
+            await late
+            return await only(generating), reports
+
+        found, (before, asleep, after) = subject.runner.run(scenario())
+        assert_same_draws(found, alone)
+        assert before.asleep == after.asleep == ()
+        assert asleep.asleep == ("kv_cache", "weights")
+        assert before.kv_cache == after.kv_cache == 2 * 2 * 8 * 512 * 4  # K and V, heads, head_dim, tokens, bytes
+        assert before.weights == after.weights == sum(p.nbytes for p in flat(subject.params))
+        assert asleep.kv_cache == 0
+        assert level == 1 or asleep.weights == 0
+        assert found.spans[-1].version == level - 1
+
+
+def flat(tree: Any) -> list[Any]:
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+@pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
+def test_waking_one_after_the_other(order: tuple[Any, Any]) -> None:
+    with opened() as subject:
+        engine, expected = subject.engine, subject.complete([5, 6])
+
+        async def scenario() -> Completion:
+            await engine.sleep()
+            waiting = asyncio.create_task(collect(subject, request("r", [5, 6])))
+            first = await engine.wake([order[0]])
+            assert first.asleep == (order[1],)
+            assert (await engine.wake([order[0]])).asleep == (order[1],)  # awake already
+            ticks = stats(subject)["ticks"]
+            await asyncio.sleep(0.05)
+            assert stats(subject)["ticks"] == ticks and not waiting.done()
+            assert (await engine.wake([order[1]])).asleep == ()
+            return await only(waiting)
+
+        assert_same_draws(subject.runner.run(scenario()), expected)
+
+
+def test_paused_and_asleep_are_two_things() -> None:
+    with opened() as subject:
+        engine, expected = subject.engine, subject.complete([5, 6])
+
+        async def scenario() -> Completion:
+            await engine.pause()
+            await engine.sleep()
+            waiting = asyncio.create_task(collect(subject, request("r", [5, 6])))
+            await engine.resume()
+            await asyncio.sleep(0.02)
+            assert not waiting.done()
+            await engine.pause()
+            await engine.wake()
+            await asyncio.sleep(0.02)
+            assert not waiting.done()
+            await engine.resume()
+            return await only(waiting)
+
+        assert_same_draws(subject.runner.run(scenario()), expected)
+
+
+def test_dropped_weights_come_back_with_an_update_only() -> None:
+    with opened() as subject:
+        engine, run = subject.engine, subject.runner.run
+        run(engine.sleep(1))
+        assert run(engine.sleep(2)).weights == 0
+        assert run(engine.sleep(1)).weights == 0  # no way back up
+        with pytest.raises(NotReady, match="level 2"):
+            run(engine.wake(["weights"]))
+        assert run(engine.wake()).asleep == ("weights",)
+        run(publish(subject, subject.params))
+        report = run(engine.memory())
+        assert report.asleep == () and report.weights > 0
+        assert len(subject.complete([5, 6]).token_ids) == 8
+
+
+def test_an_update_with_a_part_of_the_tensors_does_not_replace_dropped_weights() -> None:
+    with opened() as subject:
+        engine, run, names = subject.engine, subject.runner.run, {t.name for t in subject.engine.describe().tensors}
+        update = update_of(engine.describe(), subject.params, 1)
+        run(engine.stage(1, update.send(run(engine.begin(1, update.offer)))))
+        run(engine.commit(1))
+        run(engine.sleep(2))
+        update = update_of(engine.describe(), subject.params, 2)
+        berths = run(engine.begin(2, update.offer))
+        with pytest.raises(FleetChanged, match="every tensor"):
+            run(engine.stage(2, update.send(berths, unchanged=names - {"model.norm.weight"})))
+        run(engine.rollback(2))
+        run(engine.wake())
+        run(publish(subject, subject.params))
+        assert len(subject.complete([5, 6]).token_ids) == 8
+
+
+def test_a_bridge_sends_everything_to_an_engine_that_dropped_its_weights() -> None:
+    with opened() as subject:
+        bridge = Bridge(LocalFleet(subject.engine))
+        expected = subject.complete([5, 6])
+        bridge.sync(subject.params)
+        assert bridge.sync(subject.params).num_bytes == 0  # nothing changed
+        bridge.sleep(2)
+        assert bridge.sync(subject.params).num_bytes > 0
+        bridge.wake()
+        assert_same_draws(subject.complete([5, 6]), expected)
+
+
+def test_what_is_refused() -> None:
+    with opened() as subject:
+        engine, run = subject.engine, subject.runner.run
+        for level in (0, 3):
+            with pytest.raises(Unsupported, match="level must be 1"):
+                run(engine.sleep(level))
+        with pytest.raises(Unsupported, match="lungs"):
+            run(engine.wake(["lungs"]))  # type: ignore[list-item]
+        update = update_of(engine.describe(), subject.params, 1)
+        run(engine.begin(1, update.offer))
+        with pytest.raises(UpdateInProgress, match="roll it back"):
+            run(engine.sleep())
+        run(engine.rollback(1))
+        assert run(engine.memory()).asleep == ()
+        run(engine.sleep())
+        run(engine.wake())
+        assert len(subject.complete([5, 6]).token_ids) == 8

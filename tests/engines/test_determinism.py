@@ -1,0 +1,162 @@
+"""The same bits alone and in company: whatever else runs, hits the prefix cache, is preempted, cut into chunks or guessed, a
+request gets the tokens and logprobs that it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.model import checkpoint
+from slipstream.model.config import ModelConfig
+from slipstream.types import Completion, Request
+from tests.conformance.engines import Subject, request
+from tests.engines.subjects import CONFIG, close, stats, subject_of
+from tests.tiny import random_params, variant
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "small pool": {"num_pages": 18},  # two long requests do not fit
+    "chunks of 16": {"prefill_tokens": 16},
+    "more rows": {"max_concurrency": 16},
+    "prompt lookup": {"speculation": "prompt_lookup"},
+    "prompt lookup, small pool": {"speculation": "prompt_lookup", "num_pages": 18},
+    "tp=2": {"tp": 2},
+}
+Make = Callable[..., Subject]
+
+
+def repetitive(config: ModelConfig) -> Any:
+    """Weights that are sure of themselves, and heed the newest token more than those before it: sequences repeat themselves,
+    so that what is looked up is sometimes right."""
+    scales = {"o_proj": 0.04, "lm_head": 4.0}
+    named = checkpoint.flatten(random_params(config))
+    return checkpoint.unflatten(
+        {name: leaf * next((x for key, x in scales.items() if key in name), 1.0) for name, leaf in named.items()}
+    )
+
+
+@pytest.fixture(scope="module")
+def make() -> Iterator[Make]:
+    made: list[Subject] = []
+
+    def make(config: ModelConfig = CONFIG, **options: Any) -> Subject:
+        made.append(subject_of(config, repetitive(config), **({"prefill_tokens": 0} | options)))
+        return made[-1]
+
+    yield make
+    for subject in made:
+        close(subject)
+
+
+class Alone:
+    """What requests get alone: nothing cached, one token at a time. Each is asked for once."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject, self._known = subject, dict[Request, dict[int, Completion]]()
+
+    def __call__(self, one: Request) -> dict[int, Completion]:
+        if one not in self._known:
+            self._known[one] = {o.sample_index: o for o in self._subject.generate(one) if isinstance(o, Completion)}
+        return self._known[one]
+
+
+@pytest.fixture(scope="module")
+def alone(make: Make) -> dict[int, Alone]:
+    """By `tp`: splitting a product over devices changes its last bits."""
+    return {tp: Alone(make(tp=tp, prefix_cache=False, decode_steps=1)) for tp in (1, 2)}
+
+
+def assert_same_bits(found: Completion, expected: Completion) -> None:
+    assert found.token_ids == expected.token_ids
+    for name in ("logprobs", "raw_logprobs"):
+        assert np.array(getattr(found, name)).tobytes() == np.array(getattr(expected, name)).tobytes(), name
+    assert found.top_logprobs == expected.top_logprobs
+
+
+def assert_as_alone(subject: Subject, batch: Sequence[Request], alone: Alone) -> None:
+    found: dict[tuple[str, int], Completion] = {}
+    for outcome in subject.generate(*batch):
+        assert isinstance(outcome, Completion), outcome
+        assert (outcome.request_id, outcome.sample_index) not in found
+        found[outcome.request_id, outcome.sample_index] = outcome
+    assert len(found) == sum(one.sampling.n for one in batch)
+    for one in batch:
+        for index, expected in alone(one).items():
+            assert_same_bits(found[one.id, index], expected)
+
+
+# --- random batches ---
+
+BEGINNINGS = [(), (7, 8, 9), (7, 8, 9, 7, 8, 9, 7, 8), tuple(range(5, 24))]
+PENALTIES = [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "frequency_penalty": 0.2}, {"top_logprobs": 3}]
+
+
+@st.composite
+def batches(draw: st.DrawFn, rich: bool) -> list[Request]:
+    """Prompts that begin alike and repeat themselves; with `rich`, requests that need more of a program beside plain ones."""
+    batch, fields = [], [{}, {}, {}, *PENALTIES] if rich else [{}]
+    for index in range(draw(st.integers(1, 6))):
+        end = draw(st.lists(st.integers(5, 9), min_size=1, max_size=14))
+        batch.append(
+            request(
+                str(index),
+                draw(st.sampled_from(BEGINNINGS)) + tuple(end),
+                n=draw(st.integers(1, 3)),
+                seed=draw(st.integers(0, 3)),
+                temperature=draw(st.sampled_from([0, 0.7, 1])),
+                top_p=draw(st.sampled_from([1.0, 1.0, 0.8])),
+                max_tokens=draw(st.sampled_from([1, 6, 16, 30])),
+                **draw(st.sampled_from(fields)),
+            )
+        )
+    return batch
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_request_gets_the_same_bits_in_any_batch(name: str, make: Make, alone: dict[int, Alone]) -> None:
+    subject, tp = make(**ENGINES[name]), ENGINES[name].get("tp", 1)
+    reference = alone[tp]
+
+    # The same batches for every engine, so that the reference is computed once. Rich programs of two devices take long to
+    # compile, and have nothing of their own.
+    @settings(max_examples=20, derandomize=True)
+    @given(batches(rich=tp == 1))
+    def check(batch: list[Request]) -> None:
+        assert_as_alone(subject, batch, reference)
+
+    check()
+    counted = stats(subject)
+    assert counted["hit_tokens"] > 0
+    assert "small pool" not in name or counted["preemptions"] > 0
+    assert "lookup" not in name or 0 < counted["accepted_tokens"] < counted["guessed_tokens"]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma2"])
+def test_other_families_too(name: str, make: Make) -> None:
+    """Experts, whose tokens come from all rows; windows and soft caps."""
+    config = variant(name)
+    options = {"prefill_tokens": 16, "decode_steps": 1}
+    rng = np.random.default_rng(0)
+    batch = [
+        request(
+            str(index),
+            BEGINNINGS[index % 4] + tuple(rng.integers(5, 90, rng.integers(1, 20)).tolist()),
+            n=1 + index % 3,
+            seed=index,
+            temperature=(0, 0.7, 1)[index % 3],
+            max_tokens=8 + 2 * index,
+        )
+        for index in range(8)
+    ]
+    subject, reference = (
+        make(config, num_pages=18, **options),
+        Alone(make(config, prefix_cache=False, **options)),
+    )
+    for _ in range(2):  # the second time from the prefix cache
+        assert_as_alone(subject, batch, reference)
+    assert stats(subject)["preemptions"] > 0
