@@ -86,7 +86,7 @@ class Device:
 
     def tick(self, steps: int = 4, admit: bool = True) -> Tick:
         scheduler = self.scheduler
-        has_work = bool(scheduler.live or (scheduler.waiting and admit))
+        has_work = scheduler.is_under_way or bool(scheduler.waiting and admit)
         tick = scheduler.plan(steps, admit)
         assert has_work != tick.is_empty, "work waits, nothing runs: the worker would give up"
         self.check_plan(tick, steps)
@@ -695,7 +695,8 @@ def test_soak(
             tickets.append(ticket(**details) if limit else ticket(**{**details, "n": 1}))
             expected.update(device.add(tickets[-1]))
         elif event == "cancel" and tickets:
-            dropped = device.scheduler.drop(tickets[-1 - details["which"] % len(tickets)].__eq__)
+            unwanted = {tickets[-1 - details["which"] % len(tickets)]}
+            dropped = device.scheduler.drop(unwanted.__contains__)
             expected -= {s for s in expected if s.ticket in dropped}
         elif event == "put back":
             device.scheduler.put_back(**details)

@@ -266,6 +266,8 @@ class EmbeddedEngine:
         return work() if self._quick else await asyncio.to_thread(work)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
+        if in_flight not in get_args(InFlight):
+            raise Unsupported(f"in_flight must be one of {', '.join(get_args(InFlight))}; got {in_flight!r}")
         report = CommitReport(0.0, 0.0)
         if version != self._worker.version:
             if self._shadow is None or self._shadow.version != version:

@@ -50,6 +50,11 @@ def shapes_for(model: ModelConfig, options: EngineConfig) -> Shapes:
         guesses=guesses,
         has_draft=options.speculation == "draft",
     )
+    if options.deterministic and not on_cpu and shapes.guesses:
+        raise ConfigError(
+            "deterministic and speculation do not go together on an accelerator: checking guesses multiplies matrices of "
+            "another shape, and another shape means other bits there"
+        )
     if options.deterministic and not on_cpu:
         # One number of rows for everything, one token per row: every product of matrices has the same shape.
         shapes = replace(shapes, rows=(rows,), block=1, blocks=(rows,))

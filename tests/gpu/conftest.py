@@ -1,0 +1,28 @@
+"""Tests on a real GPU:
+
+    JAX_PLATFORMS=cuda python -m pytest -s tests/gpu
+
+Elsewhere they are skipped, unless SLIPSTREAM_REQUIRE_GPU=1 says that there must be one: then they fail."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> None:
+    """Before any other fixture of this folder."""
+    try:
+        found = jax.default_backend()
+    except RuntimeError as error:
+        found = str(error)
+    if found == "gpu":
+        return
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    why = f"JAX has no GPU here (it has: {found}; JAX_PLATFORMS={asked}). Where there is one: JAX_PLATFORMS=cuda"
+    if os.environ.get("SLIPSTREAM_REQUIRE_GPU") == "1":
+        pytest.fail(f"{why}. SLIPSTREAM_REQUIRE_GPU=1 forbids to skip this")
+    pytest.skip(why)
