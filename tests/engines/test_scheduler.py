@@ -587,11 +587,12 @@ def test_pages_that_were_prefilled_but_not_scored_are_computed_again() -> None:
 
 def test_scores_are_forgotten_with_their_pages() -> None:
     device = Device(small(3))
-    device.add(ticket("abcdefghi", limit=0))
+    device.add(ticket("acdebefgbh", limit=0))
     device.drain()
-    device.add(ticket("abcdxyzabc"))  # takes the second page, for other tokens
+    device.add(ticket("xxxxbyyybz", limit=2))  # takes all pages, for other tokens before the same
     device.drain()
-    device.add(ticket("abcdxyzabc", limit=0))
+    device.add(ticket("xxxxbyyybz", limit=0))
+    assert pieces(device.tick()) == [("xxxxbyyybz", 0, 8, False)]
     device.drain()
 
 
@@ -667,7 +668,7 @@ others = st.sampled_from(
 @settings(max_examples=200)
 @given(
     page_size=st.integers(1, 4),
-    num_pages=st.integers(3, 12),
+    num_pages=st.integers(2, 12),
     blocks=st.sampled_from([(1,), (1, 3), (8,)]),
     max_samples=st.integers(1, 10),
     prefix_cache=st.sampled_from([True, True, False]),

@@ -24,6 +24,9 @@ State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 _LOWEST = -1e30
 """A score that nothing reaches. Finite, so that a row without any key does not become NaN."""
+_MOST_ROWS = 48
+"""Multiplied at once. From 51 rows on, XLA multiplies with 32 columns (a page of that many tokens, or heads of that many
+dimensions) in another order on CPU."""
 
 
 class Shared(NamedTuple):
@@ -205,8 +208,7 @@ def _see(
         index = first + step
         ids = jnp.take_along_axis(tables, index[:, None], axis=1, mode="clip")[:, 0]
         k, v = (pages.at[ids].get(mode="promise_in_bounds") for pages in (keys, values))
-        scores = jnp.einsum("bkrd,bkds->bkrs", rows, k, precision=PRECISION, preferred_element_type=jnp.float32)
-        scores = scores * how.scale
+        scores = _product("bkrd,bkds->bkrs", rows, k) * how.scale
         if how.softcap is not None:
             scores = how.softcap * jnp.tanh(scores / how.softcap)
         at = (index[:, None] * page_size + jnp.arange(page_size))[:, None, None]
@@ -216,12 +218,21 @@ def _see(
         new_highest = jnp.maximum(highest, jnp.where(seen, scores, _LOWEST).max(-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - new_highest), 0.0)
         shrink = jnp.exp(highest - new_highest)
-        part = jnp.einsum(
-            "bkrs,bksd->bkrd", weights.astype(v.dtype), v, precision=PRECISION, preferred_element_type=jnp.float32
-        )
-        return new_highest, total * shrink + row_sum(weights), out * shrink + part
+        part = _product("bkrs,bksd->bkrd", weights.astype(v.dtype), v)
+        # Never below zero; but without the maximum, product and sum would be rounded once in some shapes, twice in others.
+        kept = jnp.maximum(total * shrink, 0.0)
+        return new_highest, kept + row_sum(weights), out * shrink + part
 
     return jax.lax.fori_loop(0, count.max(), page, _nothing_seen(rows) if state is None else state)
+
+
+def _product(equation: str, rows: jax.Array, by: jax.Array) -> jax.Array:
+    """Row by row the same bits, however many rows there are (from two on)."""
+    parts = jnp.array_split(rows, -(-rows.shape[2] // _MOST_ROWS), axis=2)
+    products = (
+        jnp.einsum(equation, part, by, precision=PRECISION, preferred_element_type=jnp.float32) for part in parts
+    )
+    return jnp.concatenate(list(products), axis=2)
 
 
 def places(tables: jax.Array, positions: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:
