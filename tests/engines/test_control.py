@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -43,6 +44,20 @@ def assert_same_draws(found: Completion, expected: Completion) -> None:
         expected.logprobs,
         expected.raw_logprobs,
     )
+
+
+def test_weights_that_diverged_leave_nothing_behind() -> None:
+    """NaN everywhere for a version: the next one generates as if it had never been."""
+    with opened() as subject:
+        before = subject.complete(LONG.prompt, max_tokens=40)
+        broken = subject.runner.run(
+            publish(subject, jax.tree.map(lambda p: np.full(p.shape, np.nan, p.dtype), subject.params))
+        )
+        assert broken == 1
+        found = subject.complete(LONG.prompt, max_tokens=40)
+        assert np.isnan(found.raw_logprobs).all() and all(0 <= t < subject.config.vocab_size for t in found.token_ids)
+        subject.runner.run(publish(subject, subject.params))
+        assert_same_draws(subject.complete(LONG.prompt, max_tokens=40), before)
 
 
 # --- pause ---

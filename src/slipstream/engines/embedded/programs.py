@@ -176,7 +176,9 @@ class Programs:
         def attention(
             q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer, how: LayerAttention
         ) -> tuple[jax.Array, CacheLayer]:
-            layer = self._attention.write(layer, k, v, tables, positions)
+            # Weights that have diverged make NaN. In a page it would outlive them: a key that may not be seen has weight 0,
+            # and 0 times NaN is NaN.
+            layer = self._attention.write(layer, jnp.nan_to_num(k), jnp.nan_to_num(v), tables, positions)
             return self._attention.attend(q, layer, tables, positions, how, shared), layer
 
         return apply_layers(params, self._config, tokens, positions, attention, cache)
