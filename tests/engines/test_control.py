@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.bridge import Bridge
 from slipstream.engines.local import LocalFleet
-from slipstream.errors import FleetChanged, NotReady, Unsupported, UpdateInProgress
+from slipstream.errors import EngineFailure, FleetChanged, NotReady, Unsupported, UpdateInProgress
 from slipstream.types import Completion, Failure, MemoryReport, VersionSpan
 from tests.conformance.engines import Subject, other_params, request, update_of
 from tests.engines.subjects import Hold, assert_nothing_leaked, collect, opened, publish, stats
@@ -58,6 +58,22 @@ def test_weights_that_diverged_leave_nothing_behind() -> None:
         assert np.isnan(found.raw_logprobs).all() and all(0 <= t < subject.config.vocab_size for t in found.token_ids)
         subject.runner.run(publish(subject, subject.params))
         assert_same_draws(subject.complete(LONG.prompt, max_tokens=40), before)
+
+
+def test_a_swap_that_fails_leaves_the_old_version_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as subject:
+        before = subject.complete(LONG.prompt)
+        executor = subject.engine._worker._executor  # type: ignore[attr-defined]
+
+        def no_room(policy: Any) -> Any:
+            raise MemoryError("no room on the device")
+
+        with monkeypatch.context() as broken, pytest.raises(EngineFailure, match="no room on the device"):
+            broken.setattr(executor, "placed", no_room)
+            subject.runner.run(publish(subject, other_params(subject)))
+        assert subject.engine.describe().version == 0
+        assert_same_draws(subject.complete(LONG.prompt), before)
+        assert subject.runner.run(publish(subject, other_params(subject))) == 1  # and the way is free
 
 
 # --- pause ---

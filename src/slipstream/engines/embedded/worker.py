@@ -224,9 +224,12 @@ class Worker:
         if not swap.done.set_running_or_notify_cancel():
             return
         boundary = time.perf_counter()
-        if swap.in_flight in ("recompute", "requeue"):
-            self._scheduler.put_back(restart=swap.in_flight == "requeue")
-        self._set_policy(swap.policy)
+        try:
+            if swap.in_flight in ("recompute", "requeue"):
+                self._scheduler.put_back(restart=swap.in_flight == "requeue")
+            self._set_policy(swap.policy)
+        except Exception:  # no room on the device, say: the old policy goes on
+            return swap.done.set_exception(self._failure("while swapping weights"))
         swap.done.set_result(CommitReport(time.perf_counter() - boundary, boundary - swap.called))
 
     def _finish_first(self, swap: _Swap) -> None:
@@ -286,7 +289,7 @@ class Worker:
     def _fail_live(self) -> None:
         """Ends the requests that were in the failed tick; those that still wait go on. The cache went into the tick and may
         be gone, and so is all that the prefix tree knew."""
-        error = EngineFailure(f"engine {self._name!r} failed inside a step:\n{traceback.format_exc().strip()}")
+        error = self._failure("inside a step")
         failed = {sample.ticket for sample in self._scheduler.live} or {s.ticket for s in self._scheduler.waiting}
         self._outbox += [Failed(ticket, error) for ticket in self._scheduler.drop(failed.__contains__)]
         self._scheduler.forget_cached()
@@ -306,6 +309,9 @@ class Worker:
             by_job.setdefault(outcome.ticket.job, []).append(outcome)
         for job, items in by_job.items():
             job.deliver(items)
+
+    def _failure(self, where: str) -> EngineFailure:
+        return EngineFailure(f"engine {self._name!r} failed {where}:\n{traceback.format_exc().strip()}")
 
     @property
     def _serving(self) -> Policy:
