@@ -174,6 +174,22 @@ def test_a_block_has_the_bits_of_its_rows_one_by_one(kv_heads: int, group: int, 
 
 
 @sizes
+@pytest.mark.parametrize("how", [PLAIN, CAPPED], ids=["plain", "window and cap"])
+def test_sequences_of_a_single_page_have_the_same_bits_in_any_batch(
+    kv_heads: int, group: int, head_dim: int, page_size: int, how: LayerAttention
+) -> None:
+    """Where tables are one page wide, and a block alone, XLA computes the scores outside of the loop over pages."""
+    given = batch([[*range(page_size)]] * 16, group, page_size, kv_heads, head_dim)
+    given = given._replace(tables=given.tables[:, :1])
+    layer = layer_of(BLOCKWISE, given, page_size)
+    together = look(BLOCKWISE, given, layer, how)
+    for blocks in (1, 2, 4):
+        np.testing.assert_array_equal(look(BLOCKWISE, given.only(slice(blocks)), layer, how), together[:blocks])
+    rows = given.only([5] * page_size)._replace(q=given.q[5][:, None], positions=given.positions[5][:, None])
+    np.testing.assert_array_equal(look(BLOCKWISE, rows, layer, how)[:, 0], together[5])
+
+
+@sizes
 def test_rows_that_look_at_shared_pages_together_have_the_bits_that_they_have_alone(
     kv_heads: int, group: int, head_dim: int, page_size: int
 ) -> None:

@@ -109,10 +109,7 @@ def test_the_same_config_makes_the_same_records(run, model_dir, tmp_path):
     first = facts(records_of(short, model_dir, tmp_path / "a"))
     assert facts(records_of(short, model_dir, tmp_path / "b")) == first
     steps = [r for r in facts(run[0]) if "metrics" in r]
-    # A step's numbers do not depend on evaluations before it; but for the last bits of logprobs, which they may still reach.
-    for found, expected in zip([r for r in first if "metrics" in r], steps[:4], strict=True):
-        assert found.pop("metrics") == pytest.approx(expected.pop("metrics"), abs=1e-6)
-        assert found == expected
+    assert [r for r in first if "metrics" in r] == steps[:4]  # a step's numbers do not depend on evaluations before it
     assert facts(records_of(other, model_dir, tmp_path / "c")) != first
 
 

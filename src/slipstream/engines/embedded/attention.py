@@ -211,6 +211,7 @@ def _see(
         scores = _product("bkrd,bkds->bkrs", rows, k) * how.scale
         if how.softcap is not None:
             scores = how.softcap * jnp.tanh(scores / how.softcap)
+        scores = _rounded(scores, _LOWEST)
         at = (index[:, None] * page_size + jnp.arange(page_size))[:, None, None]
         seen = (at <= own) & (step < count)[:, None, None, None]
         if how.window is not None:
@@ -219,11 +220,15 @@ def _see(
         weights = jnp.where(seen, jnp.exp(scores - new_highest), 0.0)
         shrink = jnp.exp(highest - new_highest)
         part = _product("bkrs,bksd->bkrd", weights.astype(v.dtype), v)
-        # Never below zero; but without the maximum, product and sum would be rounded once in some shapes, twice in others.
-        kept = jnp.maximum(total * shrink, 0.0)
-        return new_highest, kept + row_sum(weights), out * shrink + part
+        return new_highest, _rounded(total * shrink, 0.0) + row_sum(weights), out * shrink + part
 
     return jax.lax.fori_loop(0, count.max(), page, _nothing_seen(rows) if state is None else state)
+
+
+def _rounded(product: jax.Array, lowest: float) -> jax.Array:
+    """A product as it is, being never below `lowest`. Without this, XLA rounds a product and the sum it goes into at once
+    where both are in one loop, and one after the other where they are not, which depends on the shapes."""
+    return jnp.maximum(product, lowest)
 
 
 def _product(equation: str, rows: jax.Array, by: jax.Array) -> jax.Array:
