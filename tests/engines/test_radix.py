@@ -37,23 +37,23 @@ def tokens(text) -> list[int]:
 @pytest.mark.parametrize(
     ("sequences", "query", "limit", "match"),
     [
-        ([], "abcd", None, Match((), None, 0, False)),
-        (["abcdefgh"], "", None, Match((), None, 0, False)),
-        (["abcdefgh"], "abcdefgh", None, Match((0, 1), None, 8, False)),
-        (["abcdefgh"], "abcdefghi", None, Match((0, 1), None, 8, False)),
-        (["abcdefgh"], "abcdefgh", 7, Match((0,), 1, 7, False)),
-        (["abcdefgh"], "abcdefgh", 4, Match((0,), None, 4, False)),
-        (["abcdefgh"], "abcdefgh", 0, Match((), None, 0, False)),
-        (["abcdefgh"], "abcdefgh", -1, Match((), None, 0, False)),
-        (["abcdefgh"], "abxx", None, Match((), 0, 2, False)),
-        (["abcdefgh"], "xbcd", None, Match((), None, 0, False)),
-        (["abcdef"], "abcdefgh", None, Match((0,), 1, 6, False)),
-        (["abcdef"], "abcde", None, Match((0,), 1, 5, False)),
+        ([], "abcd", None, Match((), None, 0, 0)),
+        (["abcdefgh"], "", None, Match((), None, 0, 0)),
+        (["abcdefgh"], "abcdefgh", None, Match((0, 1), None, 8, 0)),
+        (["abcdefgh"], "abcdefghi", None, Match((0, 1), None, 8, 0)),
+        (["abcdefgh"], "abcdefgh", 7, Match((0,), 1, 7, 0)),
+        (["abcdefgh"], "abcdefgh", 4, Match((0,), None, 4, 0)),
+        (["abcdefgh"], "abcdefgh", 0, Match((), None, 0, 0)),
+        (["abcdefgh"], "abcdefgh", -1, Match((), None, 0, 0)),
+        (["abcdefgh"], "abxx", None, Match((), 0, 2, 0)),
+        (["abcdefgh"], "xbcd", None, Match((), None, 0, 0)),
+        (["abcdef"], "abcdefgh", None, Match((0,), 1, 6, 0)),
+        (["abcdef"], "abcde", None, Match((0,), 1, 5, 0)),
         # Of several siblings, the one with the longest common beginning.
-        (["axxx", "abxx", "abcx", "b"], "abcd", None, Match((), 2, 3, False)),
-        (["abcd", "abc"], "abcx", None, Match((), 0, 3, False)),
+        (["axxx", "abxx", "abcx", "b"], "abcd", None, Match((), 2, 3, 0)),
+        (["abcd", "abc"], "abcx", None, Match((), 0, 3, 0)),
         # Equal pages are kept once: the second sequence's own first page (2) is not adopted.
-        (["abcdefgh", "abcdxyz"], "abcdxyz", None, Match((0,), 3, 7, False)),
+        (["abcdefgh", "abcdxyz"], "abcdxyz", None, Match((0,), 3, 7, 0)),
     ],
 )
 def test_match(sequences, query, limit, match):
@@ -86,7 +86,7 @@ def test_a_partly_filled_page_grows():
         assert (tree.num_pages, pool.holders(page)) == (1, 2)
     assert tree.insert(tokens("abc"), pages) == []  # and never shrinks
     insert(pool, tree, "abcdefgh")
-    assert tree.match(tokens("abcdefgh")) == Match((page, 2), None, 8, False)
+    assert tree.match(tokens("abcdefgh")) == Match((page, 2), None, 8, 0)
 
 
 def test_a_growing_page_is_left_alone_where_another_got_there_first():
@@ -95,7 +95,7 @@ def test_a_growing_page_is_left_alone_where_another_got_there_first():
     tree.insert(tokens("ab"), pages[:1])
     insert(pool, tree, "abcd")  # page 2
     assert [h.node.page for h in tree.insert(tokens("abcdef"), pages)] == [pages[1]]
-    assert tree.match(tokens("abcdef")) == Match((2,), pages[1], 6, False)
+    assert tree.match(tokens("abcdef")) == Match((2,), pages[1], 6, 0)
 
 
 def test_a_page_cannot_have_two_contents():
@@ -116,20 +116,20 @@ def test_what_is_being_computed_is_announced_but_not_handed_out():
     handles = insert(pool, tree, "abcdefghij", ready=False)
     assert [(h.start, h.stop) for h in handles] == [(4, 8), (8, 10)]
     query = tokens("abcdefghijk")
-    assert tree.match(query) == Match((0,), None, 4, True)
-    assert tree.match(query, 4) == tree.match(tokens("abcdxy")) == Match((0,), None, 4, False)
+    assert tree.match(query) == Match((0,), None, 4, 6)
+    assert tree.match(query, 4) == tree.match(tokens("abcdxy")) == Match((0,), None, 4, 0)
     tree.mark_ready(handles[:1])
-    assert tree.match(query) == Match((0, 2), None, 8, True)
-    assert tree.match(query, 8) == Match((0, 2), None, 8, False)
+    assert tree.match(query) == Match((0, 2), None, 8, 2)
+    assert tree.match(query, 8) == Match((0, 2), None, 8, 0)
     tree.mark_ready(handles)
-    assert tree.match(query) == Match((0, 2), 3, 10, False)
+    assert tree.match(query) == Match((0, 2), 3, 10, 0)
 
 
-def test_pending_says_whether_waiting_pays():
+def test_pending_says_how_much_waiting_brings():
     pool, tree = tree_of("abcx")
     insert(pool, tree, "abyy", ready=False)
-    assert tree.match(tokens("abcd")) == Match((), 0, 3, False)  # the pending page has only 2 of these
-    assert tree.match(tokens("abyd")) == Match((), 0, 2, True)
+    assert tree.match(tokens("abcd")) == Match((), 0, 3, 0)  # the pending page has only 2 of these
+    assert tree.match(tokens("abyd")) == Match((), 0, 2, 1)
 
 
 def test_discarding_removes_all_below():
@@ -142,7 +142,7 @@ def test_discarding_removes_all_below():
     assert tree.num_pages == 1 and pool.num_free == pool.num_pages - 1
     tree.mark_ready(handles)
     tree.discard(handles)
-    assert tree.match(tokens("abcdefgh")) == Match((0,), None, 4, False)
+    assert tree.match(tokens("abcdefgh")) == Match((0,), None, 4, 0)
 
 
 def test_discarding_growth_keeps_what_the_page_had():
@@ -150,9 +150,9 @@ def test_discarding_growth_keeps_what_the_page_had():
     pages = pool.take(2)
     tree.insert(tokens("ab"), pages[:1])
     handles = tree.insert(tokens("abcdef"), pages, ready=False)
-    assert tree.match(tokens("abcdef")) == Match((), pages[0], 2, True)
+    assert tree.match(tokens("abcdef")) == Match((), pages[0], 2, 4)
     tree.discard(handles)
-    assert tree.match(tokens("abcdef")) == Match((), pages[0], 2, False)
+    assert tree.match(tokens("abcdef")) == Match((), pages[0], 2, 0)
     pool.release(pages)
     assert tree.evict(5) == 1 and pool.num_free == pool.num_pages
 
@@ -163,18 +163,18 @@ def test_discarding_takes_back_what_was_marked_ready():
     tree.insert(tokens("ab"), pages)
     handles = tree.insert(tokens("abcd"), pages)
     tree.discard(handles)
-    assert tree.match(tokens("abcd")) == Match((), pages[0], 2, False)
+    assert tree.match(tokens("abcd")) == Match((), pages[0], 2, 0)
     tree.insert(tokens("abxy"), pages, ready=False)  # the page is written anew after what was kept
-    assert tree.match(tokens("abxy")) == Match((), pages[0], 2, True)
+    assert tree.match(tokens("abxy")) == Match((), pages[0], 2, 2)
 
 
 def test_twins_that_are_computed_at_once_are_told_apart():
     pool, tree = tree_of()
     first, second = (insert(pool, tree, "ab", ready=False) for _ in range(2))
     tree.discard(first)
-    assert tree.match(tokens("ab")) == Match((), None, 0, True)
+    assert tree.match(tokens("ab")) == Match((), None, 0, 2)
     tree.mark_ready(second)
-    assert tree.match(tokens("ab")) == Match((), 1, 2, False)
+    assert tree.match(tokens("ab")) == Match((), 1, 2, 0)
     third = insert(pool, tree, "ab", ready=False)
     assert third == []
     assert tree.evict(2) == 1 and tree.num_pages == 0
@@ -225,7 +225,7 @@ def test_clearing_leaves_to_others_what_they_hold():
     pool.hold([0])
     tree.clear()
     assert tree.num_pages == 0 and pool.num_free == pool.num_pages - 1
-    assert tree.match(tokens("aaaa")) == Match((), None, 0, False)
+    assert tree.match(tokens("aaaa")) == Match((), None, 0, 0)
     insert(pool, tree, "aaaabbbb")
     tree.mark_ready(handles)
     tree.discard(handles)
@@ -288,7 +288,7 @@ def test_matches_the_longest_beginning_of_anything_inserted(inserted, query, lim
     best = max((common_len(query[:limit], s) for s, _ in inserted), default=0)
     match = tree.match(query, limit)
     assert match.num_tokens == best_ready
-    assert match.pending == (best > best_ready)
+    assert match.num_pending == best - best_ready
     assert len(match.pages) == best_ready // page_size
     assert (match.partial is not None) == (best_ready % page_size > 0)
 
@@ -327,7 +327,7 @@ class TreeMachine(RuleBasedStateMachine):
     # What is right, found by looking at everything.
 
     def naive_match(self, query):
-        """(pages, choice of partial pages, number of tokens, pending)"""
+        """(pages, choice of partial pages, number of tokens, of those that are pending)"""
 
         def walk(usable):
             pages, at = [], 0
@@ -343,7 +343,7 @@ class TreeMachine(RuleBasedStateMachine):
             return pages, {p for p, n in lengths.items() if n == best > 0} or {None}, at + best
 
         pages, partial, num_tokens = walk(lambda r: r.tokens[: r.num_ready])
-        return pages, partial, num_tokens, walk(lambda r: r.tokens)[2] > num_tokens
+        return pages, partial, num_tokens, max(walk(lambda r: r.tokens)[2] - num_tokens, 0)
 
     def naive_insert(self, tokens, pages, ready):
         """What is new: (page, start, stop)."""
@@ -398,7 +398,7 @@ class TreeMachine(RuleBasedStateMachine):
     def check_match(self, query, limit=None):
         pages, partial, num_tokens, pending = self.naive_match(query if limit is None else query[:limit])
         match = self.tree.match(query, limit)
-        assert (list(match.pages), match.num_tokens, match.pending) == (pages, num_tokens, pending)
+        assert (list(match.pages), match.num_tokens, match.num_pending) == (pages, num_tokens, pending)
         assert match.partial in partial
         return match
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engines.embedded.radix import Node
-from slipstream.engines.embedded.scheduler import Piece, Scheduler, Tick
+from slipstream.engines.embedded.scheduler import MAX_HELD_UP, Piece, Scheduler, Tick
 from slipstream.engines.embedded.sequence import Failed, Sample, Ticket
 from slipstream.engines.embedded.shapes import Shapes
 from slipstream.types import SamplingParams, TopLogprobs
@@ -290,6 +291,30 @@ def test_followers_of_another_prompt_compute_only_what_differs() -> None:
     tick = device.tick()
     assert pieces(tick) == [("abcdefgxyz", 7, 9, True)]
     assert len(tick.copies) == 1
+
+
+def test_waiting_for_a_beginning_that_spares_no_work_is_not_worth_it() -> None:
+    """All but the newest token is computed, in blocks of two: without its "a", the "ax" of "axy" is a block as before."""
+    device = Device()
+    device.add(ticket("ab"), ticket("axy"), ticket("axyz"))
+    assert pieces(device.tick()) == [("ab", 0, 1, True), ("axy", 0, 2, True)]
+    assert pieces(device.tick()) == [("axyz", 2, 3, True)]
+    assert len(device.drain()) == 3
+
+
+def test_the_samples_of_one_prompt_do_not_hide_the_prompts_behind_them() -> None:
+    device = Device(small(256), max_samples=200)
+    tickets = [ticket(letter * 3, n=MAX_HELD_UP) for letter in "abc"]
+    device.add(*tickets)
+    assert [piece.sample.ticket for piece in device.tick().prefill] == tickets
+    assert len(device.tick().decode) == 3 * MAX_HELD_UP
+
+
+@pytest.mark.parametrize(("limit", "admitted"), [(3, 16), (30, 15)])
+def test_pages_are_reserved_for_those_that_will_need_more(limit: int, admitted: int) -> None:
+    device = Device(replace(small(16), blocks=(16,)), max_samples=16, prefix_cache=False)
+    device.add(*(ticket("ab", limit) for _ in range(16)))
+    assert len(device.tick(steps=1).decode) == admitted
 
 
 def test_the_next_turn_of_a_conversation_begins_with_what_the_last_one_drew() -> None:

@@ -132,9 +132,13 @@ class BlockwiseAttention:
         blocks, time, heads, head_dim = q.shape
         kv_heads = layer[1].shape[1]
         state, first = None, jnp.zeros(blocks, jnp.int32)
-        if shared is not None:
-            state, first = self._see_shared(q, layer, tables, positions, how, shared)
         rows, own = _by_head(q, kv_heads), _of_rows(positions, heads // kv_heads)
+        if shared is not None:
+            state, first = jax.lax.cond(
+                shared.num_pages.any(),
+                lambda: self._see_shared(q, layer, tables, positions, how, shared),
+                lambda: (_nothing_seen(rows), first),
+            )
         num_pages = jnp.max(positions, axis=1) // layer[1].shape[2] + 1
         _, total, out = _see(rows, own, layer, tables, first, num_pages - first, how, state)
         out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)[:, :, : time * heads // kv_heads]

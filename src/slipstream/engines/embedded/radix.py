@@ -25,13 +25,13 @@ Tokens = tuple[int, ...]
 class Match(NamedTuple):
     """What the tree knows of a sequence. With pages of 4 tokens and the tree holding 1 2 3 4 | 5 6 7 8 on pages 7 and 9:
 
-    match((1, 2, 3, 4, 5, 6, 0))  ->  Match(pages=(7,), partial=9, num_tokens=6, pending=False)
+    match((1, 2, 3, 4, 5, 6, 0))  ->  Match(pages=(7,), partial=9, num_tokens=6, num_pending=0)
     """
 
     pages: tuple[int, ...]  # match in full; to be shared
     partial: int | None  # this page's first tokens match too, num_tokens - len(pages) * page_size of them; to be copied
     num_tokens: int  # that match in all
-    pending: bool  # more would match once pages that are being computed are ready: wait rather than compute them twice
+    num_pending: int  # that would match besides, once the pages that are being computed are ready
 
 
 class Node:
@@ -111,7 +111,7 @@ class PrefixTree:
             node.last_used = self._clock
             start += size
         start += self._closest(node, tokens[start : start + size], ready=False)[1]
-        return Match(tuple(pages), closest.page if closest else None, num_tokens, pending=start > num_tokens)
+        return Match(tuple(pages), closest.page if closest else None, num_tokens, max(start - num_tokens, 0))
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], ready: bool = True) -> list[Handle]:
         """Learn that `pages`, which the caller holds, contain `tokens`: now, or (not `ready`) once they are computed.

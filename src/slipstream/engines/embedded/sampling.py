@@ -23,9 +23,9 @@ Row: TypeAlias = bytes
 
 MAX_STOPS = MAX_STOP_TOKENS + 8
 """A request's stop tokens and the model's own."""
-LANES = 1024
-"""The vocabulary is dealt out to so many lanes, token `i` to lane `i % LANES`. A draw picks a lane, by the sum of its
-weights, and then a token in it."""
+MAX_LANES = 1024
+"""The vocabulary is dealt out to so many lanes, token `i` to lane `i % lanes`, or to fewer if it is small. A draw picks a
+lane, by the sum of its weights, and then a token in it."""
 NEAR = 128
 """Likeliest tokens that top-k and top-p look at first. Where they do not suffice, the whole vocabulary is bisected, at
 many times the price."""
@@ -374,20 +374,26 @@ def _weights(distance: jax.Array, rate: jax.Array | None = None, cut: jax.Array 
     return jnp.where(distance <= cut[:, None], jnp.exp(-(distance * rate[:, None])), 0)
 
 
+def num_lanes(vocab: int) -> int:
+    """A power of two, so that lanes can be added up by halves."""
+    return min(MAX_LANES, 1 << (vocab - 1).bit_length())
+
+
 def _lane_sums(logits: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`[rows, LANES]`. Added up element by element, as is every sum of fractions here: the order in which a reduction
+    """`[rows, lanes]`. Added up element by element, as is every sum of fractions here: the order in which a reduction
     adds depends on the number of rows."""
-    num_chunks, rest = divmod(logits.shape[1], LANES)
+    lanes = num_lanes(logits.shape[1])
+    num_chunks, rest = divmod(logits.shape[1], lanes)
 
     def add(chunk: jax.Array, sums: jax.Array) -> jax.Array:
-        return sums + weigh(jax.lax.dynamic_slice_in_dim(logits, chunk * LANES, LANES, axis=1))
+        return sums + weigh(jax.lax.dynamic_slice_in_dim(logits, chunk * lanes, lanes, axis=1))
 
-    tail = weigh(_padded(logits[:, num_chunks * LANES :], LANES)) if rest else jnp.zeros((len(logits), LANES))
+    tail = weigh(_padded(logits[:, num_chunks * lanes :], lanes)) if rest else jnp.zeros((len(logits), lanes))
     return jax.lax.fori_loop(0, num_chunks, add, tail) if num_chunks else tail
 
 
 def _lane(logits: jax.Array, lane: jax.Array) -> jax.Array:
-    tokens = lane[:, None] + np.arange(0, logits.shape[1], LANES)
+    tokens = lane[:, None] + np.arange(0, logits.shape[1], num_lanes(logits.shape[1]))
     return jnp.take_along_axis(logits, tokens, axis=1, mode="fill", fill_value=-jnp.inf)
 
 
@@ -416,7 +422,7 @@ def _draw(
     lane = pick(sums, uniform[:, 0])
     weights = _weights(peak[:, None] - _lane(logits, lane), rate, cut)
     place = pick(weights, uniform[:, 1])
-    token = jnp.where(random, place * LANES + lane, _first_largest(logits, peak))
+    token = jnp.where(random, place * sums.shape[1] + lane, _first_largest(logits, peak))
     return token, _at(weights, place) / _total(sums)
 
 

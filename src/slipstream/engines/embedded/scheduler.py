@@ -51,10 +51,10 @@ class Tick:
 
 
 MAX_HELD_UP = 64
-"""Followers looked at in one plan: behind so many, who could start now is not worth looking for."""
+"""Requests that follow and are looked at in one plan: behind so many, who could start now is not worth looking for."""
 
 Entry: TypeAlias = Literal["entered", "follows", "no pages"]
-"""`follows`: another sample is computing the beginning of this one."""
+"""`follows`: another sample is computing the beginning of this one, and waiting for it spares work."""
 
 
 class Scheduler:
@@ -153,6 +153,10 @@ class Scheduler:
                 self._back(max(self.live, key=lambda s: s.rank))
                 self.num_preemptions += 1
 
+    def _grows(self, sample: Sample) -> bool:
+        """It may need more pages than it has."""
+        return self._shapes.num_pages_for(sample.end - 1) > len(sample.pages)
+
     def _room(self, sample: Sample) -> int:
         """Tokens that it can draw: the newest one is written into the cache first, the last one drawn is not."""
         capacity = len(sample.pages) * self._shapes.page_size
@@ -187,36 +191,40 @@ class Scheduler:
         if is_last and not sample.ticket.is_scoring:
             del self.prefilling[sample]
             self.running[sample] = None
-        return -(-(stop - start) // self._shapes.block)
+        return self._shapes.num_blocks_for(stop - start)
 
     def _admit(self, tick: Tick, budget: int, newcomers: bool) -> bool:
         """Lets waiting samples in, in order, and says whether some could come in soon: after this prefill."""
         num_live = len(self.prefilling) + len(self.running)
-        held_up = 0
+        held_up: set[Ticket] = set()
+        # Some pages are left to those that still grow, so that a newcomer does not push one of them out at once.
+        num_growing = sum(self._grows(sample) for sample in self.running)
         for sample in self.waiting.candidates(Counter(s.ticket.job for s in self.live)):
-            if num_live >= self._max_samples or held_up == MAX_HELD_UP:
-                return held_up > 0
-            if not (newcomers or sample.tokens):
+            if num_live >= self._max_samples or len(held_up) == MAX_HELD_UP:
+                return bool(held_up)
+            if sample.ticket in held_up or not (newcomers or sample.tokens):
                 continue
             if budget <= 0:
                 return True
-            entry = self._enter(sample, tick)
+            entry = self._enter(sample, tick, reserve=num_growing // 8)
             if entry == "no pages":
-                return held_up > 0  # nobody overtakes it
+                return bool(held_up)  # nobody overtakes it
             if entry == "follows":
-                held_up += 1
+                held_up.add(sample.ticket)
                 continue
             self.waiting.remove(sample)
             num_live += 1
+            num_growing += self._grows(sample)
             if sample.num_computed < sample.prefill_end:
                 self.prefilling[sample] = None
                 budget -= self._prefill(sample, tick, budget)
             else:
                 self.running[sample] = None
-        return held_up > 0
+        return bool(held_up)
 
-    def _enter(self, sample: Sample, tick: Tick) -> Entry:
-        """Gives a waiting sample its pages: shared ones where its beginning is cached, new ones for the rest."""
+    def _enter(self, sample: Sample, tick: Tick, reserve: int) -> Entry:
+        """Gives a waiting sample its pages: shared ones where its beginning is cached, new ones for the rest, if as many as
+        `reserve` are left."""
         ids = sample.ids
         if sample.ticket.is_scoring:
             sample.restart()  # it may have been put back half scored
@@ -224,7 +232,11 @@ class Scheduler:
         copied, num_cached = None, 0
         if self.tree is not None:
             match = self.tree.match(ids, sample.prefill_end)
-            if match.pending:
+            blocks, blocks_later = (
+                self._shapes.num_blocks_for(sample.prefill_end - known)
+                for known in (match.num_tokens, match.num_tokens + match.num_pending)
+            )
+            if blocks_later < blocks:
                 return "follows"
             shared, copied, num_cached = list(match.pages), match.partial, match.num_tokens
             if sample.ticket.is_scoring:
@@ -232,8 +244,7 @@ class Scheduler:
                 num_cached = len(shared) * self._shapes.page_size
         held = [*shared, *([] if copied is None else [copied])]
         self.pool.hold(held)  # before anything is evicted to make room
-        # Some pages are left to those that run, so that a newcomer does not push one of them out at once.
-        num_new, reserve = self._shapes.num_pages_for(len(ids)) - len(shared), len(self.running) // 8
+        num_new = self._shapes.num_pages_for(len(ids)) - len(shared)
         new = self._take(num_new, reserve)
         if new is None and copied is not None:
             # The page to copy may itself be the one that is lacking.

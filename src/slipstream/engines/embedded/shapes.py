@@ -45,6 +45,9 @@ class Shapes:
     def num_pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
+    def num_blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block)
+
     @property
     def num_programs(self) -> int:
         """Most programs that can be compiled: decode plain and rich, verification of guesses, prefill, two kinds of scoring,
