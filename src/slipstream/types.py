@@ -112,6 +112,8 @@ class SamplingParams:
 
 
 MAX_SAMPLES, MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS = 4096, 64, 16, 20
+MAX_STOPS = MAX_STOP_TOKENS + 8
+"""A request's stop tokens and the model's own."""
 
 _INTEGERS = (
     ("max_tokens", 1, 2**31 - 1),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from slipstream.engines.embedded.radix import Node
 from slipstream.engines.embedded.scheduler import MAX_HELD_UP, Piece, Scheduler, Tick
-from slipstream.engines.embedded.sequence import Failed, Sample, Ticket
 from slipstream.engines.embedded.shapes import Shapes
+from slipstream.engines.sequence import Failed, Sample, Ticket
 from slipstream.types import SamplingParams, TopLogprobs
 
 

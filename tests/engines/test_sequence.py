@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.engines.embedded.sequence import Sample, Ticket
+from slipstream.engines.sequence import Sample, Ticket
 from slipstream.types import SamplingParams, TopLogprobs, VersionSpan
 
 

@@ -16,9 +16,7 @@ import numpy as np
 
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded.executor import Executor, Policy
-from slipstream.engines.embedded.intake import Intake
 from slipstream.engines.embedded.scheduler import Scheduler
-from slipstream.engines.embedded.sequence import Failed, Sample, Ticket
 from slipstream.engines.embedded.setup import (
     check_draft,
     draft_parameters,
@@ -29,6 +27,8 @@ from slipstream.engines.embedded.setup import (
     split_draft,
 )
 from slipstream.engines.embedded.worker import Worker
+from slipstream.engines.intake import Intake, Room
+from slipstream.engines.sequence import Failed, Sample, Ticket
 from slipstream.errors import (
     ConfigError,
     EngineLost,
@@ -107,7 +107,7 @@ class EmbeddedEngine:
             check_draft(model, draft)
             self._tensors += draft_tensors(draft)
             self._parameters += draft_parameters(draft, options.tp)
-        self._intake = Intake(model, tokenizer, shapes, name)
+        self._intake = Intake(model, tokenizer, Room(shapes.max_length, shapes.page_size, shapes.num_pages), name)
         listen = Listen(options.listen, options.certificate, options.key)
         self._inbox = Inbox(self._parameters, options.dtype, name, listen)
         self._num_bytes = numpy_dtype(options.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)

@@ -15,9 +15,9 @@ from slipstream.engines.embedded.placement import to_host
 from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows, Steps
 from slipstream.engines.embedded.sampling import Settings, is_rich
 from slipstream.engines.embedded.scheduler import Piece, Tick
-from slipstream.engines.embedded.sequence import Sample
 from slipstream.engines.embedded.shapes import bucket
 from slipstream.engines.embedded.speculative import lookup
+from slipstream.engines.sequence import Sample
 from slipstream.model.decoder import Params
 from slipstream.types import MemoryReport, MemoryTag, TopLogprobs
 

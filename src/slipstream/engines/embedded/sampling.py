@@ -14,15 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from slipstream.errors import InvalidSampling
-from slipstream.types import MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
+from slipstream.types import MAX_BIASES, MAX_STOPS, SamplingParams
 
 Column: TypeAlias = Any
 """A numpy array on the host, a JAX array inside a program."""
 Row: TypeAlias = bytes
 """One sample's settings, packed once and stacked at every step."""
 
-MAX_STOPS = MAX_STOP_TOKENS + 8
-"""A request's stop tokens and the model's own."""
 MAX_LANES = 1024
 """The vocabulary is dealt out to so many lanes, token `i` to lane `i % lanes`, or to fewer if it is small. A draw picks a
 lane, by the sum of its weights, and then a token in it."""

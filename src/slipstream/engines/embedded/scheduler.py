@@ -18,8 +18,8 @@ from typing import Literal, TypeAlias
 from slipstream.engines.embedded.pages import PagePool
 from slipstream.engines.embedded.queue import FairQueue
 from slipstream.engines.embedded.radix import PrefixTree
-from slipstream.engines.embedded.sequence import Sample, Ticket
 from slipstream.engines.embedded.shapes import Shapes
+from slipstream.engines.sequence import Sample, Ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from slipstream.engines.embedded.executor import Executor, Outcome, Policy
 from slipstream.engines.embedded.scheduler import Scheduler, Tick
-from slipstream.engines.embedded.sequence import Failed, Job, Sample, Ticket
+from slipstream.engines.sequence import Failed, Job, Sample, Ticket
 from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion, Unsupported
 from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from slipstream.engines.embedded.sampling import MAX_STOPS
-from slipstream.engines.embedded.sequence import Job, Sample, Ticket
-from slipstream.engines.embedded.shapes import Shapes
+from slipstream.engines.sequence import Job, Sample, Ticket
 from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, SlipstreamError
 from slipstream.model.config import ModelConfig
-from slipstream.types import MAX_TOP_LOGPROBS, Completion, Failure, Request, SamplingParams, Score
+from slipstream.types import MAX_STOPS, MAX_TOP_LOGPROBS, Completion, Failure, Request, SamplingParams, Score
 
 SCORING_PRIORITY = 0
 
 
+class Room(NamedTuple):
+    """What a sequence may take up in an engine."""
+
+    max_length: int
+    page_size: int
+    num_pages: int
+
+
 class Intake:
-    def __init__(self, model: ModelConfig, tokenizer: Any, shapes: Shapes, engine: str) -> None:
+    """For every engine that gets its tokens from token ids."""
+
+    def __init__(self, model: ModelConfig, tokenizer: Any, room: Room, engine: str) -> None:
         """`tokenizer` is a `tokenizers.Tokenizer` or None."""
-        self._model, self._tokenizer, self._shapes, self._engine = model, tokenizer, shapes, engine
-        self._max_length = shapes.max_length
+        self._model, self._tokenizer, self._room, self._engine = model, tokenizer, room, engine
+        self._max_length = room.max_length
 
     def tickets(self, requests: Sequence[Request], job: Job) -> tuple[list[Ticket], list[Completion | Failure]]:
         """A ticket for each request that can be served, a failure for each that cannot."""
@@ -125,11 +133,11 @@ class Intake:
             raise InvalidSampling(f"{what} must be 0 to {most}, got {count}")
 
     def _check_pages(self, length: int, what: str) -> None:
-        needed = self._shapes.num_pages_for(length)
-        if needed > self._shapes.num_pages:
+        needed, room = -(-length // self._room.page_size), self._room
+        if needed > room.num_pages:
             raise OutOfPages(
-                f"{what} need {needed} pages of the KV cache, and engine {self._engine!r} has {self._shapes.num_pages} "
-                f"of {self._shapes.page_size} tokens; ask for less, or raise kv_cache_tokens"
+                f"{what} need {needed} pages of the KV cache, and engine {self._engine!r} has {room.num_pages} of "
+                f"{room.page_size} tokens; ask for less, or raise kv_cache_tokens"
             )
 
     def _stop_finder(self, sampling: SamplingParams) -> Callable[[Sequence[int]], int | None]:
