@@ -132,6 +132,13 @@ def hf_directory(path: Path, name: str = "llama", seed: int = 0, tokenizer: bool
     return path
 
 
+def write_config(path: Path, config: ModelConfig) -> Path:
+    """A directory without weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config.to_hf()))
+    return path
+
+
 def write_tokenizer(path: Path) -> Path:
     """A `tokenizer.json` over characters: `<pad>` 0, `<eos>` 1, `<bos>` 2, `<unk>` 3, then a to z, digits, a space."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -82,6 +82,24 @@ def convert(
 
 
 @app.command()
+def setup(
+    what: Annotated[str, typer.Argument(help="vllm.")],
+    cpu: Annotated[bool, typer.Option("--cpu", help="vLLM for CPU.")] = False,
+    into: Annotated[Path | None, typer.Option(help="Where to; in the user's cache unless given.")] = None,
+) -> None:
+    """Make an environment for an engine that must not share ours. Engines of that kind then find it."""
+    from slipstream.topology.environments import default_directory, make_vllm
+
+    if what != "vllm" or not cpu:
+        raise ConfigError(
+            f"cannot set up {what!r}{'' if cpu else ' without --cpu'}: `slipstream setup vllm --cpu` is what there is. With "
+            "a GPU, install vllm as its own documentation says, with slipstream beside it, and name that interpreter "
+            "with engine.python=…"
+        )
+    make_vllm(into or default_directory(), lambda text: print(text, flush=True))
+
+
+@app.command()
 def gateway(
     run_dir: RunDir,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
@@ -134,12 +152,14 @@ def engine(
     ] = 60.0,
     owner: Owner = 0,
 ) -> None:
-    """Run an embedded JAX engine and join it to a gateway. Run as many as the machine can feed."""
+    """Run an engine and join it to a gateway: the embedded JAX engine, or vLLM (kind=vllm). Run as many as fit."""
     from slipstream.config import EngineConfig, load
 
     _log_to_stderr()
     config = load(EngineConfig, overrides=options or ())
-    if config.tp > 1:  # devices of the host platform, when there is no accelerator; must be said before JAX starts
+    if (
+        config.kind == "embedded" and config.tp > 1
+    ):  # devices of the host platform, when there is no accelerator; must be said before JAX starts
         flag = f"--xla_force_host_platform_device_count={config.tp}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     from slipstream.engines.host import host

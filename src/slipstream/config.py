@@ -24,8 +24,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The embedded JAX engine."""
+    """An engine: the embedded JAX engine, or vLLM."""
 
+    kind: Literal["embedded", "vllm"] = "embedded"
+    python: str = ""
+    """For `vllm`: the interpreter of an environment that has it; empty takes the one made by `slipstream setup vllm`, or this
+    one."""
     max_concurrency: int = 64
     """Sequences generated at once."""
     max_model_len: int = 0
@@ -65,6 +69,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
         _at_least(self, decode_steps=0, speculative_tokens=1)
+        if self.kind == "vllm":
+            self._check_vllm()
         if (self.speculation == "draft") != bool(self.draft_model):
             raise ConfigError(
                 f"speculation is {self.speculation!r} and draft_model is {self.draft_model!r}: a draft needs both, "
@@ -72,6 +78,14 @@ class EngineConfig:
             )
         if self.listen not in LOOPBACK and not (self.certificate and self.key):
             raise ConfigError(f"listening for weights on {self.listen} needs TLS: give a certificate and its key")
+
+    def _check_vllm(self) -> None:
+        """What only the embedded engine knows, and would be ignored."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        ours = ("page_size", "decode_steps", "deterministic", "attention", "speculation", "speculative_tokens")
+        for name in ours:
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(f"{name} is a setting of the embedded engine; an engine of kind 'vllm' has none such")
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ class Subject:
     params: Any
     tolerance: float = 1e-5
     """Of logprobs against the reference."""
+    bounded: tuple[str, ...] = ()
+    """Sampling parameters of which it takes small values only."""
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def generate(self, *requests: Request) -> list[Completion | Failure]:
@@ -74,13 +76,16 @@ class Subject:
         publisher.close()
         return report.version
 
-    def logprobs(self, tokens: Sequence[int], params: Any = None) -> np.ndarray:
-        """Log-probabilities `[tokens, vocab]` by the reference, of what follows each token."""
+    def logits(self, tokens: Sequence[int], params: Any = None) -> np.ndarray:
+        """`[tokens, vocab]` by the reference, of what follows each token."""
         # Padded to one length, so that it is compiled once: what is right of a token does not change it.
         padded = np.zeros((1, 128), np.int32)
         padded[0, : len(tokens)] = tokens
         logits = _logits(self.params if params is None else params, self.config, padded)
-        return log_softmax(np.asarray(logits)[0, : len(tokens)])
+        return np.asarray(logits)[0, : len(tokens)]
+
+    def logprobs(self, tokens: Sequence[int], params: Any = None) -> np.ndarray:
+        return log_softmax(self.logits(tokens, params))
 
     @cached_property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -253,9 +258,32 @@ def test_no_stop_token_comes_before_the_minimum(subject: Subject) -> None:
 
 @pytest.mark.parametrize("seen", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
 def test_a_penalty_keeps_tokens_from_coming_again(subject: Subject, seen: str) -> None:
-    completion = subject.complete(subject.prompts[4], temperature=0, max_tokens=12, **{seen: 1000.0})
-    assert len(set(completion.token_ids)) == 12
-    assert seen != "repetition_penalty" or not set(completion.token_ids) & set(completion.prompt_token_ids)
+    one = request("r", subject.prompts[4], temperature=0, max_tokens=12, **{seen: 1000.0})
+    (outcome,) = subject.generate(one)
+    if seen in subject.bounded:
+        assert (
+            isinstance(outcome, Failure) and isinstance(outcome.error, InvalidSampling) and seen in str(outcome.error)
+        )
+        return
+    assert isinstance(outcome, Completion)
+    assert len(set(outcome.token_ids)) == 12
+    assert seen != "repetition_penalty" or not set(outcome.token_ids) & set(outcome.prompt_token_ids)
+
+
+def test_penalties_are_subtracted_or_divided_by(subject: Subject) -> None:
+    """One token at a time, beside the reference's logits."""
+    how = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 1.1}
+    completion = subject.complete(subject.prompts[5], temperature=0, max_tokens=16, **how)
+    tokens, drawn = list(completion.prompt_token_ids), list[int]()
+    for token in completion.token_ids:
+        logits = subject.logits(tokens)[-1].copy()
+        for seen in set(tokens):
+            logits[seen] = logits[seen] / 1.3 if logits[seen] > 0 else logits[seen] * 1.3
+        for seen in set(drawn):
+            logits[seen] -= 0.7 + 1.1 * drawn.count(seen)
+        assert token == int(logits.argmax())
+        tokens.append(token)
+        drawn.append(token)
 
 
 def test_a_bias_makes_tokens_come_or_stay_away(subject: Subject) -> None:

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig
-from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.engines.base import Engine
 from slipstream.gateway.attach import serve_engine
 
 log = logging.getLogger(__name__)
@@ -29,19 +29,31 @@ async def host(
     the engine is registered."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    _keep_compiled()
-    engine = EmbeddedEngine.from_directory(model, name=name, options=options)
+    engine = await _start(model, name, options)
     log.info("engine %s: %s, tp=%d, pid %d", name, engine.describe().model, options.tp, os.getpid())
     on_registered = ready.touch if ready is not None else None
     serving = asyncio.create_task(serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered))
-    stopping = asyncio.create_task(stop.wait())
+    ends = {asyncio.create_task(stop.wait())}
+    if (ended := getattr(engine, "ended", None)) is not None:
+        ends.add(asyncio.create_task(ended.wait()))
     try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
     finally:
         serving.cancel()
         await engine.close()
+
+
+async def _start(model: Path, name: str, options: EngineConfig) -> Engine:
+    if options.kind == "vllm":
+        from slipstream.engines.vllm.engine import VllmEngine
+
+        return await VllmEngine.start(model, name=name, options=options)
+    from slipstream.engines.embedded.engine import EmbeddedEngine
+
+    _keep_compiled()
+    return EmbeddedEngine.from_directory(model, name=name, options=options)
 
 
 def _keep_compiled() -> None:

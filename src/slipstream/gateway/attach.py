@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -267,7 +267,7 @@ class EngineSession:
             case "sleep":
                 return self._memory_answer(await self._engine.sleep(message.control.sleep.level))
             case "wake":
-                tags = convert.tags_from_pb(message.control.wake.tags)
+                tags: Any = tuple(message.control.wake.tags)  # the engine knows which there are
                 return self._memory_answer(await self._engine.wake(tags or None))
             case "memory":
                 return self._memory_answer(await self._engine.memory())

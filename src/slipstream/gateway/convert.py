@@ -203,6 +203,9 @@ def _top_from_pb(message: pb.TopLogprobs, num_positions: int) -> tuple[TopLogpro
 
 
 def sequences_to_pb(sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> pb.ScoreRequest:
+    for index, sequence in enumerate(sequences):
+        if any(not 0 <= token < 1 << 32 for token in sequence):
+            raise errors.InvalidPrompt(f"sequence {index} holds a token id that no model has: {[*sequence]}")
     return pb.ScoreRequest(sequences=[pb.TokenIds(ids=s) for s in sequences], engine=engine, top_k=top_k)
 
 

@@ -69,10 +69,10 @@ def _refusal(handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler:
 
 
 @contextlib.asynccontextmanager
-async def running(config: GatewayConfig, token: str) -> AsyncIterator[str]:
+async def running(config: GatewayConfig, token: str, service: Service | None = None) -> AsyncIterator[str]:
     """A gateway on this event loop; gives its address."""
     server = grpc.aio.server(interceptors=[TokenCheck(token)], options=wire.options(config.max_message_bytes))
-    service, health = Service(config.lease_seconds), HealthServicer()
+    service, health = service or Service(config.lease_seconds), HealthServicer()
     slipstream_pb2_grpc.add_GatewayServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), server)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from slipstream.config import EngineConfig, GatewayConfig
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
+from slipstream.topology.environments import interpreter
 from slipstream.weights.transports import shm
 
 STOP_SECONDS = 5.0
@@ -50,7 +51,7 @@ class ProcessGroup:
     def start_engine(self, name: str, model: Path, config: EngineConfig) -> None:
         self._mark(name).unlink(missing_ok=True)
         arguments = ["engine", "--run-dir", str(self.run_dir), "--model", str(model), "--name", name, "--patience", "3"]
-        self._start(name, arguments + _overrides(config))
+        self._start(name, arguments + _overrides(config), interpreter(config))
 
     def wait_for_engines(self, count: int) -> None:
         """A registered engine leaves a mark in the run directory: no connection is needed to wait for it."""
@@ -76,8 +77,8 @@ class ProcessGroup:
                 process.wait()
         shm.sweep()
 
-    def _start(self, name: str, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "slipstream.cli", *arguments, "--owner", str(os.getpid())]
+    def _start(self, name: str, arguments: Sequence[str], python: str = sys.executable) -> None:
+        command = [python, "-m", "slipstream.cli", *arguments, "--owner", str(os.getpid())]
         with open(self.run_dir / f"{name}.log", "wb") as log:
             # A session of its own: Ctrl-C reaches this process alone, which then ends the others in order.
             self._processes[name] = subprocess.Popen(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -37,6 +37,7 @@ from slipstream.weights.plan import Move, Plan, check_cover
 from slipstream.weights.source import Tensor, read
 from slipstream.weights.transports import SMALL_BYTES, make_landing, open_sender
 from slipstream.weights.transports.base import Landing, Sender
+from slipstream.weights.transports.shm import ShmLanding
 from slipstream.weights.transports.tcp import Listen
 
 NUM_SLOTS = 2
@@ -257,6 +258,24 @@ class Inbox:
                     f"{update.version} is not used. Did trainer ranks disagree on what has changed?"
                 )
 
+    def files(self) -> list[str]:
+        """The files of shared memory in which weights land, for an engine whose own processes read them there. They may be
+        gone from the directory once the version is committed: map them before."""
+        with self._lock:
+            return [str(_in_shm(landing).path) for rank in self._ranks for landing in rank.landings.values()]
+
+    def places(self, version: int, names: Iterable[str]) -> dict[str, list[tuple[str, int, tuple[int, ...]]]]:
+        """For parameters that have come, per rank: file, offset in it, local shape."""
+        with self._lock:
+            update = self._current(version)
+        found: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {name: [] for name in names}
+        for name, places in found.items():
+            for rank in self._ranks:
+                landing = _in_shm(rank.landings[update.slots[name]])
+                offset, shape = rank.image.places[name]
+                places.append((str(landing.path), landing.start + offset, shape))
+        return found
+
     @property
     def is_updating(self) -> bool:
         return self._update is not None
@@ -301,3 +320,8 @@ class Inbox:
             under_way = "none" if self._update is None else f"version {self._update.version}"
             raise UnknownVersion(f"engine {self._name!r}: version {version} is not under way (under way: {under_way})")
         return self._update
+
+
+def _in_shm(landing: Landing) -> ShmLanding:
+    assert isinstance(landing, ShmLanding), "other processes can see shared memory alone"
+    return landing

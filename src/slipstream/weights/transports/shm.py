@@ -33,15 +33,15 @@ class ShmLanding(InPlaceLanding):
 
     def __init__(self, size: int, num_pieces: int) -> None:
         owner = f"{os.getuid()}-{_pid_space()}-{os.getpid()}-{_started(os.getpid())}"
-        self._path = directory() / f"slipstream-{owner}-{secrets.token_hex(8)}"
+        self.path = directory() / f"slipstream-{owner}-{secrets.token_hex(8)}"
         nonce, start = secrets.token_bytes(_NONCE_BYTES), _image_start(num_pieces)
-        fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             # Claim the pages now: with a sparse file, running out of shared memory is a SIGBUS in mid-copy.
             os.posix_fallocate(fd, 0, start + size)
             memory = mmap.mmap(fd, start + size)
         except OSError as error:
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             raise TransferError(
                 f"cannot get {size:,} bytes of shared memory in {directory()}: {error.strerror}; free some, or enlarge "
                 "the mount (in a container: --shm-size)"
@@ -51,10 +51,11 @@ class ShmLanding(InPlaceLanding):
         memory[:_NONCE_BYTES] = nonce
         view = np.frombuffer(memory, np.uint8)
         super().__init__(view[start:], view[_NONCE_BYTES : _NONCE_BYTES + num_pieces])
-        self.link = pack_link("shm", path=str(self._path), size=size, pieces=num_pieces, nonce=nonce.hex())
+        self.start = start
+        self.link = pack_link("shm", path=str(self.path), size=size, pieces=num_pieces, nonce=nonce.hex())
 
     def settle(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         super().close()

@@ -1,0 +1,79 @@
+"""Which vLLM this is, and the few places where versions differ."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TESTED = ("0.26", "0.32")
+"""Releases that the conformance suite has run against."""
+
+_NEEDED = {
+    "vllm.v1.engine.async_llm": ("AsyncLLM",),
+    "vllm.engine.arg_utils": ("AsyncEngineArgs",),
+    "vllm.v1.sample.sampler": ("Sampler",),
+    "vllm.logprobs": ("FlatLogprobs",),
+    "vllm.v1.engine.exceptions": ("EngineDeadError",),
+}
+_METHODS = ("generate", "pause_generation", "resume_generation", "reset_prefix_cache", "collective_rpc", "shutdown")
+
+
+def check() -> str:
+    """The version of the vLLM that is installed. Raises `ConfigError` that names what is missing."""
+    import importlib
+
+    try:
+        import vllm
+    except ImportError as error:
+        raise ConfigError(
+            f"vLLM cannot be imported here ({error}); make an environment for it with `slipstream setup vllm --cpu`, or "
+            "name the interpreter that has it with python=…"
+        ) from None
+    version = str(vllm.__version__)
+    for module, names in _NEEDED.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"vLLM {version} has no {module} ({error}); {_advice()}") from None
+        for name in names:
+            if not hasattr(found, name):
+                raise ConfigError(f"vLLM {version} has no {module}.{name}; {_advice()}")
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if missing := [name for name in _METHODS if not hasattr(AsyncLLM, name)]:
+        raise ConfigError(f"AsyncLLM of vLLM {version} has no {', '.join(missing)}; {_advice()}")
+    if not version.startswith(TESTED):
+        log.warning("vLLM %s was never tested with Slipstream; %s", version, _advice())
+    return version
+
+
+def _advice() -> str:
+    return f"tested are {' and '.join(f'{v}.x' for v in TESTED)}"
+
+
+async def stop_stepping(llm: Any) -> None:
+    """Returns between two steps; what runs is kept, and so is the KV cache. Without the pause of 20 ms that
+    `AsyncLLM.pause_generation` makes for the looks of it, where there is a way round it."""
+    core = llm.engine_core
+    if hasattr(core, "pause_scheduler_async"):
+        await core.pause_scheduler_async(mode="keep", clear_cache=False)
+    else:
+        await llm.pause_generation(mode="keep", clear_cache=False)
+
+
+async def go_on_stepping(llm: Any) -> None:
+    await llm.resume_generation()
+
+
+def token_prompt(tokens: tuple[int, ...], salt: str) -> dict[str, Any]:
+    """With a salt, a prompt finds nothing in the prefix cache that was put there under another one."""
+    return {"prompt_token_ids": list(tokens), "cache_salt": salt}
+
+
+def external_id(internal: str) -> str:
+    """Of a request, from the id that workers know it by: vLLM appends random characters."""
+    return internal.partition("-")[0]

@@ -1,0 +1,503 @@
+"""vLLM behind the engine contract: this process hosts its asynchronous engine, our `Extension` lives in its workers.
+
+    this process            VllmEngine ── AsyncLLM             requests, versions, the memory in which weights land
+    vLLM's own processes    EngineCore ── workers (Extension)  steps; between two of them: how far is who, new weights
+
+A version is swapped in between two steps. Which tokens were drawn before is asked of the workers at that very moment, so
+that spans are right to the token. The prefix cache is keyed by version: what an older one computed is never found again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, get_args
+
+from slipstream.config import EngineConfig
+from slipstream.engines.intake import Intake, Room
+from slipstream.engines.sequence import Failed, Sample, Ticket
+from slipstream.engines.vllm import compat, words
+from slipstream.engines.vllm.setup import make_llm
+from slipstream.errors import (
+    EngineFailure,
+    EngineLost,
+    FleetChanged,
+    NotReady,
+    SlipstreamError,
+    UnknownVersion,
+    Unsupported,
+    UpdateInProgress,
+)
+from slipstream.model.config import ModelConfig
+from slipstream.types import (
+    Berths,
+    CommitReport,
+    Completion,
+    EngineInfo,
+    Failure,
+    InFlight,
+    MemoryReport,
+    MemoryTag,
+    Offer,
+    Request,
+    Score,
+    StageReport,
+)
+from slipstream.weights import families
+from slipstream.weights.image import numpy_dtype
+from slipstream.weights.transfer import Inbox
+from slipstream.weights.transports import host_identity, is_quick
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOAD_SECONDS = 600.0
+"""Of a call to the workers."""
+
+Place: TypeAlias = tuple[str, int, tuple[int, ...]]
+"""Where a tensor lies: a file of shared memory, the offset in it, the shape."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """A sample in vLLM's hands."""
+
+    sample: Sample
+    task: asyncio.Task[None]
+    id: str = ""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """`(version, first token)`: who draws what."""
+    again: bool = False
+    """It is to begin anew."""
+
+    def restart(self) -> None:
+        self.again = True
+        self.task.cancel()
+
+
+class VllmEngine:
+    """See `engines.base.Engine`.
+
+    engine = await VllmEngine.start("my-model", options=EngineConfig(kind="vllm"))
+    """
+
+    def __init__(self, model: ModelConfig, llm: Any, *, name: str, tokenizer: Any, options: EngineConfig) -> None:
+        self._model, self._llm, self._name, self._options = model, llm, name, options
+        config = llm.vllm_config
+        self._max_length = int(config.model_config.max_model_len)
+        cache = config.cache_config
+        room = Room(self._max_length, int(cache.block_size), int(cache.num_gpu_blocks))
+        self._intake = Intake(model, tokenizer, room, name)
+        # Weights come whole: each worker takes its own part from memory that all of them see.
+        self._tensors, self._parameters = families.tensors(model), families.parameters(model, 1)
+        self._num_bytes = numpy_dtype(options.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
+        self._inbox = Inbox(self._parameters, options.dtype, name)
+        self._quick = False
+        self._version = -1
+        self._places: dict[str, Place] = {}
+        """Of the tensors that came by an update; the others are those of the checkpoint."""
+        self._mapped: set[str] = set()
+        """Files of shared memory that the workers see."""
+        self._shadow: tuple[int, dict[str, Place]] | None = None
+        self._has_checkpoint = False
+        self._ids = itertools.count()
+        self._running: dict[str, _Run] = {}
+        self._gate = asyncio.Event()
+        """Closed while a commit waits for what runs to finish."""
+        self._gate.set()
+        self._turn = asyncio.Lock()
+        """Of whatever stops the engine's steps."""
+        self._paused = self._is_still = False
+        self._asleep: dict[MemoryTag, int] = {}
+        """What has been given up, and at which level."""
+        self.ended = asyncio.Event()
+        """vLLM is gone, and this process had better go too."""
+
+    @classmethod
+    async def start(
+        cls, directory: str | Path, *, name: str = "engine", options: EngineConfig | None = None
+    ) -> VllmEngine:
+        """From an HF directory: `config.json`, and `tokenizer.json` and weights where they are there."""
+        directory, options = Path(directory), options or EngineConfig(kind="vllm")
+        model, tokenizer = ModelConfig.read(directory), None
+        if (directory / "tokenizer.json").exists():
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        has_weights = any(directory.glob("*.safetensors"))
+        llm = make_llm(directory, model, options, has_weights)
+        engine = cls(model, llm, name=name, tokenizer=tokenizer, options=options)
+        engine._has_checkpoint = has_weights
+        engine._version = 0 if has_weights else -1
+        await engine._on_workers("slipstream_install", os.getpid(), [t.name for t in engine._tensors])
+        return engine
+
+    def describe(self) -> EngineInfo:
+        return EngineInfo(
+            name=self._name,
+            kind="vllm",
+            model=self._model.fingerprint(),
+            dtype=self._options.dtype,
+            num_ranks=1,
+            tensors=self._tensors,
+            parameters=self._parameters,
+            transports=("shm",),
+            host=host_identity(),
+            max_model_len=self._max_length,
+            max_concurrency=self._options.max_concurrency,
+            version=self._version,
+            pid=os.getpid(),
+        )
+
+    # --- rollouts ---
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+        job = _Job()
+        try:
+            self._check_ready()
+            tickets, failures = await asyncio.to_thread(self._intake.tickets, requests, job)
+        except (NotReady, EngineLost) as error:
+            yield [Failure(request.id, error) for request in requests]
+            return
+        owed = {ticket: ticket.sampling.n for ticket in tickets}
+        tasks = self._start(tickets, job)
+        try:
+            if failures:
+                yield failures
+            while owed:
+                if answers := self._answers(await job.outcomes(), owed):
+                    yield answers
+        finally:
+            await _cancelled(tasks)
+
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
+        self._check_ready()
+        job = _Job()
+        tickets = await asyncio.to_thread(self._intake.scoring_tickets, sequences, top_k, job)
+        tasks = self._start(tickets, job)
+        scores: dict[int, Score] = {}
+        try:
+            while len(scores) < len(tickets):
+                for outcome in await job.outcomes():
+                    if isinstance(outcome, Failed):
+                        raise outcome.error
+                    scores[int(outcome.ticket.request_id)] = self._intake.score(outcome)
+        finally:
+            await _cancelled(tasks)
+        return [scores[i] for i in range(len(sequences))]
+
+    def _start(self, tickets: Sequence[Ticket], job: _Job) -> list[asyncio.Task[None]]:
+        samples = [sample for ticket in tickets for sample in ticket.samples()]
+        return [asyncio.create_task(self._run(sample, job)) for sample in samples]
+
+    def _answers(self, outcomes: Sequence[Sample | Failed], owed: dict[Ticket, int]) -> list[Completion | Failure]:
+        """Completions and failures, counted off from what is owed; a request fails once."""
+        answers = self._intake.completions([o for o in outcomes if isinstance(o, Sample) and o.ticket in owed])
+        for outcome in outcomes:
+            if outcome.ticket not in owed:
+                continue
+            if isinstance(outcome, Failed):
+                answers.append(Failure(outcome.ticket.request_id, outcome.error))
+                del owed[outcome.ticket]
+            elif owed[outcome.ticket] > 1:
+                owed[outcome.ticket] -= 1
+            else:
+                del owed[outcome.ticket]
+        return answers
+
+    async def _run(self, sample: Sample, job: _Job) -> None:
+        """One sample, from the first token to the last; as often as a commit says that it must begin anew."""
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            await self._gate.wait()
+            run = _Run(sample, task, f"s{next(self._ids)}", [(self._version, 0)])
+            self._running[run.id] = run
+            try:
+                await self._draw(run)
+                return job.deliver([sample])
+            except asyncio.CancelledError:
+                if not run.again or task.uncancel():  # what is left then is a real cancellation
+                    raise
+                sample.restart()
+            except SlipstreamError as error:
+                return job.deliver([Failed(sample.ticket, error)])
+            except Exception as error:
+                return job.deliver([Failed(sample.ticket, self._failure("generating", error))])
+            finally:
+                del self._running[run.id]
+
+    async def _draw(self, run: _Run) -> None:
+        sample = run.sample
+        prompt = compat.token_prompt(sample.ticket.prompt, f"version {self._version}")
+        params = words.scoring_params(sample) if sample.ticket.is_scoring else words.sampling_params(sample)
+        outputs = self._llm.generate(prompt, params, run.id, priority=sample.ticket.priority)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if sample.ticket.is_scoring:
+                    words.take_scores(sample, output, run.versions[0][0])
+                else:
+                    words.take_tokens(sample, output.outputs[0], run.versions)
+                if sample.stopped:
+                    return
+        if not sample.ticket.is_scoring and sample.finish_reason is None:
+            raise EngineFailure(f"vLLM ended a request of engine {self._name!r} after {len(sample.tokens)} tokens")
+
+    def _check_ready(self) -> None:
+        if self.ended.is_set():
+            raise EngineLost(f"engine {self._name!r} is closed, or its vLLM has died")
+        if self._version < 0:
+            raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
+
+    # --- weights ---
+
+    async def begin(self, version: int, offer: Offer) -> Berths:
+        self._quick = is_quick(offer.transport, self._num_bytes)
+        return await self._do(partial(self._inbox.begin, self._version, version, offer))
+
+    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
+        arrays, report = await self._do(partial(self._inbox.receive, version, manifests))
+        places = self._places | {name: ranks[0] for name, ranks in self._inbox.places(version, arrays).items()}
+        await self._map({file for file, _, _ in (*places.values(), *self._places.values())}.union(self._inbox.files()))
+        missing = sorted({t.name for t in self._tensors} - places.keys())
+        if missing and (not self._has_checkpoint or self._asleep.get("weights") == 2):
+            raise FleetChanged(
+                f"engine {self._name!r} has no weights of its own and needs every tensor; {missing[0]} and "
+                f"{len(missing) - 1} more did not come"
+            )
+        self._inbox.check(version)  # a rollback may have come meanwhile
+        self._shadow = version, places
+        return report
+
+    async def _map(self, files: set[str]) -> None:
+        """Workers see what is in these, and forget others."""
+        if files != self._mapped:
+            try:
+                await self._on_workers("slipstream_map", sorted(files))
+            except EngineLost:
+                raise
+            except Exception as error:
+                raise self._failure("mapping the memory in which weights land", error) from None
+            self._mapped = files
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        """In a thread, unless that would take longer than the work."""
+        return work() if self._quick else await asyncio.to_thread(work)
+
+    async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
+        if in_flight not in get_args(InFlight):
+            raise Unsupported(f"in_flight must be one of {', '.join(get_args(InFlight))}; got {in_flight!r}")
+        report = CommitReport(0.0, 0.0)
+        if version != self._version:
+            self._staged(version)
+            if in_flight == "finish":
+                await self._finish_running(version)
+            report = await self._swap(version, in_flight)
+        self._drop_shadow(version)
+        with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it
+            self._inbox.finish(version)
+        return report
+
+    def _staged(self, version: int) -> dict[str, Place]:
+        if self._shadow is None or self._shadow[0] != version:
+            raise UnknownVersion(f"engine {self._name!r} has not staged version {version}: begin and stage it first")
+        return self._shadow[1]
+
+    async def _finish_running(self, version: int) -> None:
+        """Those that have begun to draw end first; the others wait, and begin under the new version."""
+        if (self._paused or self._asleep) and self._running:
+            why = "paused" if self._paused else "asleep"
+            raise Unsupported(
+                f"engine {self._name!r} is {why}, so its requests would never finish; resume it, or commit with "
+                'in_flight="keep"'
+            )
+        self._gate.clear()
+        try:
+            async with self._turn, self._still():
+                drawn = await self._drawn()
+                for run in self._running.values():
+                    if not drawn.get(run.id):
+                        run.restart()
+            while self._running:
+                await asyncio.wait([run.task for run in self._running.values()], timeout=0.05)
+                self._staged(version)  # a rollback calls it off
+        finally:
+            self._gate.set()
+
+    async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
+        called = time.perf_counter()
+        async with self._turn, self._still():
+            boundary = time.perf_counter()
+            places, drawn = self._staged(version), await self._drawn()
+            try:
+                if places != self._places:
+                    await self._load(places)
+            except Exception as error:
+                await self._load(self._places)  # what serves is loaded anew: half of it may be overwritten
+                raise self._failure(f"loading version {version}", error) from error
+            self._version, self._places = version, places
+            self._asleep.pop("weights", None)
+            for run in self._running.values():
+                count = drawn.get(run.id, 0)
+                if in_flight == "requeue" or run.sample.ticket.is_scoring or not count:
+                    run.restart()
+                else:
+                    run.versions.append((version, count))
+            if in_flight == "recompute":
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+            swapped = time.perf_counter()
+        return CommitReport(swapped - boundary, boundary - called)
+
+    async def _load(self, places: Mapping[str, Place]) -> None:
+        tensors = [[name, file, offset, list(shape)] for name, (file, offset, shape) in places.items()]
+        await self._on_workers("slipstream_load", tensors, self._options.dtype)
+
+    async def rollback(self, version: int) -> None:
+        self._drop_shadow(version)
+        self._inbox.rollback(version)
+
+    def _drop_shadow(self, version: int) -> None:
+        if self._shadow is not None and self._shadow[0] == version:
+            self._shadow = None
+
+    # --- control ---
+
+    async def pause(self) -> None:
+        async with self._turn:
+            self._paused = True
+            await self._stop()
+
+    async def resume(self) -> None:
+        async with self._turn:
+            self._paused = False
+            await self._go_on()
+
+    async def sleep(self, level: int = 1) -> MemoryReport:
+        if level not in (1, 2):
+            raise Unsupported(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped), got {level!r}")
+        if self._inbox.is_updating:
+            raise UpdateInProgress(
+                f"engine {self._name!r} is in the midst of an update: commit it or roll it back first"
+            )
+        async with self._turn:
+            await self._stop()
+            if "kv_cache" not in self._asleep:
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+                await self._on_workers("slipstream_shrink", ["kv_cache"])
+                self._asleep["kv_cache"] = level
+            if level > self._asleep.get("weights", 0):
+                if level == 2:  # level 1 keeps them in host memory, which on CPU is where they are
+                    await self._on_workers("slipstream_shrink", ["weights"])
+                    self._places = {}
+                self._asleep["weights"] = level
+            return await self.memory()
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
+        known = get_args(MemoryTag)
+        for tag in tags or ():
+            if tag not in known:
+                raise Unsupported(f"nothing is named {tag!r}; wake takes {' and '.join(known)}")
+        async with self._turn:
+            dropped = self._asleep.get("weights") == 2
+            if dropped and tags is not None and "weights" in tags:
+                raise NotReady(
+                    f"engine {self._name!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them"
+                )
+            for tag in known if tags is None else tags:
+                if tag in self._asleep and not (tag == "weights" and dropped):
+                    if tag == "kv_cache":
+                        await self._on_workers("slipstream_grow", tag)
+                    del self._asleep[tag]
+            await self._go_on()
+            return await self.memory()
+
+    async def memory(self) -> MemoryReport:
+        workers = await self._on_workers("slipstream_memory")
+        weights = 0 if self._asleep.get("weights") == 2 else self._num_bytes
+        kv_cache, resident = (sum(worker[name] for worker in workers) for name in ("kv_cache", "resident"))
+        return MemoryReport(weights, kv_cache, resident, tuple(sorted(self._asleep)))
+
+    async def close(self) -> None:
+        self.ended.set()
+        lost = EngineLost(f"engine {self._name!r} was closed before this was finished")
+        for run in list(self._running.values()):
+            run.sample.ticket.job.deliver([Failed(run.sample.ticket, lost)])
+            run.task.cancel()
+        await asyncio.to_thread(self._llm.shutdown)
+        self._inbox.close()
+
+    # --- steps ---
+
+    @contextlib.asynccontextmanager
+    async def _still(self):  # type: ignore[no-untyped-def]
+        """No step runs inside; afterwards they do, unless something else holds them."""
+        await self._stop()
+        try:
+            yield
+        finally:
+            await self._go_on()
+
+    async def _stop(self) -> None:
+        if not self._is_still:
+            await compat.stop_stepping(self._llm)
+            self._is_still = True
+
+    async def _go_on(self) -> None:
+        if self._is_still and not (self._paused or self._asleep):
+            await compat.go_on_stepping(self._llm)
+            self._is_still = False
+
+    async def _drawn(self) -> dict[str, int]:
+        """Tokens of each running sample, between two steps."""
+        found: dict[str, int] = (await self._on_workers("slipstream_drawn"))[0]
+        return found
+
+    async def _on_workers(self, method: str, *args: Any) -> list[Any]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            results: list[Any] = await self._llm.collective_rpc(method, timeout=LOAD_SECONDS, args=args)
+            return results
+        except EngineDeadError as error:
+            raise self._failure(method, error) from None
+
+    def _failure(self, doing: str, error: Exception) -> SlipstreamError:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError):
+            self.ended.set()
+            return EngineLost(f"the vLLM of engine {self._name!r} died while {doing}: {error}")
+        return EngineFailure(f"engine {self._name!r} failed {doing}: {type(error).__name__}: {error}")
+
+
+class _Job:
+    """The mailbox of one `generate` call."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Sample | Failed] = asyncio.Queue()
+
+    def deliver(self, outcomes: list[Sample | Failed]) -> None:
+        for outcome in outcomes:
+            self._queue.put_nowait(outcome)
+
+    async def outcomes(self) -> list[Sample | Failed]:
+        """All that has come; waits until there is something."""
+        found = [await self._queue.get()]
+        while not self._queue.empty():
+            found.append(self._queue.get_nowait())
+        return found
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

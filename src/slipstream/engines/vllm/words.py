@@ -1,0 +1,90 @@
+"""Requests in vLLM's words, and its answers in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import xxhash
+
+from slipstream.engines.sequence import Sample
+from slipstream.errors import InvalidSampling
+from slipstream.types import TopLogprobs
+
+
+def sampling_params(sample: Sample) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    ticket, sampling = sample.ticket, sample.ticket.sampling
+    try:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            # A generator of torch's on CPU heeds 32 bits of its seed only: all of ours go into them.
+            seed=xxhash.xxh3_64_intdigest(f"{ticket.seed} {sample.sample_index}".encode()) >> 1,
+            stop_token_ids=list(ticket.stop),
+            ignore_eos=True,  # the model's own end-of-sequence tokens are among the stop tokens, if they count
+            min_tokens=sampling.min_tokens,
+            max_tokens=ticket.limit,
+            logprobs=sampling.top_logprobs + 1,  # see `TwofoldSampler`
+            flat_logprobs=True,
+            detokenize=False,
+            logit_bias=dict(sampling.logit_bias) or None,
+            # Whoever looks for a stop text must see every token.
+            output_kind=RequestOutputKind.DELTA if ticket.find_stop else RequestOutputKind.FINAL_ONLY,
+        )
+    except Exception as error:  # it has bounds of its own: penalties of at most 2, say
+        raise InvalidSampling(f"vLLM does not take these sampling parameters: {error}") from None
+
+
+def scoring_params(sample: Sample) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        prompt_logprobs=sample.ticket.sampling.top_logprobs,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def take_tokens(sample: Sample, output: Any, versions: Sequence[tuple[int, int]]) -> None:
+    """What was drawn, each token under the version that drew it."""
+    tokens, columns = list(output.token_ids), output.logprobs
+    drawn, raw, tops = [], [], []
+    for start, end in zip(columns.start_indices, columns.end_indices):
+        drawn.append(columns.logprobs[start])
+        raw.append(columns.logprobs[start + 1])
+        if sample.ticket.sampling.top_logprobs:
+            tops.append(
+                TopLogprobs(tuple(columns.token_ids[start + 2 : end]), tuple(columns.logprobs[start + 2 : end]))
+            )
+    before, total = len(sample.tokens), len(sample.tokens) + len(tokens)
+    stops = [start for _, start in versions[1:]] + [total]
+    for (version, start), stop in zip(versions, stops):
+        part = slice(max(start, before) - before, min(stop, total) - before)
+        if part.start < part.stop:
+            ends = output.finish_reason == "stop" and part.stop == len(tokens)
+            sample.extend(tokens[part], drawn[part], raw[part], tops[part], ends, version)
+
+
+def take_scores(sample: Sample, output: Any, version: int) -> None:
+    columns, count = output.prompt_logprobs, sample.ticket.sampling.top_logprobs
+    if columns is None:
+        return
+    for start, end in list(zip(columns.start_indices, columns.end_indices))[1:]:  # nothing precedes the first token
+        sample.raw_logprobs.append(columns.logprobs[start])
+        if count:
+            ids, logprobs = columns.token_ids[start + 1 : end], columns.logprobs[start + 1 : end]
+            sample.tops.append(TopLogprobs(tuple(ids[:count]), tuple(logprobs[:count])))
+    sample.versions = [(version, 0)]

@@ -1,0 +1,133 @@
+"""An engine process behind a real gateway, as an `Engine`: what the conformance suite needs of an engine that lives elsewhere.
+
+The gateway runs in this process, on its loop, and calls go straight over the engine's own link: nothing between the test
+and the engine decides anything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slipstream import portal
+from slipstream.config import GatewayConfig
+from slipstream.gateway import convert, server
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.attach import EngineLink
+from slipstream.gateway.service import Service
+from slipstream.types import (
+    Berths,
+    CommitReport,
+    Completion,
+    EngineInfo,
+    Failure,
+    MemoryReport,
+    Offer,
+    Request,
+    Score,
+    StageReport,
+)
+
+START_SECONDS = 200.0
+SECONDS = 120.0
+
+
+class AttachedEngine:
+    def __init__(self, info: EngineInfo, link: EngineLink, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self.log = process, log
+        self._info, self._link = info, link
+
+    def describe(self) -> EngineInfo:
+        return self._info
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+        async for results in portal.aiterate(self._link.results(convert.requests_to_pb(requests))):
+            yield convert.results_from_pb(results)
+
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
+        answer = await self._ask(pb.ToEngine(score=convert.sequences_to_pb(sequences, top_k=top_k)))
+        return convert.scores_from_pb(answer.scores)
+
+    async def begin(self, version: int, offer: Offer) -> Berths:
+        begin = pb.EngineBegin(version=version, offer=convert.offer_to_pb(offer))
+        return convert.berths_from_pb((await self._ask(pb.ToEngine(begin=begin))).begun)
+
+    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
+        stage = pb.EngineStage(version=version, manifests=convert.manifests_to_pb(manifests))
+        return convert.stage_report_from_pb((await self._ask(pb.ToEngine(stage=stage))).staged)
+
+    async def commit(self, version: int, in_flight: Any = "keep") -> CommitReport:
+        answer = await self._ask(pb.ToEngine(commit=pb.Commit(version=version, in_flight=in_flight)))
+        self._info = replace(self._info, version=version)
+        return convert.commit_report_from_pb(answer.committed)
+
+    async def rollback(self, version: int) -> None:
+        await self._ask(pb.ToEngine(rollback=pb.Rollback(version=version)))
+
+    async def pause(self) -> None:
+        await self._control(pause=pb.Pause())
+
+    async def resume(self) -> None:
+        await self._control(resume=pb.Resume())
+
+    async def sleep(self, level: int = 1) -> MemoryReport:
+        return await self._control(sleep=pb.Sleep(level=level))
+
+    async def wake(self, tags: Any = None) -> MemoryReport:
+        return await self._control(wake=pb.Wake(tags=tags or ()))
+
+    async def memory(self) -> MemoryReport:
+        return await self._control(memory=pb.Memory())
+
+    async def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+    async def _control(self, **verb: Any) -> MemoryReport:
+        return convert.memory_from_pb((await self._ask(pb.ToEngine(control=pb.Control(**verb)))).memory)
+
+    async def _ask(self, message: pb.ToEngine) -> pb.FromEngine:
+        return await portal.arun(self._link.ask(message, SECONDS, "answer"))
+
+
+@contextlib.contextmanager
+def attached(python: str, model: Path, run_dir: Path, *options: str, **variables: str) -> Iterator[AttachedEngine]:
+    """Starts an engine process with `python`, and ends it. `variables` are of its environment."""
+    token, service, stack = secrets.token_hex(16), Service(lease_seconds=30.0), contextlib.AsyncExitStack()
+
+    async def serve() -> str:
+        return await stack.enter_async_context(server.running(GatewayConfig(), token, service))
+
+    async def lookup() -> tuple[EngineInfo, EngineLink] | None:
+        members = service._registry.alive()
+        return (members[0].info, service._links[members[0].info.name]) if members else None
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "gateway.json").write_text(json.dumps({"address": portal.run(serve())}))
+    (run_dir / "token").write_text(token)
+    command = [python, "-m", "slipstream.cli", "engine", "--run-dir", str(run_dir), "--model", str(model)]
+    log = run_dir / "engine.log"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            [*command, "--name", "attached", "--owner", str(os.getpid()), *options],
+            stdout=file,
+            stderr=file,
+            env=os.environ | variables,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while (found := portal.run(lookup())) is None:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.1)
+        yield AttachedEngine(*found, process, log)
+    finally:
+        process.kill()
+        process.wait()
+        portal.run(stack.aclose())

@@ -1,0 +1,274 @@
+"""A JAX trainer's weights in real vLLM: again and again, in the middle of generation, and when something breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import slipstream
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError, EngineFailure, LaunchFailed
+from slipstream.model import checkpoint
+from slipstream.model.config import ModelConfig
+from slipstream.types import Completion, SamplingParams, VersionSpan
+from tests.conformance.engines import Subject, collected, greedy_reference, other_params, request, started, update_of
+from tests.engines.attached import attached
+from tests.tiny import hf_model, random_params, tiny_config, write_config, write_tokenizer
+from tests.vllm.real import PYTHON, needs_vllm
+
+pytestmark = needs_vllm
+
+OPTIONS = EngineConfig(kind="vllm", python=PYTHON, max_concurrency=8, max_model_len=96)
+PROMPTS = [(5, 6, 7), (40, 41, 42, 43, 44), (9,)]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+def config_of(**over: Any) -> ModelConfig:
+    return tiny_config("llama", hidden_size=128, head_dim=32, **over)
+
+
+@pytest.fixture(scope="module")
+def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """vLLM without any weights, and a tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    write_tokenizer(write_config(directory, config_of()))
+    with slipstream.launch(directory, engine=OPTIONS, run_dir=tmp_path_factory.mktemp("run"), start_timeout=200) as it:
+        assert it.status().engines[0].state == "empty"
+        yield it
+
+
+def of_transformers(model: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    with torch.no_grad():
+        tokens = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+    return tuple(tokens[0, len(prompt) :].tolist())
+
+
+def test_ten_syncs_in_a_row_and_each_time_the_tokens_of_transformers(bridge: Any) -> None:
+    seen = set()
+    for seed in range(10):
+        report = bridge.sync(random_params(config_of(), seed))
+        assert report.version == bridge.status().version == seed
+        model = hf_model(config_of(), seed)
+        model.generation_config.eos_token_id = None
+        for completion, prompt in zip(bridge.generate(PROMPTS, GREEDY), PROMPTS, strict=True):
+            assert completion.token_ids == of_transformers(model, prompt, 10), seed
+            assert completion.spans == (VersionSpan(seed, 0, 10),)
+            seen.add(completion.token_ids)
+    assert len(seen) == 10 * len(PROMPTS)  # other weights, other tokens
+
+
+def test_what_did_not_change_is_not_sent(bridge: Any) -> None:
+    params = random_params(config_of(), 3)
+    bridge.sync(params)
+    assert bridge.sync(params).num_bytes == 0
+    named = checkpoint.flatten(params)
+    named["model.norm.weight"] = named["model.norm.weight"] * 0.5
+    report = bridge.sync(checkpoint.unflatten(named))
+    assert report.num_bytes == named["model.norm.weight"].nbytes
+    (score,) = bridge.score([PROMPTS[1]])
+    expected = reference_scores(checkpoint.unflatten(named), PROMPTS[1])
+    np.testing.assert_allclose(score.logprobs, expected, atol=1e-4)
+
+
+def reference_scores(params: Any, tokens: tuple[int, ...]) -> np.ndarray:
+    subject = Subject(None, config_of(), params)  # type: ignore[arg-type]
+    return subject.logprobs(tokens)[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+def test_text_goes_in_and_out_and_a_stop_text_ends_it(bridge: Any) -> None:
+    bridge.sync(random_params(config_of(), 4))
+    (free,) = bridge.generate(["abc 12"], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    assert len(free.token_ids) == 20 and len(free.prompt_token_ids) == 6
+    text = free.text
+    stop = next(text[i : i + 2] for i in range(4, 15) if text.find(text[i : i + 2]) == i)
+    (cut,) = bridge.generate(["abc 12"], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop=(stop,)))
+    assert cut.finish_reason == "stop"
+    assert cut.text == text[: text.find(stop)]
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+
+
+def test_many_samples_of_a_prompt_are_those_that_their_seeds_say(bridge: Any) -> None:
+    sampling = SamplingParams(max_tokens=6, n=12, seed=5, ignore_eos=True)
+    first = [c.token_ids for c in bridge.generate(PROMPTS, sampling)]
+    assert [c.token_ids for c in bridge.generate(PROMPTS, sampling)] == first
+    assert len(set(first)) > 30
+
+
+# --- one engine, its own link ---
+
+
+BREAKS = """
+import os
+from slipstream.engines.vllm.extension import Extension
+
+load = Extension._slipstream_weights
+
+def weights(self, tensors, dtype):
+    for index, pair in enumerate(load(self, tensors, dtype)):
+        if index == 5 and os.path.exists(os.environ["BREAK"]):
+            os.unlink(os.environ["BREAK"])
+            raise MemoryError("no room for the sixth tensor")
+        yield pair
+
+Extension._slipstream_weights = weights
+"""
+"""Run by every Python process of the engine when it starts: a worker's next load fails half-way while the file is there."""
+
+
+@pytest.fixture(scope="module")
+def break_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("break") / "now"
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory, break_file: Path) -> Iterator[Subject]:
+    config = config_of()
+    params = random_params(config)
+    directory = tmp_path_factory.mktemp("model")
+    checkpoint.save(directory, params, config)
+    (break_file.parent / "sitecustomize.py").write_text(BREAKS)
+    variables = {"PYTHONPATH": str(break_file.parent), "BREAK": str(break_file)}
+    options = ("kind=vllm", "max_concurrency=4")
+    with attached(PYTHON, directory, tmp_path_factory.mktemp("run"), *options, **variables) as engine:
+        yield Subject(engine, config, params, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_version_that_workers_fail_to_load_half_way_is_undone(subject: Subject, break_file: Path, when: str) -> None:
+    """The first time what serves is the checkpoint's, later it came by an update."""
+    engine, run, prompt, new = subject.engine, subject.runner.run, subject.prompts[4], other_params(subject)
+    expected = greedy_reference(subject, prompt, 8)
+    info = engine.describe()
+    assert (info.version == 0) == (when == "first")
+    version = info.version + 1
+    update = update_of(info, new, version)
+    run(engine.stage(version, update.send(run(engine.begin(version, update.offer)))))
+    break_file.touch()
+    with pytest.raises(EngineFailure, match=rf"loading version {version}.*no room for the sixth tensor"):
+        run(engine.commit(version))
+    assert not break_file.exists()
+    run(engine.rollback(version))
+    again = subject.complete(prompt, temperature=0)
+    assert (again.token_ids, again.version) == (expected, info.version)
+    assert subject.publish(new) == version
+    assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8, new)
+    subject.publish(subject.params)
+
+
+def test_memory_that_workers_cannot_see_is_said_before_anything_changes(subject: Subject) -> None:
+    engine, run, info = subject.engine, subject.runner.run, subject.engine.describe()
+    version = info.version + 1
+    update = update_of(info, other_params(subject), version)
+    berths = run(engine.begin(version, update.offer))
+    manifests = update.send(berths)
+    Path(json.loads(berths.links[0][0])["path"]).unlink()
+    with pytest.raises(EngineFailure, match=r"mapping the memory in which weights land.*No such file"):
+        run(engine.stage(version, manifests))
+    run(engine.rollback(version))
+    assert subject.complete(subject.prompts[4], temperature=0).token_ids == greedy_reference(
+        subject, subject.prompts[4], 8
+    )
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_spans_are_right_to_the_token(subject: Subject, in_flight: Any) -> None:
+    """The engine is stopped in the middle of a request, its weights replaced, and let go on."""
+    engine, new, prompt = subject.engine, other_params(subject), subject.prompts[2]
+    old = engine.describe().version
+    long = request("long", prompt, max_tokens=100)
+    alone = subject.complete(prompt, max_tokens=100)
+
+    async def scenario() -> Completion:
+        update = update_of(engine.describe(), new, old + 1)
+        await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
+        running, _ = await started(subject, long)
+        await engine.pause()
+        await engine.commit(old + 1, in_flight)
+        await engine.resume()
+        (found,) = await running
+        assert isinstance(found, Completion)
+        return found
+
+    found = subject.runner.run(scenario())
+    assert [span.version for span in found.spans] == [old, old + 1]
+    first, second = found.spans
+    assert 0 < first.stop == second.start < second.stop == 100
+    assert found.token_ids[: first.stop] == alone.token_ids[: first.stop]
+    tokens = found.prompt_token_ids + found.token_ids
+    rows = np.arange(len(prompt) - 1, len(tokens) - 1)
+    old_logprobs, new_logprobs = (subject.logprobs(tokens, p)[rows, tokens[len(prompt) :]] for p in (None, new))
+    split = first.stop
+    np.testing.assert_allclose(found.raw_logprobs[:split], old_logprobs[:split], atol=1e-4)
+    if in_flight == "recompute":
+        np.testing.assert_allclose(found.raw_logprobs[split:], new_logprobs[split:], atol=1e-4)
+    # The token at the border was drawn by the new weights, not by the old ones.
+    assert abs(found.raw_logprobs[split] - old_logprobs[split]) > 1e-3
+    subject.publish(subject.params)
+
+
+def test_the_prefix_cache_of_an_older_version_is_never_used(subject: Subject) -> None:
+    """A prompt longer than a block, asked before an update and after, by a request that was kept waiting meanwhile."""
+    engine, new = subject.engine, other_params(subject)
+    rng = np.random.default_rng(0)
+    prompt = tuple(rng.integers(8, 96, 70).tolist())
+    subject.complete(prompt, temperature=0, max_tokens=4)
+    old = engine.describe().version
+
+    async def scenario() -> Completion:
+        await engine.pause()
+        waiting = asyncio.create_task(collected(subject, request("waits", prompt, temperature=0, max_tokens=4)))
+        await asyncio.sleep(0.1)
+        update = update_of(engine.describe(), new, old + 1)
+        await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
+        await engine.commit(old + 1)
+        await engine.resume()
+        (found,) = await waiting
+        assert isinstance(found, Completion)
+        return found
+
+    found = subject.runner.run(scenario())
+    assert found.spans == (VersionSpan(old + 1, 0, 4),)
+    assert found.token_ids == greedy_reference(subject, prompt, 4, new)
+    subject.publish(subject.params)
+
+
+def test_a_killed_engine_leaves_no_process(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", config_of())
+    with attached(PYTHON, model, tmp_path / "run", "kind=vllm", "max_concurrency=2") as engine:
+        family = psutil.Process(engine.process.pid).children(recursive=True)
+        assert len(family) >= 2  # the core and a worker
+        engine.process.kill()
+        engine.process.wait()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive, [p.cmdline() for p in alive]
+
+
+# --- what it refuses ---
+
+
+def test_what_vllm_cannot_do_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(tmp_path / "small heads", tiny_config("llama"))
+    small = tmp_path / "small heads"
+    with (
+        pytest.raises(LaunchFailed, match="heads have 8 dimensions; vLLM's attention on CPU takes multiples of 32"),
+        slipstream.launch(small, engine=OPTIONS, run_dir=tmp_path / "a", start_timeout=120),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="no interpreter /nowhere/python"):
+        slipstream.launch(small, engine=EngineConfig(kind="vllm", python="/nowhere/python"))
+    monkeypatch.delenv("SLIPSTREAM_VLLM_PYTHON", raising=False)
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="slipstream setup vllm --cpu"):
+        slipstream.launch(small, engine=EngineConfig(kind="vllm"))
+    with pytest.raises(ConfigError, match="attention is a setting of the embedded engine"):
+        EngineConfig(kind="vllm", attention="naive")
