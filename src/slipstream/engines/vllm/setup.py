@@ -25,6 +25,9 @@ def make_llm(directory: Path, model: ModelConfig, options: EngineConfig, has_wei
     from vllm.v1.engine.async_llm import AsyncLLM
 
     on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        # Without this, vLLM compiles a helper of its sampler with a C++ compiler, at the first token, for a minute.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if on_cpu and options.dtype != "float32":
         raise ConfigError(f"dtype is {options.dtype!r}: vLLM on CPU is used with float32 here")
     if on_cpu and model.head_dim % 32:
