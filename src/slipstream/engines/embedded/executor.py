@@ -13,9 +13,9 @@ import numpy as np
 from slipstream.engines.embedded.attention import Shared
 from slipstream.engines.embedded.placement import to_host
 from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows, Steps
-from slipstream.engines.embedded.sampling import Settings, is_rich
 from slipstream.engines.embedded.scheduler import Piece, Tick
 from slipstream.engines.embedded.sequence import Sample
+from slipstream.engines.embedded.settings import Settings, is_rich
 from slipstream.engines.embedded.shapes import bucket
 from slipstream.engines.embedded.speculative import lookup
 from slipstream.model.decoder import Params

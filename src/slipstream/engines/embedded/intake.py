@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.engines.embedded.sampling import MAX_STOPS
 from slipstream.engines.embedded.sequence import Job, Sample, Ticket
+from slipstream.engines.embedded.settings import MAX_STOPS
 from slipstream.engines.embedded.shapes import Shapes
 from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, SlipstreamError
 from slipstream.model.config import ModelConfig

@@ -18,7 +18,8 @@ import numpy as np
 
 from slipstream.engines.embedded.attention import CacheLayer, PagedAttention, Shared
 from slipstream.engines.embedded.placement import Placement
-from slipstream.engines.embedded.sampling import Counts, Settings, counts_of, counts_with, raw_logprobs, sample
+from slipstream.engines.embedded.sampling import Counts, counts_of, counts_with, raw_logprobs, sample
+from slipstream.engines.embedded.settings import Settings
 from slipstream.engines.embedded.shapes import COPIES, Shapes, bucket
 from slipstream.model.config import LayerAttention, ModelConfig
 from slipstream.model.decoder import apply_layers, unembed
