@@ -13,13 +13,15 @@ import pytest
 from scipy.stats import chisquare
 
 from slipstream.engines.embedded import sampling as sampler
-from slipstream.engines.embedded.sampling import NEAR, Counts, Drawn
+from slipstream.engines.embedded.logits import pick
+from slipstream.engines.embedded.sampling import Counts, Drawn
 from slipstream.engines.embedded.settings import Settings
+from slipstream.engines.embedded.truncation import NEAR
 from slipstream.types import SamplingParams
 
 _sample = jax.jit(sampler.sample, static_argnums=4)
 _counts_of = jax.jit(sampler.counts_of, static_argnums=2)
-_pick = jax.jit(sampler.pick)
+_pick = jax.jit(pick)
 
 STOPS = (1, 4)
 PROMPT, COMPLETION = (3, 7, 7, 2), (7, 9, 9, 9, 0)
