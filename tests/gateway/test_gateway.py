@@ -258,10 +258,11 @@ async def test_an_engine_that_registers_again_is_still_known_to_sleep(address, f
         await fleet.sleep()
     async with attached(a, address, TOKEN):
         for _ in range(100):
-            if (await fleet.status()).engines[0].state == "asleep":
-                return
+            (known,) = (await fleet.status()).engines
+            if known.state == "asleep":
+                break
             await asyncio.sleep(0.02)
-        raise AssertionError("the gateway does not know")
+        assert (known.info.name, known.state) == ("a", "asleep")
 
 
 @on_the_loop
