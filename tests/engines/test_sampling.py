@@ -18,6 +18,8 @@ from slipstream.engines.embedded.sampling import Counts, Drawn
 from slipstream.engines.embedded.settings import Settings
 from slipstream.engines.embedded.truncation import NEAR
 from slipstream.types import SamplingParams
+from tests.conformance.engines import log_softmax
+from tests.engines.naive import edited
 
 _sample = jax.jit(sampler.sample, static_argnums=4)
 _counts_of = jax.jit(sampler.counts_of, static_argnums=2)
@@ -31,19 +33,8 @@ VOCAB, BIG = 24, 2999
 
 def naive(logits: np.ndarray, params: SamplingParams, position: int = 99) -> np.ndarray:
     """The distribution after `PROMPT` and `COMPLETION`, in double precision. `position` is that of the token to draw."""
-    values = [float(x) for x in logits]
-    for token, bias in params.logit_bias:
-        values[token] += bias
-    for token in {*PROMPT, *COMPLETION}:
-        r = params.repetition_penalty
-        values[token] = values[token] / r if values[token] > 0 else values[token] * r
-    for token in COMPLETION:
-        values[token] -= params.frequency_penalty
-    for token in set(COMPLETION):
-        values[token] -= params.presence_penalty
-    if position < len(PROMPT) + params.min_tokens:
-        for token in STOPS:
-            values[token] = -np.inf
+    banned = STOPS if position < len(PROMPT) + params.min_tokens else ()
+    values = edited(logits, params, PROMPT, COMPLETION, banned).tolist()
     top = max(values)
     weights = [float(np.exp((x - top) / (params.temperature or 1))) for x in values]
     order = sorted(range(len(weights)), key=lambda i: -values[i])
@@ -84,11 +75,6 @@ def history(num_rows: int) -> np.ndarray:
 
 def logits_of(seed: int, vocab: int = VOCAB) -> np.ndarray:
     return (2 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
 
 
 # --- each step against the naive one ---
