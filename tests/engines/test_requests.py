@@ -120,7 +120,7 @@ def test_too_many_stop_tokens_with_the_models_own() -> None:
     with opened(config, random_params(config)) as subject:
         (failure,) = subject.generate(request("r", [5], stop_token_ids=tuple(range(16)), ignore_eos=False))
         assert isinstance(failure, Failure) and isinstance(failure.error, InvalidSampling)
-        assert "the model's own included; got 26" in str(failure.error)
+        assert "at most 24 stop tokens, the model's own included; got 26" in str(failure.error)
         serves(subject)
 
 

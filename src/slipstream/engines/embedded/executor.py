@@ -34,7 +34,7 @@ class Policy(NamedTuple):
 
 
 class Executor:
-    """`run` is the life of a tick on the device: dispatched as a whole, then waited for once."""
+    """A tick is dispatched as a whole and then waited for once: `dispatch(policy, tick).wait(version)`."""
 
     def __init__(self, programs: Programs, draft: Programs | None = None, guesses: int = 0) -> None:
         self._programs, self._draft, self._guesses = programs, draft, guesses
@@ -219,7 +219,6 @@ class Flight:
     def __init__(self, tick: Tick, prefilled: Any, scores: Any, steps: Steps | None, guessed: int, block: int) -> None:
         self._tick, self._prefilled, self._scores, self._steps = tick, prefilled, scores, steps
         self._block, self._guessed = block, guessed
-        self.prefill_seconds = self.decode_seconds = 0.0
 
     def wait(self, version: int) -> Outcome:
         """Waits for the device and gives every sample what is its own."""

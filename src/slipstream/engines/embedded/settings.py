@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from slipstream.errors import InvalidSampling
 from slipstream.types import MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
 
 Column: TypeAlias = Any
@@ -65,12 +64,8 @@ class Settings(NamedTuple):
 
     @staticmethod
     def row(sampling: SamplingParams, seed: int, sample_index: int, prompt_length: int, stops: Sequence[int]) -> Row:
-        """`stops`: every token that ends this sample, the model's own among them unless they are to be ignored."""
-        if len(stops) > MAX_STOPS:
-            raise InvalidSampling(
-                f"at most {MAX_STOPS} tokens can end a completion, got {len(stops)}: the request's stop_token_ids and the "
-                "model's end-of-sequence tokens; name fewer stop_token_ids, or set ignore_eos"
-            )
+        """`stops`: every token that ends this sample, the model's own among them unless they are to be ignored; at most
+        `MAX_STOPS`, as the intake has checked."""
         temperature = np.float32(sampling.temperature)
         record = np.zeros((), _PACKED)
         # Below the normal numbers a device may round to zero, and divide by it.
