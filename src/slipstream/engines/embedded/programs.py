@@ -108,7 +108,7 @@ class Programs:
         zeros = functools.partial(jnp.zeros, dtype=placement.dtype, device=placement.cache)
         return [(zeros(keys), zeros(values)) for _ in range(config.num_layers)]
 
-    # --- called by the worker, with host arrays; nothing is waited for ---
+    # --- called by the executor, with host arrays; nothing is waited for ---
 
     def prefill(self, params: Params, cache: Cache, chunk: Chunk) -> tuple[jax.Array, Cache]:
         """The first result is nothing but a thing to wait for."""
