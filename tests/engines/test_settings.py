@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.engines.embedded.settings import LARGEST, MAX_STOPS, Settings, is_rich
+from slipstream.errors import InvalidSampling
 from slipstream.types import MAX_BIASES, SamplingParams
 
 STOPS = (1, 4)
@@ -58,10 +59,10 @@ def test_plain_settings_leave_out_what_only_rich_programs_read() -> None:
     assert plain.bias is None and all(column is not None for column in rich)
 
 
-def test_no_stop_token_is_left_out_for_want_of_room() -> None:
+def test_too_many_stop_tokens_are_refused() -> None:
     full = Settings.stack([Settings.row(SamplingParams(), 0, 0, 1, range(MAX_STOPS))], 1)
     assert full.stop_ids[0].tolist() == list(range(24))
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(InvalidSampling, match="at most 24"):
         Settings.row(SamplingParams(), 0, 0, 1, range(MAX_STOPS + 1))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.engines.embedded.sequence import Job, Sample, Ticket
-from slipstream.engines.embedded.settings import MAX_STOPS
+from slipstream.engines.embedded.settings import check_stops
 from slipstream.engines.embedded.shapes import Shapes
 from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, SlipstreamError
 from slipstream.model.config import ModelConfig
@@ -95,11 +95,7 @@ class Intake:
         limit = min(sampling.max_tokens, self._max_length - len(prompt))
         self._check_pages(len(prompt) + limit, f"the prompt's {len(prompt)} tokens and {limit} more (max_tokens)")
         stop = dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._model.eos_token_ids)))
-        if len(stop) > MAX_STOPS:
-            raise InvalidSampling(
-                f"at most {MAX_STOPS} stop tokens, the model's own included; got {len(stop)}. Name fewer stop_token_ids, or "
-                "set ignore_eos"
-            )
+        check_stops(stop)
         return Ticket(
             request_id=request.id,
             prompt=prompt,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from slipstream.errors import InvalidSampling
 from slipstream.types import MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
 
 Column: TypeAlias = Any
@@ -64,8 +65,8 @@ class Settings(NamedTuple):
 
     @staticmethod
     def row(sampling: SamplingParams, seed: int, sample_index: int, prompt_length: int, stops: Sequence[int]) -> Row:
-        """`stops`: every token that ends this sample, the model's own among them unless they are to be ignored; at most
-        `MAX_STOPS`, as the intake has checked."""
+        """`stops`: every token that ends this sample, the model's own among them unless they are to be ignored."""
+        check_stops(stops)
         temperature = np.float32(sampling.temperature)
         record = np.zeros((), _PACKED)
         # Below the normal numbers a device may round to zero, and divide by it.
@@ -88,6 +89,15 @@ class Settings(NamedTuple):
         """New arrays, of `num_rows` rows, those after `rows` neutral."""
         packed = np.frombuffer(b"".join([*rows, _NEUTRAL * (num_rows - len(rows))]), _PACKED)
         return cls(*(packed[name].copy() if rich or name not in cls._field_defaults else None for name in cls._fields))
+
+
+def check_stops(stops: Collection[int]) -> None:
+    """Also for the intake, which can refuse one request: later, a whole tick would fail."""
+    if len(stops) > MAX_STOPS:
+        raise InvalidSampling(
+            f"at most {MAX_STOPS} stop tokens, the model's own included; got {len(stops)}. Name fewer stop_token_ids, or set "
+            "ignore_eos"
+        )
 
 
 def is_rich(sampling: SamplingParams) -> bool:
