@@ -161,6 +161,17 @@ def fail(name: str, error: BaseException) -> None:
     record(name, failed=f"{type(error).__name__}: {str(error)[:300]}")
 
 
+def can_run(name: str, compiled: Any) -> bool:
+    """Whether it was compiled (an exception if not) and there is time left; if not, that is its result."""
+    if time.monotonic() > deadline:
+        record(name, skipped="no time left")
+        return False
+    if isinstance(compiled, Exception):
+        fail(name, compiled)
+        return False
+    return True
+
+
 @dataclasses.dataclass
 class Candidate:
     """`run(*args)` applies the measured thing `times` times, on the device, each depending on the one before.
@@ -187,11 +198,7 @@ def measure(candidates: list[Candidate]) -> Iterator[None]:
 
     with ThreadPoolExecutor(1 if interpret else 12) as pool:
         for candidate, compiled in zip(candidates, pool.map(compile_one, candidates)):
-            if time.monotonic() > deadline:
-                record(candidate.name, skipped="no time left")
-                continue
-            if isinstance(compiled, Exception):
-                fail(candidate.name, compiled)
+            if not can_run(candidate.name, compiled):
                 continue
             try:
                 out = jax.block_until_ready(compiled(*candidate.args))
@@ -453,11 +460,7 @@ def measure_loops(loops: list[Loop], carried: Any, rest: tuple[Any, ...]) -> Ite
     with ThreadPoolExecutor(1 if interpret else 8) as pool:
         programs = list(pool.map(compile_one, loops))  # all before the first run, which donates `carried`
     for loop, program in zip(loops, programs):
-        if time.monotonic() > deadline:
-            record(loop.name, skipped="no time left")
-            continue
-        if isinstance(program, Exception):
-            fail(loop.name, program)
+        if not can_run(loop.name, program):
             continue
         try:
             compiled, compile_s = program

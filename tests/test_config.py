@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.config import EngineConfig, GatewayConfig, TrainConfig, load
@@ -64,8 +64,15 @@ def test_only_loopback():
 
 
 @given(st.text(max_size=30))
+@example("seed=3")
+@example(" seed =3")
+@example("seed=")
+@example("seed=[")
+@example("=3")
+@example("grpo..group=3")
 def test_any_override_gives_a_config_or_a_config_error(text):
     try:
-        load(TrainConfig, None, [text])
-    except ConfigError:
-        pass
+        found = load(TrainConfig, None, [text])
+    except Exception as error:
+        found = error
+    assert isinstance(found, (TrainConfig, ConfigError) if "=" in text else ConfigError), found

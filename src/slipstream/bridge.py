@@ -93,11 +93,8 @@ class Bridge:
     ) -> None:
         self.run_dir = run_dir
         """Where logs, address and token of a launched or joined gateway are; empty in-process."""
-        self._fleet, self._publisher, self._on_close = (
-            fleet,
-            Publisher(fleet, transport, trainer_rank, checksums),
-            on_close,
-        )
+        self._fleet, self._on_close = fleet, on_close
+        self._publisher = Publisher(fleet, transport, trainer_rank, checksums)
         self._known: tuple[tuple[EngineInfo, ...], int] | None = None
         self._syncing = threading.Lock()
         self._version = -1

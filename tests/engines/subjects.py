@@ -16,7 +16,7 @@ from slipstream.engines.local import LocalFleet
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, Failure, InFlight, Request
 from slipstream.weights.publisher import Publisher
-from tests.conformance.engines import Subject
+from tests.conformance.engines import Subject, update_of
 from tests.tiny import random_params, tiny_config
 
 CONFIG = tiny_config(num_layers=1)
@@ -83,6 +83,15 @@ async def publish(subject: Subject, params: Any, in_flight: InFlight = "keep", *
     report = await publisher.publish(params, (info,), info.version + 1, in_flight, **more)
     publisher.close()
     return report.version
+
+
+async def stage(subject: Subject, params: Any) -> int:
+    """The next version, up to where it can be committed."""
+    info = subject.engine.describe()
+    version = info.version + 1
+    update = update_of(info, params, version)
+    await subject.engine.stage(version, update.send(await subject.engine.begin(version, update.offer)))
+    return version
 
 
 class Hold:

@@ -15,7 +15,7 @@ from slipstream.engines.local import LocalFleet
 from slipstream.errors import EngineFailure, FleetChanged, NotReady, Unsupported, UpdateInProgress
 from slipstream.types import Completion, Failure, MemoryReport, VersionSpan
 from tests.conformance.engines import Subject, other_params, request, update_of
-from tests.engines.subjects import Hold, assert_nothing_leaked, collect, opened, publish, stats
+from tests.engines.subjects import Hold, assert_nothing_leaked, collect, opened, publish, stage, stats
 
 LONG = request("long", [7, 8, 9], max_tokens=40)
 
@@ -131,9 +131,7 @@ def test_a_commit_in_mid_flight(in_flight: Any) -> None:
         alone = subject.complete(LONG.prompt, max_tokens=40)
 
         async def scenario() -> Completion:
-            info = subject.engine.describe()
-            update = update_of(info, new, 1)
-            await subject.engine.stage(1, update.send(await subject.engine.begin(1, update.offer)))
+            await stage(subject, new)
             generating, _ = await interrupted(subject, lambda: subject.engine.commit(1, in_flight), tokens_before)
             return await only(generating)
 
@@ -164,8 +162,7 @@ def test_finish_waits_for_those_that_lost_their_pages_too() -> None:
         requests = [request(str(i), [5 + i, 6], max_tokens=30) for i in range(4)]
 
         async def scenario() -> list[Completion | Failure]:
-            update = update_of(subject.engine.describe(), other_params(subject), 1)
-            await subject.engine.stage(1, update.send(await subject.engine.begin(1, update.offer)))
+            await stage(subject, other_params(subject))
             hold = Hold(subject, 20)
             generating = asyncio.create_task(collect(subject, *requests))
             await hold.reached()
@@ -188,8 +185,7 @@ def test_finish_on_a_paused_engine_with_requests_running_changes_nothing() -> No
 
         async def scenario() -> Completion:
             generating, _ = await interrupted(subject, engine.pause)
-            update = update_of(engine.describe(), other_params(subject), 1)
-            await engine.stage(1, update.send(await engine.begin(1, update.offer)))
+            await stage(subject, other_params(subject))
             with pytest.raises(Unsupported, match="paused"):
                 await engine.commit(1, "finish")
             assert engine.describe().version == 0
@@ -314,8 +310,7 @@ def test_dropped_weights_come_back_with_an_update_only() -> None:
 def test_an_update_with_a_part_of_the_tensors_does_not_replace_dropped_weights() -> None:
     with opened() as subject:
         engine, run, names = subject.engine, subject.runner.run, {t.name for t in subject.engine.describe().tensors}
-        update = update_of(engine.describe(), subject.params, 1)
-        run(engine.stage(1, update.send(run(engine.begin(1, update.offer)))))
+        run(stage(subject, subject.params))
         run(engine.commit(1))
         run(engine.sleep(2))
         update = update_of(engine.describe(), subject.params, 2)

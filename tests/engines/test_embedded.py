@@ -26,8 +26,9 @@ from slipstream.errors import (
 )
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
-from slipstream.types import Completion, Failure, Request, VersionSpan
-from tests.conformance.engines import Subject, greedy_reference, log_softmax, other_params, request, update_of
+from slipstream.types import Completion, Failure, VersionSpan
+from tests.conformance.engines import Subject, greedy_reference, log_softmax, other_params, request
+from tests.engines.subjects import Hold, close, collect, stage
 from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config, variant, write_tokenizer
 
 Make = Callable[..., Subject]
@@ -47,8 +48,7 @@ def make() -> Iterator[Make]:
 
     yield make
     for subject in made:
-        subject.runner.run(subject.engine.close())
-        subject.runner.close()
+        close(subject)
 
 
 # --- models ---
@@ -225,45 +225,24 @@ def silent(params: Any) -> Any:
     return checkpoint.unflatten(named)
 
 
-class Hold:
-    """Stops the compute thread before its decode step number `step`, until told to go on. For engines that decode one step
-    at a time."""
-
-    def __init__(self, subject: Subject, step: int) -> None:
-        self.held, self.go_on = threading.Event(), threading.Event()
-        executor = subject.engine._worker._executor  # type: ignore[attr-defined]
-        dispatch, calls = executor.dispatch, []
-
-        def held_dispatch(policy: Any, tick: Any) -> Any:
-            calls.append(1)
-            if len(calls) == step:
-                self.held.set()
-                assert self.go_on.wait(60), "the test never let go"
-            return dispatch(policy, tick)
-
-        executor.dispatch = held_dispatch
-
-
 async def commit_in_mid_flight(subject: Subject, in_flight: Any) -> tuple[list[Completion], int, int]:
     """Two requests start; before the long one's 20th token a staged version is committed, and a third request comes.
     The three completions, and the old and new version."""
     engine, old = subject.engine, subject.engine.describe().version
-    update = update_of(engine.describe(), silent(subject.params), old + 1)
-    await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
+    new = await stage(subject, silent(subject.params))
     hold = Hold(subject, 20)
     batches = engine.generate([request("short", [5, 6], max_tokens=2), request("long", [7, 8], max_tokens=40)])
     outcomes = list(await anext(batches))
-    assert await asyncio.to_thread(hold.held.wait, 60)
-    commit = asyncio.create_task(engine.commit(old + 1, in_flight))
-    await asyncio.sleep(0)  # the commit has reached the compute thread's queue
-    hold.go_on.set()
+    await hold.reached()
+    commit = asyncio.create_task(engine.commit(new, in_flight))
+    await hold.release()
     async for batch in engine.generate([request("late", [9, 9], max_tokens=3)]):
         outcomes += batch
     await commit
     async for batch in batches:
         outcomes += batch
     by_id = {o.request_id: o for o in outcomes if isinstance(o, Completion)}
-    return [by_id["short"], by_id["long"], by_id["late"]], old, old + 1
+    return [by_id["short"], by_id["long"], by_id["late"]], old, new
 
 
 def is_silent(completion: Completion) -> list[bool]:
@@ -300,16 +279,14 @@ def test_rollback_calls_off_a_commit_that_waits(make: Make) -> None:
     engine, old = subject.engine, subject.engine.describe().version
 
     async def scenario() -> list[Completion | Failure]:
-        update = update_of(engine.describe(), silent(subject.params), old + 1)
-        await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
+        new = await stage(subject, silent(subject.params))
         hold = Hold(subject, 5)
         batches = engine.generate([request("short", [5, 6], max_tokens=1), request("long", [7, 8], max_tokens=10)])
         outcomes = list(await anext(batches))
-        assert await asyncio.to_thread(hold.held.wait, 60)
-        commit = asyncio.create_task(engine.commit(old + 1, "finish"))
-        rollback = asyncio.create_task(engine.rollback(old + 1))
-        await asyncio.sleep(0)
-        hold.go_on.set()
+        await hold.reached()
+        commit = asyncio.create_task(engine.commit(new, "finish"))
+        rollback = asyncio.create_task(engine.rollback(new))
+        await hold.release()
         await rollback
         with pytest.raises(UnknownVersion, match="rolled back"):
             await commit
@@ -327,17 +304,16 @@ def test_a_cancelled_commit_does_not_swap_and_the_engine_goes_on(make: Make) -> 
     engine, old = subject.engine, subject.engine.describe().version
 
     async def scenario() -> list[Completion | Failure]:
-        update = update_of(engine.describe(), silent(subject.params), old + 1)
-        await engine.stage(old + 1, update.send(await engine.begin(old + 1, update.offer)))
+        new = await stage(subject, silent(subject.params))
         hold = Hold(subject, 5)
         generating = asyncio.create_task(collect(subject, request("r", [7, 8], max_tokens=10)))
-        assert await asyncio.to_thread(hold.held.wait, 60)
-        commit = asyncio.create_task(engine.commit(old + 1))
+        await hold.reached()
+        commit = asyncio.create_task(engine.commit(new))
         await asyncio.sleep(0)
         commit.cancel()
         with pytest.raises(asyncio.CancelledError):
             await commit
-        hold.go_on.set()
+        await hold.release()
         return await generating
 
     (outcome,) = subject.runner.run(scenario())
@@ -345,10 +321,6 @@ def test_a_cancelled_commit_does_not_swap_and_the_engine_goes_on(make: Make) -> 
     assert engine.describe().version == old
     subject.runner.run(engine.commit(old + 1))  # still staged
     assert engine.describe().version == old + 1
-
-
-async def collect(subject: Subject, *requests: Request) -> list[Completion | Failure]:
-    return [o async for batch in subject.engine.generate(requests) for o in batch]
 
 
 def test_an_engine_without_weights_waits_for_its_first_update(make: Make, tmp_path: Path) -> None:

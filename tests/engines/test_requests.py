@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError, InvalidPrompt, InvalidSampling, Mappi
 from slipstream.model import checkpoint
 from slipstream.types import Completion, Failure, Request, SamplingParams, TopLogprobs
 from tests.conformance.engines import Subject, _logits, log_softmax, request
+from tests.engines.naive import edited
 from tests.engines.subjects import (
     CONFIG,
     assert_nothing_leaked,
@@ -119,7 +120,7 @@ def test_too_many_stop_tokens_with_the_models_own() -> None:
     with opened(config, random_params(config)) as subject:
         (failure,) = subject.generate(request("r", [5], stop_token_ids=tuple(range(16)), ignore_eos=False))
         assert isinstance(failure, Failure) and isinstance(failure.error, InvalidSampling)
-        assert "the model's own included; got 26" in str(failure.error)
+        assert "at most 24 stop tokens, the model's own included; got 26" in str(failure.error)
         serves(subject)
 
 
@@ -232,23 +233,6 @@ def test_stop_texts_wait_for_the_least_number_of_tokens(subject: Subject, tokeni
 # --- settings against naive arithmetic ---
 
 
-def naive(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], drawn: Sequence[int], stops: Any) -> Any:
-    """Log-probabilities of the next token in double precision, one token at a time."""
-    values = logits.astype(np.float64)
-    for token, bias in params.logit_bias:
-        values[token] += bias
-    for token in {*prompt, *drawn}:
-        factor = params.repetition_penalty
-        values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
-    for token in drawn:
-        values[token] -= params.frequency_penalty
-    for token in set(drawn):
-        values[token] -= params.presence_penalty
-    if len(drawn) < params.min_tokens:
-        values[list(stops)] = -1e30
-    return log_softmax(values / (params.temperature or 1))
-
-
 FIELDS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.8},
     {"repetition_penalty": 0.7, "temperature": 0.6},
@@ -277,7 +261,9 @@ def test_penalties_biases_and_minimum_are_the_naive_ones(subject: Subject, tempe
         logits = np.asarray(_logits(subject.params, subject.config, padded))[0]
         for i, token in enumerate(done.token_ids):
             row = logits[len(one.prompt) - 1 + i]
-            expected = naive(row, params, one.prompt, done.token_ids[:i], params.stop_token_ids)  # type: ignore[arg-type]
+            banned = params.stop_token_ids if i < params.min_tokens else ()
+            values = edited(row, params, done.prompt_token_ids, done.token_ids[:i], banned)
+            expected = log_softmax(values / (params.temperature or 1))
             raw = log_softmax(row)[token]
             assert done.raw_logprobs[i] == pytest.approx(raw, abs=1e-5)
             if params.temperature == 0:

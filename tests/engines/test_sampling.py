@@ -13,13 +13,17 @@ import pytest
 from scipy.stats import chisquare
 
 from slipstream.engines.embedded import sampling as sampler
-from slipstream.engines.embedded.sampling import MAX_STOPS, NEAR, Counts, Drawn, Settings
-from slipstream.errors import InvalidSampling
+from slipstream.engines.embedded.logits import pick
+from slipstream.engines.embedded.sampling import Counts, Drawn
+from slipstream.engines.embedded.settings import Settings
+from slipstream.engines.embedded.truncation import NEAR
 from slipstream.types import SamplingParams
+from tests.conformance.engines import log_softmax
+from tests.engines.naive import edited
 
 _sample = jax.jit(sampler.sample, static_argnums=4)
 _counts_of = jax.jit(sampler.counts_of, static_argnums=2)
-_pick = jax.jit(sampler.pick)
+_pick = jax.jit(pick)
 
 STOPS = (1, 4)
 PROMPT, COMPLETION = (3, 7, 7, 2), (7, 9, 9, 9, 0)
@@ -29,19 +33,8 @@ VOCAB, BIG = 24, 2999
 
 def naive(logits: np.ndarray, params: SamplingParams, position: int = 99) -> np.ndarray:
     """The distribution after `PROMPT` and `COMPLETION`, in double precision. `position` is that of the token to draw."""
-    values = [float(x) for x in logits]
-    for token, bias in params.logit_bias:
-        values[token] += bias
-    for token in {*PROMPT, *COMPLETION}:
-        r = params.repetition_penalty
-        values[token] = values[token] / r if values[token] > 0 else values[token] * r
-    for token in COMPLETION:
-        values[token] -= params.frequency_penalty
-    for token in set(COMPLETION):
-        values[token] -= params.presence_penalty
-    if position < len(PROMPT) + params.min_tokens:
-        for token in STOPS:
-            values[token] = -np.inf
+    banned = STOPS if position < len(PROMPT) + params.min_tokens else ()
+    values = edited(logits, params, PROMPT, COMPLETION, banned).tolist()
     top = max(values)
     weights = [float(np.exp((x - top) / (params.temperature or 1))) for x in values]
     order = sorted(range(len(weights)), key=lambda i: -values[i])
@@ -82,11 +75,6 @@ def history(num_rows: int) -> np.ndarray:
 
 def logits_of(seed: int, vocab: int = VOCAB) -> np.ndarray:
     return (2 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
 
 
 # --- each step against the naive one ---
@@ -200,11 +188,6 @@ def test_stop_tokens_stop_and_are_banned_before_the_minimum() -> None:
     early, late = draw(logits, rows, positions=len(PROMPT) + 2), draw(logits, rows, positions=len(PROMPT) + 3)
     assert not set(early.token.tolist()) & set(STOPS) and not early.stopped.any()
     assert set(late.token.tolist()) == set(STOPS) and late.stopped.all()
-
-
-def test_too_many_stop_tokens_are_refused() -> None:
-    with pytest.raises(InvalidSampling, match="at most 24"):
-        Settings.row(SamplingParams(), 0, 0, 1, range(MAX_STOPS + 1))
 
 
 # --- counts and top logprobs ---
@@ -370,33 +353,6 @@ def test_a_row_has_the_same_bits_in_any_batch(vocab: int, rich: bool) -> None:
             ids = [int(i) for i in rng.permutation(total)[:number]]
             for name, found, expected in zip(Drawn._fields, run(ids, num_rows), together):
                 assert found.tobytes() == expected[ids].tobytes(), (name, num_rows, ids)
-
-
-# --- on the host ---
-
-
-def test_rows_are_stacked_as_they_are_put() -> None:
-    rng = np.random.default_rng(1)
-    params = [random_params(rng, rich=True) for _ in range(5)]
-    put = Settings.for_rows(8)
-    for i, each in enumerate(params):
-        put.put(i, each, seed=(3 << 32) + i, sample_index=i, prompt_length=10, stops=STOPS)
-    stacked = Settings.stack([Settings.row(each, (3 << 32) + i, i, 10, STOPS) for i, each in enumerate(params)], 8)
-    for name, one, other in zip(Settings._fields, put, stacked):
-        np.testing.assert_array_equal(one, other, err_msg=name)
-        assert len(one) == 8
-    assert stacked.seed[4].tolist() == [3, 4] and stacked.stop_ids[4, :3].tolist() == [1, 4, -1]
-    assert stacked.min_length.tolist()[:5] == [10 + each.min_tokens for each in params]
-    assert stacked.temperature[5:].tolist() == [0, 0, 0] and (stacked.stop_ids[5:] == -1).all()
-    assert Settings.stack([], 8, rich=False).bias is None
-
-
-def test_what_needs_a_rich_program() -> None:
-    plain = {"temperature": 0.3, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "min_tokens": 3, "stop_token_ids": (4,)}
-    assert not sampler.is_rich(SamplingParams(**plain))
-    rich: list[dict[str, Any]] = [{"presence_penalty": 0.1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}]
-    for fields in [*rich, {"logit_bias": {3: 1.0}}, {"top_logprobs": 1}]:
-        assert sampler.is_rich(SamplingParams(**plain, **fields))
 
 
 def test_it_runs_inside_a_loop() -> None:

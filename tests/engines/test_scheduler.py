@@ -416,8 +416,11 @@ def test_the_preempted_keep_their_tokens_and_come_in_again_in_their_order() -> N
 def test_a_sample_that_fills_the_whole_pool_runs() -> None:
     """Intake refuses what is larger."""
     device = Device(small(3))
-    device.add(ticket("abcdefghij", limit=2))
-    device.drain()
+    (sample,) = device.add(ticket("abcdefghij", limit=2))
+    device.tick()
+    assert (len(sample.pages), device.scheduler.pool.num_free) == (3, 0)
+    assert device.drain() == [sample] and sample.tokens == completion(sample)
+    assert device.scheduler.num_preemptions == 0
 
 
 def test_a_sample_that_fills_the_whole_pool_runs_beside_what_is_cached() -> None:
@@ -654,10 +657,14 @@ def test_a_change_of_version_starts_scores_again(prefix_cache: bool) -> None:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_scores_that_are_put_back_start_again(prefix_cache: bool) -> None:
     device = Device(prefix_cache=prefix_cache)
-    device.add(ticket("abcdefghijkl", limit=0))
+    (sample,) = device.add(ticket("abcdefghijkl", limit=0))
     device.tick()
+    assert len(sample.raw_logprobs) == 8
     device.scheduler.put_back()
-    device.drain()
+    assert device.scheduler.live == [] and list(device.scheduler.waiting) == [sample]
+    assert pieces(device.tick()) == [("abcdefghijkl", 0, 8, False)]
+    assert len(sample.raw_logprobs) == 8  # not those of both beginnings
+    assert device.drain() == [sample] and len(sample.raw_logprobs) == 11
 
 
 # --- all of it at once ---

@@ -160,6 +160,7 @@ async def attached(engine, address, token, patience=0.5):
     task = asyncio.create_task(serve_engine(engine, address, token, patience, 1 << 20, registered.set))
     waiting = asyncio.create_task(registered.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    waiting.cancel()  # of an engine that was refused
     if task.done():
         task.result()
     assert registered.is_set()

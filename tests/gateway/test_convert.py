@@ -2,7 +2,7 @@
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream import errors
@@ -15,6 +15,7 @@ from slipstream.types import (
     Completion,
     EngineInfo,
     Failure,
+    FleetStatus,
     MemoryReport,
     Offer,
     Request,
@@ -168,24 +169,32 @@ def test_offers_and_reports():
 
 
 @given(st.binary(max_size=80))
+@example(b"")
+@example(pb.GenerateRequest(requests=[pb.Request(sampling=3)]).SerializeToString())
+@example(pb.GenerateRequest(sampling=[pb.Sampling(bias_token_ids=[1])]).SerializeToString())
+@example(pb.GenerateRequest(sampling=[pb.Sampling(max_tokens=1, temperature=-1)]).SerializeToString())
+@example(pb.Results(completions=[pb.Completion(finish_reason="tea")]).SerializeToString())
+@example(pb.ScoreReply(scores=[pb.Score(top_logprobs=pb.TopLogprobs(token_ids=[1]))]).SerializeToString())
+@example(pb.MemoryReport(asleep=["tea"]).SerializeToString())
 def test_arbitrary_bytes_never_give_anything_but_a_typed_error(data):
-    for message, read in (
-        (pb.GenerateRequest, convert.requests_from_pb),
-        (pb.Results, convert.results_from_pb),
-        (pb.ScoreReply, convert.scores_from_pb),
-        (pb.EngineInfo, convert.engine_from_pb),
-        (pb.FleetStatus, convert.status_from_pb),
-        (pb.Offer, convert.offer_from_pb),
-        (pb.MemoryReport, convert.memory_from_pb),
+    for message, read, kind in (
+        (pb.GenerateRequest, convert.requests_from_pb, list),
+        (pb.Results, convert.results_from_pb, list),
+        (pb.ScoreReply, convert.scores_from_pb, list),
+        (pb.EngineInfo, convert.engine_from_pb, EngineInfo),
+        (pb.FleetStatus, convert.status_from_pb, FleetStatus),
+        (pb.Offer, convert.offer_from_pb, Offer),
+        (pb.MemoryReport, convert.memory_from_pb, MemoryReport),
     ):
         try:
             parsed = message.FromString(data)
         except DecodeError:
             continue
         try:
-            read(parsed)
-        except SlipstreamError:
-            pass
+            found = read(parsed)
+        except Exception as error:
+            found = error
+        assert isinstance(found, (kind, SlipstreamError)), (message, found)
 
 
 def test_errors_cross_the_wire_by_name():

@@ -66,6 +66,18 @@ async def collect(stream):
     return [result async for batch in stream for result in batch]
 
 
+@contextlib.asynccontextmanager
+async def pair(address, version=0):
+    """Two engines, `a` and `b`, both attached."""
+    a, b = ScriptedEngine("a", version), ScriptedEngine("b", version)
+    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+        yield a, b
+
+
+async def states(fleet):
+    return {e.info.name: e.state for e in (await fleet.status()).engines}
+
+
 OFFER = Offer(b"p", "f", "memory")
 
 
@@ -90,8 +102,7 @@ async def update(fleet, version, names, drop_failed=False):
 
 @on_the_loop
 async def test_requests_are_shared_out_and_every_sample_comes_once(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address) as (a, b):
         results = await collect(fleet.generate([request(str(i), n=3, seed=i) for i in range(10)]))
     assert sorted((r.request_id, r.sample_index) for r in results) == sorted(
         (str(i), k) for i in range(10) for k in range(3)
@@ -103,8 +114,7 @@ async def test_requests_are_shared_out_and_every_sample_comes_once(address, flee
 
 @on_the_loop
 async def test_one_engine_can_be_asked_by_name(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address):
         results = await collect(fleet.generate([request("x"), request("y")], engine="b"))
         assert {r.engine for r in results} == {"b"}
         with pytest.raises(UnknownEngine, match="'zebra'"):
@@ -209,8 +219,7 @@ async def test_all_settings_reach_the_engine_and_the_likeliest_tokens_come_back(
 
 @on_the_loop
 async def test_control_reaches_all_engines_or_the_one_named(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address) as (a, b):
         await fleet.pause()
         assert a.paused and b.paused
         await fleet.resume(engine="b")
@@ -229,14 +238,9 @@ async def test_control_reaches_all_engines_or_the_one_named(address, fleet):
 
 @on_the_loop
 async def test_sleeping_engines_get_no_requests_while_others_are_awake_but_take_part_in_updates(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-
-    async def states():
-        return {e.info.name: e.state for e in (await fleet.status()).engines}
-
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address):
         await fleet.sleep(engine="a")
-        assert await states() == {"a": "asleep", "b": "ready"}
+        assert await states(fleet) == {"a": "asleep", "b": "ready"}
         assert {r.engine for r in await collect(fleet.generate([request(str(i)) for i in range(6)]))} == {"b"}
         assert (await fleet.score([(1, 2)]))[0].engine == "b"
         await fleet.sleep(engine="b")  # now all sleep: requests are theirs to keep until they wake
@@ -244,11 +248,11 @@ async def test_sleeping_engines_get_no_requests_while_others_are_awake_but_take_
         await fleet.refresh()
         assert set(await update(fleet, 1, ["a", "b"])) == {"a", "b"}
         notes = {e.note for e in (await fleet.status()).engines}  # the update has brought the weights back
-        assert await states() == {"a": "asleep", "b": "asleep"} and notes == {
+        assert await states(fleet) == {"a": "asleep", "b": "asleep"} and notes == {
             "gave up its kv_cache; bridge.wake brings it back"
         }
         await fleet.wake()
-        assert await states() == {"a": "ready", "b": "ready"}
+        assert await states(fleet) == {"a": "ready", "b": "ready"}
 
 
 @on_the_loop
@@ -258,30 +262,29 @@ async def test_an_engine_that_registers_again_is_still_known_to_sleep(address, f
         await fleet.sleep()
     async with attached(a, address, TOKEN):
         for _ in range(100):
-            if (await fleet.status()).engines[0].state == "asleep":
-                return
+            (known,) = (await fleet.status()).engines
+            if known.state == "asleep":
+                break
             await asyncio.sleep(0.02)
-        raise AssertionError("the gateway does not know")
+        assert (known.info.name, known.state) == ("a", "asleep")
 
 
 @on_the_loop
 async def test_one_engine_that_cannot_is_named_and_the_others_have_done_it(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    b.fail_control = True
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address) as (_, b):
+        b.fail_control = True
         with pytest.raises(Unsupported, match=r"sleep failed on b; done on a. \[b\] this engine cannot"):
             await fleet.sleep()
-        assert {e.info.name: e.state for e in (await fleet.status()).engines} == {"a": "asleep", "b": "ready"}
+        assert await states(fleet) == {"a": "asleep", "b": "ready"}
         b.fail_control = False
         await fleet.sleep()
-        assert {e.state for e in (await fleet.status()).engines} == {"asleep"}
+        assert await states(fleet) == {"a": "asleep", "b": "asleep"}
 
 
 @on_the_loop
 async def test_control_has_a_deadline_that_names_the_engine(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    b.hang_control = True
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address) as (a, b):
+        b.hang_control = True
         with pytest.raises(DeadlineExceeded, match=r"done on a.*engine 'b' did not pause within 1 s"):
             await fleet.pause()
         assert a.paused and not b.paused
@@ -313,8 +316,7 @@ async def test_control_without_a_verb_is_refused(address, fleet):
 
 @on_the_loop
 async def test_an_update_reaches_all_and_counts_up(address, fleet):
-    a, b = ScriptedEngine("a", -1), ScriptedEngine("b", -1)
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address, version=-1) as (a, b):
         for version in range(3):
             engines, current = await fleet.refresh()
             assert current == version - 1
@@ -325,14 +327,13 @@ async def test_an_update_reaches_all_and_counts_up(address, fleet):
 
 @on_the_loop
 async def test_one_engine_that_cannot_stage_rolls_all_back(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    b.fail_stage = True
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address) as (a, b):
+        b.fail_stage = True
         await fleet.refresh()
         with pytest.raises(TransferError, match=r"goes on with version 0.*\[b\].*tensor w is torn"):
             await update(fleet, 1, ["a", "b"])
         assert ("rollback", 1) in a.history and ("rollback", 1) in b.history and ("commit", 1) not in a.history
-        assert {e.state for e in (await fleet.status()).engines} == {"ready"}
+        assert await states(fleet) == {"a": "ready", "b": "ready"}
         b.fail_stage = False
         await update(fleet, 1, ["a", "b"])
         assert a.version == b.version == 1
@@ -340,26 +341,24 @@ async def test_one_engine_that_cannot_stage_rolls_all_back(address, fleet):
 
 @on_the_loop
 async def test_an_engine_that_fails_can_be_left_behind(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    b.fail_stage = True
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address) as (a, b):
+        b.fail_stage = True
         await fleet.refresh()
         assert set(await update(fleet, 1, ["a", "b"], drop_failed=True)) == {"a"}
-        assert {e.info.name: e.state for e in (await fleet.status()).engines} == {"a": "ready", "b": "stale"}
+        assert await states(fleet) == {"a": "ready", "b": "stale"}
         assert b.history[-1] == ("rollback", 1)
         a.fail_stage = True
         with pytest.raises(TransferError):  # nobody is left to go on
             await update(fleet, 2, ["a", "b"], drop_failed=True)
         a.fail_stage = b.fail_stage = False
         await update(fleet, 2, ["a", "b"])
-        assert {e.state for e in (await fleet.status()).engines} == {"ready"}
+        assert await states(fleet) == {"a": "ready", "b": "ready"}
 
 
 @on_the_loop
 async def test_an_engine_that_hangs_is_named_within_the_deadline(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    b.hang_stage = True
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address) as (a, b):
+        b.hang_stage = True
         await fleet.refresh()
         with pytest.raises(DeadlineExceeded, match="engine 'b' did not stage version 1 within 1 s"):
             await update(fleet, 1, ["a", "b"])
@@ -368,17 +367,16 @@ async def test_an_engine_that_hangs_is_named_within_the_deadline(address, fleet)
 
 @on_the_loop
 async def test_an_engine_that_does_not_commit_is_stale_until_the_next_update(address, fleet):
-    a, b = ScriptedEngine("a"), ScriptedEngine("b")
-    b.hang_commit = True
-    async with attached(a, address, TOKEN), attached(b, address, TOKEN):
+    async with pair(address) as (_, b):
+        b.hang_commit = True
         await fleet.refresh()
         assert set(await update(fleet, 1, ["a", "b"])) == {"a"}
-        assert {e.info.name: e.state for e in (await fleet.status()).engines} == {"a": "ready", "b": "stale"}
+        assert await states(fleet) == {"a": "ready", "b": "stale"}
         results = await collect(fleet.generate([request(str(i)) for i in range(4)]))
         assert {r.engine for r in results} == {"a"}
         b.hang_commit = False
         await update(fleet, 2, ["a", "b"])
-        assert {e.state for e in (await fleet.status()).engines} == {"ready"}
+        assert await states(fleet) == {"a": "ready", "b": "ready"}
 
 
 @on_the_loop

@@ -15,7 +15,7 @@ from slipstream.engines.embedded.attention import NaiveAttention
 from slipstream.engines.embedded.attention_gpu import PallasAttention
 from slipstream.engines.embedded.executor import shared_pages
 from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows
-from slipstream.engines.embedded.sampling import Settings
+from slipstream.engines.embedded.settings import Settings
 from slipstream.engines.embedded.setup import programs_for, shapes_for
 from slipstream.errors import ConfigError, NotReady
 from slipstream.model.config import LayerAttention

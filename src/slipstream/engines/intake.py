@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from slipstream.engines.sequence import Job, Sample, Ticket
 from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, SlipstreamError
 from slipstream.model.config import ModelConfig
 from slipstream.types import MAX_STOPS, MAX_TOP_LOGPROBS, Completion, Failure, Request, SamplingParams, Score
-
-SCORING_PRIORITY = 0
 
 
 class Room(NamedTuple):
@@ -43,18 +41,10 @@ class Intake:
                 failures.append(Failure(request.id, error))
         return tickets, failures
 
-    def check_tokens(self, tokens: Sequence[int], what: str) -> None:
-        low, high = min(tokens, default=0), max(tokens, default=0)
-        if low < 0 or high >= self._model.vocab_size:
-            raise InvalidPrompt(
-                f"{what} holds token id {low if low < 0 else high}; this model has 0 to {self._model.vocab_size - 1}. "
-                "Was it made with another model's tokenizer?"
-            )
-
     def scoring_tickets(self, sequences: Sequence[Sequence[int]], top_k: int, job: Job) -> list[Ticket]:
         self._check_top(top_k, "top_k of a score")
         for index, tokens in enumerate(sequences):
-            self.check_tokens(tokens, f"sequence {index}")
+            self._check_tokens(tokens, f"sequence {index}")
             if not 2 <= len(tokens) <= self._max_length:
                 raise InvalidPrompt(
                     f"sequence {index} has {len(tokens)} tokens; a score takes 2 to {self._max_length} (max_model_len)"
@@ -62,7 +52,7 @@ class Intake:
             self._check_pages(len(tokens), f"sequence {index} has {len(tokens)} tokens")
         sampling = SamplingParams(max_tokens=1, top_logprobs=top_k)
         return [
-            Ticket(str(index), tuple(tokens), sampling, 0, 0, (), job, SCORING_PRIORITY)
+            Ticket(str(index), tuple(tokens), sampling, seed=0, limit=0, stop=(), job=job)
             for index, tokens in enumerate(sequences)
         ]
 
@@ -98,7 +88,7 @@ class Intake:
             )
         if not prompt:
             raise InvalidPrompt(f"the tokenizer makes no tokens of the prompt {request.prompt!r}")
-        self.check_tokens(prompt, "the prompt")
+        self._check_tokens(prompt, "the prompt")
         if len(prompt) >= self._max_length:
             raise InvalidPrompt(
                 f"the prompt has {len(prompt)} tokens, which leaves no room in max_model_len={self._max_length}; "
@@ -113,8 +103,7 @@ class Intake:
         limit = min(sampling.max_tokens, self._max_length - len(prompt))
         self._check_pages(len(prompt) + limit, f"the prompt's {len(prompt)} tokens and {limit} more (max_tokens)")
         stop = dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._model.eos_token_ids)))
-        if len(stop) > MAX_STOPS:
-            raise InvalidSampling(f"at most {MAX_STOPS} stop tokens, the model's own included; got {len(stop)}")
+        check_stops(stop)
         return Ticket(
             request_id=request.id,
             prompt=prompt,
@@ -126,6 +115,14 @@ class Intake:
             priority=request.priority,
             find_stop=self._stop_finder(sampling) if sampling.stop else None,
         )
+
+    def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
+        low, high = min(tokens, default=0), max(tokens, default=0)
+        if low < 0 or high >= self._model.vocab_size:
+            raise InvalidPrompt(
+                f"{what} holds token id {low if low < 0 else high}; this model has 0 to {self._model.vocab_size - 1}. "
+                "Was it made with another model's tokenizer?"
+            )
 
     def _check_top(self, count: int, what: str) -> None:
         most = min(MAX_TOP_LOGPROBS, self._model.vocab_size)
@@ -181,3 +178,12 @@ def _before(text: str, sample: Sample) -> str:
     if not sample.stopped:
         return text
     return text[: min((at for stop in sample.ticket.sampling.stop if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def check_stops(stops: Collection[int]) -> None:
+    """Where a request comes in, it alone is refused; later, whole steps would fail."""
+    if len(stops) > MAX_STOPS:
+        raise InvalidSampling(
+            f"at most {MAX_STOPS} stop tokens, the model's own included; got {len(stops)}. Name fewer stop_token_ids, or set "
+            "ignore_eos"
+        )

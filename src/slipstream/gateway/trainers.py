@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from slipstream.errors import DeadlineExceeded, PeerError, PlanMismatch, ProtocolMismatch, SlipstreamError
 from slipstream.gateway import convert
@@ -15,13 +16,16 @@ from slipstream.gateway.updates import FleetUpdate
 
 MAX_STEP_SECONDS = 3600.0
 
+_Waiting: TypeAlias = dict[int, tuple[pb.UpdateStep, asyncio.Future[pb.UpdateReply]]]
+"""By rank: the step it has come to, and where its answer goes."""
+
 
 class TrainerGroup:
     def __init__(self, update: FleetUpdate, world: int, peer: str) -> None:
         self.world, self.peer = world, peer
         self._update = update
         self._present: set[int] = set()
-        self._waiting: dict[int, tuple[pb.UpdateStep, asyncio.Future[pb.UpdateReply]]] = {}
+        self._waiting: _Waiting = {}
 
     @property
     def is_empty(self) -> bool:
@@ -73,9 +77,7 @@ class TrainerGroup:
         except SlipstreamError as error:
             await self._update.rollback()
             reply = pb.UpdateReply(error=convert.error_to_pb(error))
-        for _, answer in waiting.values():
-            if not answer.done():
-                answer.set_result(reply)
+        _answer(waiting, reply)
 
     async def _take(self, step: pb.UpdateStep) -> pb.UpdateReply:
         timeout = min(step.timeout_seconds, MAX_STEP_SECONDS)
@@ -91,9 +93,13 @@ class TrainerGroup:
 
     def _fail(self, error: SlipstreamError) -> None:
         waiting, self._waiting = self._waiting, {}
-        for _, answer in waiting.values():
-            if not answer.done():
-                answer.set_result(pb.UpdateReply(error=convert.error_to_pb(error)))
+        _answer(waiting, pb.UpdateReply(error=convert.error_to_pb(error)))
+
+
+def _answer(waiting: _Waiting, reply: pb.UpdateReply) -> None:
+    for _, answer in waiting.values():
+        if not answer.done():
+            answer.set_result(reply)
 
 
 def _merged(steps: Sequence[pb.UpdateStep]) -> pb.UpdateStep:

@@ -77,11 +77,8 @@ class NaiveAttention:
         self, layer: CacheLayer, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array
     ) -> CacheLayer:
         keys, values = layer
-        page, offset = places(tables, positions, *keys.shape[0:3:2])
-        return (
-            keys.at[page, :, offset].set(_rows(k), mode="drop"),
-            values.at[page, :, offset].set(_rows(v), mode="drop"),
-        )
+        page, offset = _places(tables, positions, values.shape)
+        return _put(keys.at[page, :, offset], k), _put(values.at[page, :, offset], v)
 
     def attend(
         self,
@@ -114,11 +111,8 @@ class BlockwiseAttention:
         self, layer: CacheLayer, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array
     ) -> CacheLayer:
         keys, values = layer
-        page, offset = places(tables, positions, *values.shape[0:3:2])
-        return (
-            keys.at[page, :, :, offset].set(_rows(k), mode="drop"),
-            values.at[page, :, offset].set(_rows(v), mode="drop"),
-        )
+        page, offset = _places(tables, positions, values.shape)
+        return _put(keys.at[page, :, :, offset], k), _put(values.at[page, :, offset], v)
 
     def attend(
         self,
@@ -244,12 +238,14 @@ def _product(equation: str, rows: jax.Array, by: jax.Array) -> jax.Array:
     return jnp.concatenate(list(products), axis=2)
 
 
-def places(tables: jax.Array, positions: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:
+def _places(tables: jax.Array, positions: jax.Array, pages: Shape) -> tuple[jax.Array, jax.Array]:
     """Page and offset of each position, flat; a page that does not exist for padding."""
+    num_pages, _, page_size, _ = pages
     page = jnp.take_along_axis(tables, jnp.maximum(positions, 0) // page_size, axis=1)
     page = jnp.where(positions < 0, num_pages, page)
     return page.reshape(-1), (positions % page_size).reshape(-1)
 
 
-def _rows(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, *x.shape[2:])
+def _put(slots: Any, tokens: jax.Array) -> jax.Array:
+    """Pages with `tokens [blocks, time, ...]` in the `slots` that `_places` found."""
+    return slots.set(tokens.reshape(-1, *tokens.shape[2:]), mode="drop")

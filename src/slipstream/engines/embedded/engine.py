@@ -327,7 +327,7 @@ class EmbeddedEngine:
 
 
 class _Job:
-    """The mailbox of one `generate` call, filled by the compute thread."""
+    """The mailbox of one call of `generate` or `score`, filled by the compute thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -13,8 +13,8 @@ import numpy as np
 from slipstream.engines.embedded.attention import Shared
 from slipstream.engines.embedded.placement import to_host
 from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows, Steps
-from slipstream.engines.embedded.sampling import Settings, is_rich
 from slipstream.engines.embedded.scheduler import Piece, Tick
+from slipstream.engines.embedded.settings import Settings, is_rich
 from slipstream.engines.embedded.shapes import bucket
 from slipstream.engines.embedded.speculative import lookup
 from slipstream.engines.sequence import Sample
@@ -34,10 +34,11 @@ class Policy(NamedTuple):
 
 
 class Executor:
-    """`run` is the life of a tick on the device: dispatched as a whole, then waited for once."""
+    """A tick is dispatched as a whole and then waited for once: `dispatch(policy, tick).wait(version)`."""
 
     def __init__(self, programs: Programs, draft: Programs | None = None, guesses: int = 0) -> None:
         self._programs, self._draft, self._guesses = programs, draft, guesses
+        self._models = [programs] if draft is None else [programs, draft]
         self.shapes = programs.shapes
         self._cache: Cache | None = None
         """None while a tick is being dispatched: it is in its hands, and lost if that fails."""
@@ -50,11 +51,11 @@ class Executor:
 
     @property
     def num_programs(self) -> int:
-        return len(self._programs.compiled) + (len(self._draft.compiled) if self._draft else 0)
+        return sum(len(programs.compiled) for programs in self._models)
 
     @property
     def compile_seconds(self) -> float:
-        return sum(self._programs.compiled.values()) + (sum(self._draft.compiled.values()) if self._draft else 0.0)
+        return sum((sum(programs.compiled.values()) for programs in self._models), 0.0)
 
     # --- memory ---
 
@@ -70,12 +71,11 @@ class Executor:
 
     def placed(self, policy: Policy) -> Policy:
         """With its weights on the devices, wherever they were."""
-        draft = (
-            policy.draft
-            if self._draft is None or policy.draft is None
-            else self._draft.placement.to_devices(policy.draft)
-        )
-        params = None if policy.params is None else self._programs.placement.to_devices(policy.params)
+        params, draft = policy.params, policy.draft
+        if params is not None:
+            params = self._programs.placement.to_devices(params)
+        if draft is not None and self._draft is not None:
+            draft = self._draft.placement.to_devices(draft)
         return Policy(params, policy.version, draft)
 
     def without_weights(self, policy: Policy, keep: bool) -> Policy:
@@ -86,8 +86,7 @@ class Executor:
 
     def memory(self, policy: Policy | None, asleep: tuple[MemoryTag, ...]) -> MemoryReport:
         weights = 0 if policy is None else _device_bytes((policy.params, policy.draft))
-        caches = (self._programs, self._draft) if self._has_cache else ()
-        kv_cache = sum(programs.cache_bytes for programs in caches if programs is not None)
+        kv_cache = sum(programs.cache_bytes for programs in self._models) if self._has_cache else 0
         return MemoryReport(weights, kv_cache, self._programs.placement.bytes_in_use(), asleep)
 
     # --- a tick ---
@@ -117,10 +116,7 @@ class Executor:
         if tick.decode:
             rich = any(is_rich(sample.ticket.sampling) for sample in tick.decode)
             rows, settings = self._rows(tick), self._settings(tick.decode, rich)
-            if rich:
-                history = self._history(tick.decode, len(rows.tokens))
-                steps, cache = programs.decode(params, cache, rows, settings, tick.steps, history)
-            elif self._guesses:
+            if self._guesses and not rich:
                 guesses: Any
                 if draft and draft_cache:
                     drafted, draft_cache = draft.decode(
@@ -134,7 +130,8 @@ class Executor:
                 num_guessed = int(np.minimum(found, np.array(tick.room) - 1).sum())
                 steps, cache = programs.verify(params, cache, rows, settings, guesses)
             else:
-                steps, cache = programs.decode(params, cache, rows, settings, tick.steps, None)
+                history = self._history(tick.decode, len(rows.tokens)) if rich else None
+                steps, cache = programs.decode(params, cache, rows, settings, tick.steps, history)
         self._cache, self._draft_cache = cache, draft_cache
         return Flight(tick, prefilled, scores, steps, num_guessed, self.shapes.block)
 
@@ -216,10 +213,11 @@ def _num_common(tables: Sequence[Sequence[int]]) -> int:
 class Flight:
     """A tick on the device."""
 
-    def __init__(self, tick: Tick, prefilled: Any, scores: Any, steps: Steps | None, guessed: int, block: int) -> None:
+    def __init__(
+        self, tick: Tick, prefilled: Any, scores: Any, steps: Steps | None, num_guessed: int, block: int
+    ) -> None:
         self._tick, self._prefilled, self._scores, self._steps = tick, prefilled, scores, steps
-        self._block, self._guessed = block, guessed
-        self.prefill_seconds = self.decode_seconds = 0.0
+        self._num_guessed, self._block = num_guessed, block
 
     def wait(self, version: int) -> Outcome:
         """Waits for the device and gives every sample what is its own."""
@@ -229,14 +227,14 @@ class Flight:
         if self._scores is not None:
             self._take_scores(jax.device_get(self._scores), version)
         middle = time.perf_counter()
-        drawn = num_steps = num_accepted = 0
+        num_drawn = num_steps = num_accepted = 0
         if self._steps is not None:
             steps: Steps = jax.device_get(self._steps)
-            drawn, num_steps = int(steps.num_drawn.sum()), int(steps.num_drawn.max(initial=0))
+            num_drawn, num_steps = int(steps.num_drawn.sum()), int(steps.num_drawn.max(initial=0))
             self._take_steps(steps, version)
-            num_accepted = drawn - len(self._tick.decode) if self._guessed else 0
+            num_accepted = num_drawn - len(self._tick.decode) if self._num_guessed else 0
         end = time.perf_counter()
-        return Outcome(middle - start, end - middle, drawn, num_steps, self._guessed, num_accepted)
+        return Outcome(middle - start, end - middle, num_drawn, num_steps, self._num_guessed, num_accepted)
 
     def _take_scores(self, scores: Sequence[np.ndarray], version: int) -> None:
         row = 0

@@ -18,7 +18,8 @@ import numpy as np
 
 from slipstream.engines.embedded.attention import CacheLayer, PagedAttention, Shared
 from slipstream.engines.embedded.placement import Placement
-from slipstream.engines.embedded.sampling import Counts, Settings, counts_of, counts_with, raw_logprobs, sample
+from slipstream.engines.embedded.sampling import Counts, counts_of, counts_with, raw_logprobs, sample
+from slipstream.engines.embedded.settings import Settings
 from slipstream.engines.embedded.shapes import COPIES, Shapes, bucket
 from slipstream.model.config import LayerAttention, ModelConfig
 from slipstream.model.decoder import apply_layers, unembed
@@ -107,7 +108,7 @@ class Programs:
         zeros = functools.partial(jnp.zeros, dtype=placement.dtype, device=placement.cache)
         return [(zeros(keys), zeros(values)) for _ in range(config.num_layers)]
 
-    # --- called by the worker, with host arrays; nothing is waited for ---
+    # --- called by the executor, with host arrays; nothing is waited for ---
 
     def prefill(self, params: Params, cache: Cache, chunk: Chunk) -> tuple[jax.Array, Cache]:
         """The first result is nothing but a thing to wait for."""

@@ -101,7 +101,7 @@ class Scheduler:
     def put_back(self, restart: bool = False) -> None:
         """All live samples wait again, their pages free; with `restart` everyone begins anew from the prompt."""
         for sample in sorted(self.live, key=lambda s: s.rank, reverse=True):
-            self._back(sample)
+            self._put_back(sample)
         if restart:
             for sample in self.waiting:
                 sample.restart()
@@ -115,7 +115,7 @@ class Scheduler:
             sample.cache_version = -1
             sample.pending.clear()
             if sample.ticket.is_scoring:
-                self._back(sample)
+                self._put_back(sample)
         for sample in self.waiting:
             if sample.ticket.is_scoring:
                 sample.restart()
@@ -150,11 +150,11 @@ class Scheduler:
             if self._extend(sample, min(sample.length - 1 + steps, sample.end - 1)):
                 continue
             while sample in self.running and not self._extend(sample, sample.length):
-                self._back(max(self.live, key=lambda s: s.rank))
+                self._put_back(max(self.live, key=lambda s: s.rank))
                 self.num_preemptions += 1
 
-    def _grows(self, sample: Sample) -> bool:
-        """It may need more pages than it has."""
+    def _may_grow(self, sample: Sample) -> bool:
+        """Whether it may come to need more pages than it has."""
         return self._shapes.num_pages_for(sample.end - 1) > len(sample.pages)
 
     def _room(self, sample: Sample) -> int:
@@ -198,7 +198,7 @@ class Scheduler:
         num_live = len(self.prefilling) + len(self.running)
         held_up: set[Ticket] = set()
         # Some pages are left to those that still grow, so that a newcomer does not push one of them out at once.
-        num_growing = sum(self._grows(sample) for sample in self.running)
+        num_growing = sum(self._may_grow(sample) for sample in self.running)
         for sample in self.waiting.candidates(Counter(s.ticket.job for s in self.live)):
             if num_live >= self._max_samples or len(held_up) == MAX_HELD_UP:
                 return bool(held_up)
@@ -214,7 +214,7 @@ class Scheduler:
                 continue
             self.waiting.remove(sample)
             num_live += 1
-            num_growing += self._grows(sample)
+            num_growing += self._may_grow(sample)
             if sample.num_computed < sample.prefill_end:
                 self.prefilling[sample] = None
                 budget -= self._prefill(sample, tick, budget)
@@ -312,7 +312,7 @@ class Scheduler:
         self._leave(sample)
         return True
 
-    def _back(self, sample: Sample) -> None:
+    def _put_back(self, sample: Sample) -> None:
         self._leave(sample)
         self.waiting.push(sample, sample.ticket.priority, sample.ticket.job, front=True)
 

@@ -65,7 +65,7 @@ class Worker:
         self._counts: Counter[str] = Counter()
         if policy is not None:
             self._set_policy(policy)
-        self._wake = threading.Condition()
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"slipstream-{name}", daemon=True)
         self._thread.start()
 
@@ -132,9 +132,9 @@ class Worker:
 
     def close(self) -> None:
         """Fails what is unfinished with `EngineLost` and joins the thread."""
-        with self._wake:
+        with self._changed:
             self._closing = True
-            self._wake.notify()
+            self._changed.notify()
         self._thread.join()
 
     def _call(self, work: Callable[[], T]) -> Future[T]:
@@ -153,18 +153,18 @@ class Worker:
         return done
 
     def _submit(self, command: Callable[[], object]) -> None:
-        with self._wake:
+        with self._changed:
             if self._closing:
                 raise EngineLost(f"engine {self._name!r} is closed")
             self._commands.append(command)
-            self._wake.notify()
+            self._changed.notify()
 
     # --- on the compute thread ---
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._commands or self._closing or self._outbox or self._can_work)
+            with self._changed:
+                self._changed.wait_for(lambda: self._commands or self._closing or self._outbox or self._can_work)
                 commands, self._commands = self._commands, []
                 closing = self._closing
             for command in commands:
