@@ -10,8 +10,9 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: $(VENV)/.installed
 	$(BIN)/slipstream demo
 
+# TESTS=tests/weights runs a part of them.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(TESTS)
+	$(if $(TESTS),$(BIN)/python -m pytest $(TESTS),tools/test.sh $(VENV) $(VLLM_VENV))
 
 check: $(VENV)/.installed-check
 	$(BIN)/ruff check src tests benchmarks examples
@@ -39,9 +40,9 @@ $(VENV)/.installed-check: $(VENV)/.installed
 	$(PIP) -e '.[plot,bench,check]'
 	@touch $@
 
-# The real vLLM for CPU, which benchmarks and tests find there if it is made.
-vllm-env:
-	PYTHON=$(PYTHON) tools/vllm_env.sh $(VLLM_VENV)
+# The real vLLM for CPU, for tests and benchmarks.
+vllm-env: $(VENV)/.installed
+	$(BIN)/slipstream setup vllm --cpu --into $(VLLM_VENV)
 
 # The generated gRPC code runs with this generator's release and later ones, so it is made with an old one.
 proto:
@@ -51,4 +52,4 @@ proto:
 	    src/slipstream/gateway/slipstream.proto
 
 clean:
-	rm -rf $(VENV) .venv-proto build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV).log .venv-proto build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

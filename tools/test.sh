@@ -1,0 +1,25 @@
+#!/bin/sh
+# All tests, as `make test` runs them: tools/test.sh VENV VLLM_VENV
+#
+# Those against real vLLM come last: its environment is made while the others run. Where it cannot be made (there is no wheel
+# for the platform), the summary says which tests did not run; with SLIPSTREAM_REQUIRE_VLLM=1 that is a failure.
+set -u
+venv=$1 vllm=$2
+log=$vllm.log
+
+"$venv/bin/slipstream" setup vllm --cpu --into "$vllm" > "$log" 2>&1 &
+making=$!
+"$venv/bin/python" -m pytest --ignore=tests/vllm --durations=15
+others=$?
+echo "waiting for the environment with vLLM ($log) ..."
+if wait "$making"; then
+    SLIPSTREAM_VLLM_PYTHON=$(pwd)/$vllm/bin/python "$venv/bin/python" -m pytest tests/vllm --durations=15
+    real=$?
+else
+    tail -n 20 "$log"
+    echo "=================================================================================================="
+    echo "NOT RUN: the tests against real vLLM (tests/vllm), because its environment could not be made; see above."
+    echo "=================================================================================================="
+    real=${SLIPSTREAM_REQUIRE_VLLM:-0}
+fi
+test "$others" -eq 0 && test "$real" -eq 0
