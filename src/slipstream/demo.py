@@ -12,7 +12,7 @@ from rich.table import Table
 
 from slipstream import topology
 from slipstream.bridge import Bridge
-from slipstream.config import EngineConfig, TrainConfig
+from slipstream.config import EngineConfig, TrainConfig, build
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.observe.plot import write_curve
 from slipstream.observe.progress import training_display
@@ -44,7 +44,15 @@ class Outcome:
                 self.checkpoint = directory
 
 
-def run(*, steps: int = 400, seed: int = 0, engines: int = 1, out: str = "", console: Console | None = None) -> int:
+def run(
+    *,
+    steps: int = 400,
+    seed: int = 0,
+    engines: int = 1,
+    engine: str = "embedded",
+    out: str = "",
+    console: Console | None = None,
+) -> int:
     """The demo: a small decoder made on the spot learns to reverse three digits. Returns the exit code, 0 if it did.
 
     Stops once the last ten steps were right 95 % of the time, but not before 150 steps."""
@@ -56,7 +64,7 @@ def run(*, steps: int = 400, seed: int = 0, engines: int = 1, out: str = "", con
         target_accuracy=0.95,
         seed=seed,
         engines=engines,
-        engine=EngineConfig(max_concurrency=256, max_model_len=32),
+        engine=build(EngineConfig, {"kind": engine, "max_concurrency": 256, "max_model_len": 32}, "engine"),
     )
     outcome = _execute(config, console)
     if outcome is None:
@@ -95,7 +103,11 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
     model_dir = Path(config.model) if config.model else outcome.run_dir / "model"
     if not config.model:
         write_small_model(model_dir)
-    where = f"{config.engines} engine process(es)" if config.engines else "an engine inside this process"
+    where = (
+        f"{config.engines} {config.engine.kind} engine process(es)"
+        if config.engines
+        else "an engine inside this process"
+    )
     console.print(
         f"task {config.task.name}, rollouts by {where}; logs in {outcome.run_dir}", markup=False, soft_wrap=True
     )

@@ -29,13 +29,11 @@ async def host(
     the engine is registered."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = await _start(model, name, options)
+    engine, ended = await _start(model, name, options)
     log.info("engine %s: %s, tp=%d, pid %d", name, engine.describe().model, options.tp, os.getpid())
     on_registered = ready.touch if ready is not None else None
     serving = asyncio.create_task(serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered))
-    ends = {asyncio.create_task(stop.wait())}
-    if (ended := getattr(engine, "ended", None)) is not None:
-        ends.add(asyncio.create_task(ended.wait()))
+    ends = [asyncio.create_task(event.wait()) for event in (stop, ended)]
     try:
         await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -45,15 +43,17 @@ async def host(
         await engine.close()
 
 
-async def _start(model: Path, name: str, options: EngineConfig) -> Engine:
+async def _start(model: Path, name: str, options: EngineConfig) -> tuple[Engine, asyncio.Event]:
+    """The engine, and what is set when it has come to an end by itself."""
     if options.kind == "vllm":
         from slipstream.engines.vllm.engine import VllmEngine
 
-        return await VllmEngine.start(model, name=name, options=options)
+        engine = await VllmEngine.start(model, name=name, options=options)
+        return engine, engine.ended
     from slipstream.engines.embedded.engine import EmbeddedEngine
 
     _keep_compiled()
-    return EmbeddedEngine.from_directory(model, name=name, options=options)
+    return EmbeddedEngine.from_directory(model, name=name, options=options), asyncio.Event()
 
 
 def _keep_compiled() -> None:

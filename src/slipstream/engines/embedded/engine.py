@@ -94,6 +94,10 @@ class EmbeddedEngine:
         if version is not None and version < 0:
             raise ConfigError(f"version must be 0 or more, got {version}")
         options = options or EngineConfig()
+        if options.kind != "embedded":
+            raise ConfigError(
+                f"an engine of kind {options.kind!r} is a process of its own; start it with slipstream.launch(engine=…)"
+            )
         self._model, self._name, self._options = model, name, options
         self._draft = draft
         keep_freed_memory()

@@ -109,8 +109,13 @@ class VllmEngine:
         """Files of shared memory that the workers see."""
         self._shadow: tuple[int, dict[str, Place]] | None = None
         self._has_checkpoint = False
+        self._workers: list[dict[str, int]] = []
+        """Of each: its pid, and the bytes of its KV cache."""
         self._ids = itertools.count()
+        self._samples: dict[asyncio.Task[None], Sample] = {}
+        """All that are unfinished."""
         self._running: dict[str, _Run] = {}
+        """Those of them that vLLM has."""
         self._gate = asyncio.Event()
         """Closed while a commit waits for what runs to finish."""
         self._gate.set()
@@ -138,7 +143,8 @@ class VllmEngine:
         engine = cls(model, llm, name=name, tokenizer=tokenizer, options=options)
         engine._has_checkpoint = has_weights
         engine._version = 0 if has_weights else -1
-        await engine._on_workers("slipstream_install", os.getpid(), [t.name for t in engine._tensors])
+        names = [t.name for t in engine._tensors]
+        engine._workers = await engine._on_workers("slipstream_install", os.getpid(), names)
         return engine
 
     def describe(self) -> EngineInfo:
@@ -196,8 +202,12 @@ class VllmEngine:
         return [scores[i] for i in range(len(sequences))]
 
     def _start(self, tickets: Sequence[Ticket], job: _Job) -> list[asyncio.Task[None]]:
-        samples = [sample for ticket in tickets for sample in ticket.samples()]
-        return [asyncio.create_task(self._run(sample, job)) for sample in samples]
+        tasks = []
+        for sample in (sample for ticket in tickets for sample in ticket.samples()):
+            tasks.append(asyncio.create_task(self._run(sample, job)))
+            self._samples[tasks[-1]] = sample
+            tasks[-1].add_done_callback(self._samples.pop)
+        return tasks
 
     def _answers(self, outcomes: Sequence[Sample | Failed], owed: dict[Ticket, int]) -> list[Completion | Failure]:
         """Completions and failures, counted off from what is owed; a request fails once."""
@@ -300,8 +310,14 @@ class VllmEngine:
         if version != self._version:
             self._staged(version)
             if in_flight == "finish":
-                await self._finish_running(version)
-            report = await self._swap(version, in_flight)
+                self._check_can_finish()
+                self._gate.clear()
+            try:
+                if in_flight == "finish":
+                    await self._finish_running(version)
+                report = await self._swap(version, in_flight)
+            finally:
+                self._gate.set()
         self._drop_shadow(version)
         with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it
             self._inbox.finish(version)
@@ -312,26 +328,24 @@ class VllmEngine:
             raise UnknownVersion(f"engine {self._name!r} has not staged version {version}: begin and stage it first")
         return self._shadow[1]
 
-    async def _finish_running(self, version: int) -> None:
-        """Those that have begun to draw end first; the others wait, and begin under the new version."""
+    def _check_can_finish(self) -> None:
         if (self._paused or self._asleep) and self._running:
             why = "paused" if self._paused else "asleep"
             raise Unsupported(
                 f"engine {self._name!r} is {why}, so its requests would never finish; resume it, or commit with "
                 'in_flight="keep"'
             )
-        self._gate.clear()
-        try:
-            async with self._turn, self._still():
-                drawn = await self._drawn()
-                for run in self._running.values():
-                    if not drawn.get(run.id):
-                        run.restart()
-            while self._running:
-                await asyncio.wait([run.task for run in self._running.values()], timeout=0.05)
-                self._staged(version)  # a rollback calls it off
-        finally:
-            self._gate.set()
+
+    async def _finish_running(self, version: int) -> None:
+        """Those that have begun to draw end first; the others go back behind the gate, and begin under the new version."""
+        async with self._turn, self._still():
+            drawn = await self._drawn()
+            for run in self._running.values():
+                if not drawn.get(run.id):
+                    run.restart()
+        while self._running:
+            await asyncio.wait([run.task for run in self._running.values()], timeout=0.05)
+            self._staged(version)  # a rollback calls it off
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
         called = time.perf_counter()
@@ -342,7 +356,7 @@ class VllmEngine:
                 if places != self._places:
                     await self._load(places)
             except Exception as error:
-                await self._load(self._places)  # what serves is loaded anew: half of it may be overwritten
+                await self._restore()
                 raise self._failure(f"loading version {version}", error) from error
             self._version, self._places = version, places
             self._asleep.pop("weights", None)
@@ -360,6 +374,15 @@ class VllmEngine:
     async def _load(self, places: Mapping[str, Place]) -> None:
         tensors = [[name, file, offset, list(shape)] for name, (file, offset, shape) in places.items()]
         await self._on_workers("slipstream_load", tensors, self._options.dtype)
+
+    async def _restore(self) -> None:
+        """What serves is loaded anew, since half of it may be overwritten. Without weights there is nothing to restore."""
+        if self._version >= 0 and self._asleep.get("weights") != 2:
+            try:
+                await self._load(self._places)
+            except Exception:
+                self.ended.set()  # neither version can be served
+                raise
 
     async def rollback(self, version: int) -> None:
         self._drop_shadow(version)
@@ -421,17 +444,17 @@ class VllmEngine:
             return await self.memory()
 
     async def memory(self) -> MemoryReport:
-        workers = await self._on_workers("slipstream_memory")
         weights = 0 if self._asleep.get("weights") == 2 else self._num_bytes
-        kv_cache, resident = (sum(worker[name] for worker in workers) for name in ("kv_cache", "resident"))
+        kv_cache = 0 if "kv_cache" in self._asleep else sum(worker["kv_cache"] for worker in self._workers)
+        resident = sum(_resident(worker["pid"]) for worker in self._workers)
         return MemoryReport(weights, kv_cache, resident, tuple(sorted(self._asleep)))
 
     async def close(self) -> None:
         self.ended.set()
         lost = EngineLost(f"engine {self._name!r} was closed before this was finished")
-        for run in list(self._running.values()):
-            run.sample.ticket.job.deliver([Failed(run.sample.ticket, lost)])
-            run.task.cancel()
+        for task, sample in list(self._samples.items()):
+            sample.ticket.job.deliver([Failed(sample.ticket, lost)])
+            task.cancel()
         await asyncio.to_thread(self._llm.shutdown)
         self._inbox.close()
 
@@ -501,3 +524,11 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process has; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

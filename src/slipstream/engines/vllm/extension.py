@@ -25,9 +25,9 @@ class Extension:
     model_runner: Any
     vllm_config: Any
 
-    def slipstream_install(self, owner: int, names: Sequence[str]) -> None:
+    def slipstream_install(self, owner: int, names: Sequence[str]) -> dict[str, int]:
         """Once, after the model is loaded. `owner` is the process that hosts the engine; without it there is no reason to
-        live. `names` are those of all tensors of the model."""
+        live. `names` are those of all tensors of the model. Returns this process's pid, and the bytes of its KV cache."""
         old = self.model_runner.sampler
         new = TwofoldSampler.__new__(TwofoldSampler)
         new.__dict__.update(old.__dict__)
@@ -36,6 +36,7 @@ class Extension:
         self._slipstream_sizes: dict[int, int] = {}
         self._slipstream_names = frozenset(names)
         threading.Thread(target=_follow, args=(owner,), name="slipstream-lifeline", daemon=True).start()
+        return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
 
     def slipstream_drawn(self) -> dict[str, int]:
         """How many tokens each request has drawn. Requests that never ran are not among them."""
@@ -94,13 +95,6 @@ class Extension:
             if storage.nbytes() == 0 and (size := self._slipstream_sizes.pop(storage._cdata, 0)):
                 storage.resize_(size)
                 storage.fill_(0)  # type: ignore[attr-defined]
-
-    def slipstream_memory(self) -> dict[str, int]:
-        """Bytes of this worker: of its KV cache and weights as far as they are tensors, and all that is resident."""
-        with open("/proc/self/statm") as file:
-            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        sizes = {t: sum(s.nbytes() for s in self._slipstream_storages(t)) for t in ("weights", "kv_cache")}
-        return {**sizes, "resident": resident}
 
     def _slipstream_storages(self, tag: str) -> list[torch.UntypedStorage]:
         tensors = (
