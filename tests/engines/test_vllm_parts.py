@@ -1,0 +1,141 @@
+"""The parts of the vLLM engine that need no vLLM: which one this is, and its answers in our words."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.engines.sequence import Sample, Ticket
+from slipstream.engines.vllm import compat
+from slipstream.engines.vllm.words import take_scores, take_tokens
+from slipstream.errors import ConfigError
+from slipstream.types import SamplingParams, TopLogprobs, VersionSpan
+
+# --- which vLLM ---
+
+NAMES = {
+    "vllm.v1.engine.async_llm": "AsyncLLM",
+    "vllm.engine.arg_utils": "AsyncEngineArgs",
+    "vllm.v1.sample.sampler": "Sampler",
+    "vllm.logprobs": "FlatLogprobs",
+    "vllm.v1.engine.exceptions": "EngineDeadError",
+}
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A vLLM that has what is needed and nothing else."""
+
+    class AsyncLLM:
+        generate = pause_generation = resume_generation = reset_prefix_cache = collective_rpc = shutdown = None
+
+    made: dict[str, Any] = {"vllm": ModuleType("vllm")}
+    made["vllm"].__version__ = "0.32.1"
+    for path, name in NAMES.items():
+        parts = path.split(".")
+        for end in range(2, len(parts) + 1):
+            made.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        setattr(made[path], name, AsyncLLM if name == "AsyncLLM" else object)
+    for path, module in made.items():
+        monkeypatch.setitem(sys.modules, path, module)
+    return made
+
+
+def test_a_tested_version_passes_without_a_word(modules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert compat.check() == "0.32.1"
+    assert not caplog.records
+
+
+def test_another_version_is_warned_of(modules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    modules["vllm"].__version__ = "0.99.0"
+    with caplog.at_level(logging.WARNING):
+        assert compat.check() == "0.99.0"
+    assert "0.99.0 was never tested" in caplog.text and "0.26.x and 0.32.x" in caplog.text
+
+
+def test_what_is_missing_is_named(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    del modules["vllm.logprobs"].FlatLogprobs
+    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.1 has no vllm\.logprobs\.FlatLogprobs"):
+        compat.check()
+    modules["vllm.logprobs"].FlatLogprobs = object
+    del modules["vllm.v1.engine.async_llm"].AsyncLLM.pause_generation
+    with pytest.raises(ConfigError, match=r"AsyncLLM of vLLM 0\.32\.1 has no pause_generation"):
+        compat.check()
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match="vLLM cannot be imported here"):
+        compat.check()
+
+
+def test_workers_know_a_request_by_a_longer_name() -> None:
+    assert compat.external_id("s17-9f3a0c2e") == compat.external_id("s17") == "s17"
+
+
+# --- its answers ---
+
+
+def columns(*rows: list[tuple[int, float]]) -> Any:
+    """As vLLM's `FlatLogprobs`: for each position, tokens and their logprobs."""
+    starts = [sum(map(len, rows[:i])) for i in range(len(rows))]
+    return SimpleNamespace(
+        start_indices=starts,
+        end_indices=[start + len(row) for start, row in zip(starts, rows)],
+        token_ids=[token for row in rows for token, _ in row],
+        logprobs=[logprob for row in rows for _, logprob in row],
+    )
+
+
+def sample_of(limit: int = 9, top: int = 0, find_stop: Any = None) -> Sample:
+    sampling = SamplingParams(max_tokens=9, top_logprobs=top)
+    return Sample(Ticket("r", (1, 2, 3), sampling, 0, limit, (), None, find_stop=find_stop), 0)  # type: ignore[arg-type]
+
+
+def drawn(*tokens: int, reason: str | None = "length") -> Any:
+    rows = [[(token, -token / 10), (token, -token / 100), (7, -0.5), (8, -0.6)] for token in tokens]
+    return SimpleNamespace(token_ids=tokens, logprobs=columns(*rows), finish_reason=reason)
+
+
+def test_every_token_gets_the_version_that_drew_it() -> None:
+    sample = sample_of()
+    take_tokens(sample, drawn(10, 11, 12, 13, 14), [(3, 0), (4, 2), (5, 4)])
+    assert sample.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 4), VersionSpan(5, 4, 5))
+    assert sample.tokens == [10, 11, 12, 13, 14] and not sample.stopped
+    assert sample.logprobs == [-1.0, -1.1, -1.2, -1.3, -1.4]
+    assert sample.raw_logprobs == [-0.10, -0.11, -0.12, -0.13, -0.14]
+
+
+def test_a_version_that_came_after_the_last_token_drew_none() -> None:
+    sample = sample_of()
+    take_tokens(sample, drawn(10, 11), [(3, 0), (4, 2)])
+    assert sample.spans == (VersionSpan(3, 0, 2),)
+
+
+def test_tokens_that_come_in_parts_are_counted_on() -> None:
+    sample = sample_of(top=2)
+    versions = [(3, 0)]
+    take_tokens(sample, drawn(10, 11, reason=None), versions)
+    versions.append((4, 3))  # swapped in before tokens that are under way arrived
+    take_tokens(sample, drawn(12, 13, reason="stop"), versions)
+    assert sample.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
+    assert sample.stopped and sample.finish_reason == "stop"
+    assert sample.tops == [TopLogprobs((7, 8), (-0.5, -0.6))] * 4
+
+
+def test_a_stop_text_cuts_what_was_drawn_after_it() -> None:
+    sample = sample_of(find_stop=lambda tokens: 3 if len(tokens) >= 3 else None)
+    take_tokens(sample, drawn(10, 11, reason=None), [(3, 0)])
+    assert not sample.stopped
+    take_tokens(sample, drawn(12, 13, reason=None), [(3, 0)])
+    assert sample.stopped and sample.tokens == [10, 11, 12] and sample.spans == (VersionSpan(3, 0, 3),)
+
+
+def test_a_score_has_a_logprob_for_every_token_but_the_first() -> None:
+    sample = sample_of(limit=0, top=1)
+    found = columns([], [(2, -0.2), (9, -0.1)], [(3, -0.3), (3, -0.3)])
+    take_scores(sample, SimpleNamespace(prompt_logprobs=found), version=6)
+    assert sample.raw_logprobs == [-0.2, -0.3]
+    assert sample.tops == [TopLogprobs((9,), (-0.1,)), TopLogprobs((3,), (-0.3,))]
+    assert sample.versions == [(6, 0)]
