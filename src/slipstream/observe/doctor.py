@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.topology.environments import interpreter
 from slipstream.weights.transports import shm
 
 
@@ -89,7 +91,16 @@ def _cores() -> Iterator[Finding]:
 
 
 def _vllm() -> Iterator[Finding]:
-    if importlib.util.find_spec("vllm") is None:
-        yield Finding("vLLM", "note", "not installed here; the embedded JAX engine generates")
+    """Whether an engine of kind `vllm` would find its environment, and what is in it."""
+    try:
+        python = interpreter(EngineConfig(kind="vllm"))
+    except ConfigError as error:
+        yield Finding("vLLM", "note", "no environment with it; the embedded JAX engine generates", str(error))
+        return
+    script = "from slipstream.engines.vllm import compat; print(compat.check())"
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=120)
+    if done.returncode == 0:
+        yield Finding("vLLM", "ok", f"{done.stdout.split()[-1]}, in {python}")
     else:
-        yield Finding("vLLM", "note", "installed; this release hosts the embedded JAX engine only")
+        why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        yield Finding("vLLM", "wrong", f"{python}: {why}", "slipstream setup vllm --cpu, or name another with python=…")
