@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 
 from slipstream.config import EngineConfig
+from slipstream.engines.desk import Desk
 from slipstream.engines.embedded.executor import Executor, Policy
 from slipstream.engines.embedded.scheduler import Scheduler
 from slipstream.engines.embedded.setup import (
@@ -28,7 +29,6 @@ from slipstream.engines.embedded.setup import (
 )
 from slipstream.engines.embedded.worker import Worker
 from slipstream.engines.intake import Intake, Room
-from slipstream.engines.sequence import Failed, Sample, Ticket
 from slipstream.errors import (
     ConfigError,
     EngineLost,
@@ -111,7 +111,6 @@ class EmbeddedEngine:
             check_draft(model, draft)
             self._tensors += draft_tensors(draft)
             self._parameters += draft_parameters(draft, options.tp)
-        self._intake = Intake(model, tokenizer, Room(shapes.max_length, shapes.page_size, shapes.num_pages), name)
         listen = Listen(options.listen, options.certificate, options.key)
         self._inbox = Inbox(self._parameters, options.dtype, name, listen)
         self._num_bytes = numpy_dtype(options.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
@@ -132,6 +131,8 @@ class EmbeddedEngine:
         executor = Executor(programs, drafts, shapes.guesses)
         scheduler = Scheduler(shapes, options.max_concurrency, options.prefix_cache)
         self._worker = Worker(executor, scheduler, policy, name)
+        intake = Intake(model, tokenizer, Room(shapes.max_length, shapes.page_size, shapes.num_pages), name)
+        self._desk = Desk(intake, self._worker.add, self._worker.cancel, self._check_ready)
         log.info(
             "engine %s: %d pages of %d tokens, at most %d programs (decode %s rows, prefill %s blocks of %d)",
             name, shapes.num_pages, shapes.page_size, shapes.num_programs, shapes.rows, shapes.blocks, shapes.block,
@@ -178,56 +179,11 @@ class EmbeddedEngine:
 
     # --- rollouts ---
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
-        try:
-            self._check_ready()
-            job = _Job()
-            tickets, failures = await asyncio.to_thread(self._intake.tickets, requests, job)
-            self._worker.add(tickets)
-        except (NotReady, EngineLost) as error:
-            yield [Failure(request.id, error) for request in requests]
-            return
-        remaining = {ticket: ticket.sampling.n for ticket in tickets}
-        try:
-            if failures:
-                yield failures
-            while remaining:
-                yield self._answers(await job.outcomes(), remaining)
-        finally:
-            if remaining:
-                with contextlib.suppress(EngineLost):
-                    self._worker.cancel(job)
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+        return self._desk.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        self._check_ready()
-        job = _Job()
-        tickets = await asyncio.to_thread(self._intake.scoring_tickets, sequences, top_k, job)
-        self._worker.add(tickets)
-        scores: dict[int, Score] = {}
-        try:
-            while len(scores) < len(tickets):
-                for outcome in await job.outcomes():
-                    if isinstance(outcome, Failed):
-                        raise outcome.error
-                    scores[int(outcome.ticket.request_id)] = self._intake.score(outcome)
-        finally:
-            if len(scores) < len(tickets):
-                with contextlib.suppress(EngineLost):
-                    self._worker.cancel(job)
-        return [scores[i] for i in range(len(sequences))]
-
-    def _answers(self, outcomes: Sequence[Sample | Failed], remaining: dict[Ticket, int]) -> list[Completion | Failure]:
-        """Completions and failures, counted off from `remaining`."""
-        answers = self._intake.completions([outcome for outcome in outcomes if isinstance(outcome, Sample)])
-        for outcome in outcomes:
-            if isinstance(outcome, Failed):
-                answers.append(Failure(outcome.ticket.request_id, outcome.error))
-                del remaining[outcome.ticket]
-            elif remaining[outcome.ticket] > 1:
-                remaining[outcome.ticket] -= 1
-            else:
-                del remaining[outcome.ticket]
-        return answers
+        return await self._desk.score(sequences, top_k)
 
     def _check_ready(self) -> None:
         if self._worker.version < 0:
@@ -328,25 +284,6 @@ class EmbeddedEngine:
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.close)
         self._inbox.close()
-
-
-class _Job:
-    """The mailbox of one call of `generate` or `score`, filled by the compute thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[list[Sample | Failed]] = asyncio.Queue()
-
-    def deliver(self, outcomes: list[Sample | Failed]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, outcomes)
-
-    async def outcomes(self) -> list[Sample | Failed]:
-        """All that has come; waits until there is something."""
-        found = await self._queue.get()
-        while not self._queue.empty():
-            found = found + self._queue.get_nowait()
-        return found
 
 
 def _weights(directory: Path, model: ModelConfig) -> Params | None:

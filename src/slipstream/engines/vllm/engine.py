@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from slipstream.config import EngineConfig
+from slipstream.engines.desk import Desk
 from slipstream.engines.intake import Intake, Room
-from slipstream.engines.sequence import Failed, Sample, Ticket
-from slipstream.engines.vllm import compat, words
+from slipstream.engines.vllm import compat
+from slipstream.engines.vllm.runs import Runs
 from slipstream.engines.vllm.setup import make_llm
 from slipstream.errors import (
     EngineFailure,
@@ -67,23 +66,6 @@ Place: TypeAlias = tuple[str, int, tuple[int, ...]]
 """Where a tensor lies: a file of shared memory, the offset in it, the shape."""
 
 
-@dataclass(eq=False)
-class _Run:
-    """A sample in vLLM's hands."""
-
-    sample: Sample
-    task: asyncio.Task[None]
-    id: str = ""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """`(version, first token)`: who draws what."""
-    again: bool = False
-    """It is to begin anew."""
-
-    def restart(self) -> None:
-        self.again = True
-        self.task.cancel()
-
-
 class VllmEngine:
     """See `engines.base.Engine`.
 
@@ -96,13 +78,14 @@ class VllmEngine:
         self._max_length = int(config.model_config.max_model_len)
         cache = config.cache_config
         room = Room(self._max_length, int(cache.block_size), int(cache.num_gpu_blocks))
-        self._intake = Intake(model, tokenizer, room, name)
+        self._runs = Runs(llm, self._failure)
+        intake = Intake(model, tokenizer, room, name)
+        self._desk = Desk(intake, self._runs.start, self._runs.cancel, self._check_ready)
         # Weights come whole: each worker takes its own part from memory that all of them see.
         self._tensors, self._parameters = families.tensors(model), families.parameters(model, 1)
         self._num_bytes = numpy_dtype(options.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
         self._inbox = Inbox(self._parameters, options.dtype, name)
         self._quick = False
-        self._version = -1
         self._places: dict[str, Place] = {}
         """Of the tensors that came by an update; the others are those of the checkpoint."""
         self._mapped: set[str] = set()
@@ -111,14 +94,6 @@ class VllmEngine:
         self._has_checkpoint = False
         self._workers: list[dict[str, int]] = []
         """Of each: its pid, and the bytes of its KV cache."""
-        self._ids = itertools.count()
-        self._samples: dict[asyncio.Task[None], Sample] = {}
-        """All that are unfinished."""
-        self._running: dict[str, _Run] = {}
-        """Those of them that vLLM has."""
-        self._gate = asyncio.Event()
-        """Closed while a commit waits for what runs to finish."""
-        self._gate.set()
         self._turn = asyncio.Lock()
         """Of whatever stops the engine's steps."""
         self._paused = self._is_still = False
@@ -142,7 +117,7 @@ class VllmEngine:
         llm = make_llm(directory, model, options, has_weights)
         engine = cls(model, llm, name=name, tokenizer=tokenizer, options=options)
         engine._has_checkpoint = has_weights
-        engine._version = 0 if has_weights else -1
+        engine._runs.version = 0 if has_weights else -1
         names = [t.name for t in engine._tensors]
         engine._workers = await engine._on_workers("slipstream_install", os.getpid(), names)
         return engine
@@ -160,119 +135,29 @@ class VllmEngine:
             host=host_identity(),
             max_model_len=self._max_length,
             max_concurrency=self._options.max_concurrency,
-            version=self._version,
+            version=self._runs.version,
             pid=os.getpid(),
         )
 
     # --- rollouts ---
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
-        job = _Job()
-        try:
-            self._check_ready()
-            tickets, failures = await asyncio.to_thread(self._intake.tickets, requests, job)
-        except (NotReady, EngineLost) as error:
-            yield [Failure(request.id, error) for request in requests]
-            return
-        owed = {ticket: ticket.sampling.n for ticket in tickets}
-        tasks = self._start(tickets, job)
-        try:
-            if failures:
-                yield failures
-            while owed:
-                if answers := self._answers(await job.outcomes(), owed):
-                    yield answers
-        finally:
-            await _cancelled(tasks)
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+        return self._desk.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        self._check_ready()
-        job = _Job()
-        tickets = await asyncio.to_thread(self._intake.scoring_tickets, sequences, top_k, job)
-        tasks = self._start(tickets, job)
-        scores: dict[int, Score] = {}
-        try:
-            while len(scores) < len(tickets):
-                for outcome in await job.outcomes():
-                    if isinstance(outcome, Failed):
-                        raise outcome.error
-                    scores[int(outcome.ticket.request_id)] = self._intake.score(outcome)
-        finally:
-            await _cancelled(tasks)
-        return [scores[i] for i in range(len(sequences))]
-
-    def _start(self, tickets: Sequence[Ticket], job: _Job) -> list[asyncio.Task[None]]:
-        tasks = []
-        for sample in (sample for ticket in tickets for sample in ticket.samples()):
-            tasks.append(asyncio.create_task(self._run(sample, job)))
-            self._samples[tasks[-1]] = sample
-            tasks[-1].add_done_callback(self._samples.pop)
-        return tasks
-
-    def _answers(self, outcomes: Sequence[Sample | Failed], owed: dict[Ticket, int]) -> list[Completion | Failure]:
-        """Completions and failures, counted off from what is owed; a request fails once."""
-        answers = self._intake.completions([o for o in outcomes if isinstance(o, Sample) and o.ticket in owed])
-        for outcome in outcomes:
-            if outcome.ticket not in owed:
-                continue
-            if isinstance(outcome, Failed):
-                answers.append(Failure(outcome.ticket.request_id, outcome.error))
-                del owed[outcome.ticket]
-            elif owed[outcome.ticket] > 1:
-                owed[outcome.ticket] -= 1
-            else:
-                del owed[outcome.ticket]
-        return answers
-
-    async def _run(self, sample: Sample, job: _Job) -> None:
-        """One sample, from the first token to the last; as often as a commit says that it must begin anew."""
-        task = asyncio.current_task()
-        assert task is not None
-        while True:
-            await self._gate.wait()
-            run = _Run(sample, task, f"s{next(self._ids)}", [(self._version, 0)])
-            self._running[run.id] = run
-            try:
-                await self._draw(run)
-                return job.deliver([sample])
-            except asyncio.CancelledError:
-                if not run.again or task.uncancel():  # what is left then is a real cancellation
-                    raise
-                sample.restart()
-            except SlipstreamError as error:
-                return job.deliver([Failed(sample.ticket, error)])
-            except Exception as error:
-                return job.deliver([Failed(sample.ticket, self._failure("generating", error))])
-            finally:
-                del self._running[run.id]
-
-    async def _draw(self, run: _Run) -> None:
-        sample = run.sample
-        prompt = compat.token_prompt(sample.ticket.prompt, f"version {self._version}")
-        params = words.scoring_params(sample) if sample.ticket.is_scoring else words.sampling_params(sample)
-        outputs = self._llm.generate(prompt, params, run.id, priority=sample.ticket.priority)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                if sample.ticket.is_scoring:
-                    words.take_scores(sample, output, run.versions[0][0])
-                else:
-                    words.take_tokens(sample, output.outputs[0], run.versions)
-                if sample.stopped:
-                    return
-        if not sample.ticket.is_scoring and sample.finish_reason is None:
-            raise EngineFailure(f"vLLM ended a request of engine {self._name!r} after {len(sample.tokens)} tokens")
+        return await self._desk.score(sequences, top_k)
 
     def _check_ready(self) -> None:
         if self.ended.is_set():
             raise EngineLost(f"engine {self._name!r} is closed, or its vLLM has died")
-        if self._version < 0:
+        if self._runs.version < 0:
             raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
 
     # --- weights ---
 
     async def begin(self, version: int, offer: Offer) -> Berths:
         self._quick = is_quick(offer.transport, self._num_bytes)
-        return await self._do(partial(self._inbox.begin, self._version, version, offer))
+        return await self._do(partial(self._inbox.begin, self._runs.version, version, offer))
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         arrays, report = await self._do(partial(self._inbox.receive, version, manifests))
@@ -307,17 +192,17 @@ class VllmEngine:
         if in_flight not in get_args(InFlight):
             raise Unsupported(f"in_flight must be one of {', '.join(get_args(InFlight))}; got {in_flight!r}")
         report = CommitReport(0.0, 0.0)
-        if version != self._version:
+        if version != self._runs.version:
             self._staged(version)
             if in_flight == "finish":
                 self._check_can_finish()
-                self._gate.clear()
+                self._runs.gate.clear()
             try:
                 if in_flight == "finish":
                     await self._finish_running(version)
                 report = await self._swap(version, in_flight)
             finally:
-                self._gate.set()
+                self._runs.gate.set()
         self._drop_shadow(version)
         with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it
             self._inbox.finish(version)
@@ -329,7 +214,7 @@ class VllmEngine:
         return self._shadow[1]
 
     def _check_can_finish(self) -> None:
-        if (self._paused or self._asleep) and self._running:
+        if (self._paused or self._asleep) and self._runs.running:
             why = "paused" if self._paused else "asleep"
             raise Unsupported(
                 f"engine {self._name!r} is {why}, so its requests would never finish; resume it, or commit with "
@@ -340,11 +225,11 @@ class VllmEngine:
         """Those that have begun to draw end first; the others go back behind the gate, and begin under the new version."""
         async with self._turn, self._still():
             drawn = await self._drawn()
-            for run in self._running.values():
+            for run in self._runs.running.values():
                 if not drawn.get(run.id):
                     run.restart()
-        while self._running:
-            await asyncio.wait([run.task for run in self._running.values()], timeout=0.05)
+        while self._runs.running:
+            await asyncio.wait([run.task for run in self._runs.running.values()], timeout=0.05)
             self._staged(version)  # a rollback calls it off
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
@@ -358,9 +243,9 @@ class VllmEngine:
             except Exception as error:
                 await self._restore()
                 raise self._failure(f"loading version {version}", error) from error
-            self._version, self._places = version, places
+            self._runs.version, self._places = version, places
             self._asleep.pop("weights", None)
-            for run in self._running.values():
+            for run in self._runs.running.values():
                 count = drawn.get(run.id, 0)
                 if in_flight == "requeue" or run.sample.ticket.is_scoring or not count:
                     run.restart()
@@ -377,7 +262,7 @@ class VllmEngine:
 
     async def _restore(self) -> None:
         """What serves is loaded anew, since half of it may be overwritten. Without weights there is nothing to restore."""
-        if self._version >= 0 and self._asleep.get("weights") != 2:
+        if self._runs.version >= 0 and self._asleep.get("weights") != 2:
             try:
                 await self._load(self._places)
             except Exception:
@@ -451,10 +336,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self.ended.set()
-        lost = EngineLost(f"engine {self._name!r} was closed before this was finished")
-        for task, sample in list(self._samples.items()):
-            sample.ticket.job.deliver([Failed(sample.ticket, lost)])
-            task.cancel()
+        self._runs.close(EngineLost(f"engine {self._name!r} was closed before this was finished"))
         await asyncio.to_thread(self._llm.shutdown)
         self._inbox.close()
 
@@ -500,30 +382,6 @@ class VllmEngine:
             self.ended.set()
             return EngineLost(f"the vLLM of engine {self._name!r} died while {doing}: {error}")
         return EngineFailure(f"engine {self._name!r} failed {doing}: {type(error).__name__}: {error}")
-
-
-class _Job:
-    """The mailbox of one `generate` call."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[Sample | Failed] = asyncio.Queue()
-
-    def deliver(self, outcomes: list[Sample | Failed]) -> None:
-        for outcome in outcomes:
-            self._queue.put_nowait(outcome)
-
-    async def outcomes(self) -> list[Sample | Failed]:
-        """All that has come; waits until there is something."""
-        found = [await self._queue.get()]
-        while not self._queue.empty():
-            found.append(self._queue.get_nowait())
-        return found
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _resident(pid: int) -> int:

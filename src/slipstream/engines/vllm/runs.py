@@ -1,0 +1,109 @@
+"""Samples in vLLM's hands: each a request of its own, begun as often as a commit says that it must begin anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.engines.sequence import Failed, Job, Sample, Ticket
+from slipstream.engines.vllm import compat, words
+from slipstream.errors import EngineFailure, EngineLost, SlipstreamError
+
+
+@dataclass(eq=False)
+class Run:
+    """One try at a sample."""
+
+    sample: Sample
+    task: asyncio.Task[None]
+    id: str
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """`(version, first token)`: who draws what."""
+    again: bool = False
+    """It is to begin anew."""
+
+    def restart(self) -> None:
+        self.again = True
+        self.task.cancel()
+
+
+class Runs:
+    """`explain` makes one of our errors of one of vLLM's."""
+
+    def __init__(self, llm: Any, explain: Callable[[str, Exception], SlipstreamError]) -> None:
+        self._llm, self._explain = llm, explain
+        self.version = -1
+        """Under which samples begin."""
+        self.running: dict[str, Run] = {}
+        """What vLLM has, by the ids that it knows them by."""
+        self.gate = asyncio.Event()
+        """While it is closed, no sample begins."""
+        self.gate.set()
+        self._ids = itertools.count()
+        self._tasks: dict[Job, dict[asyncio.Task[None], Sample]] = {}
+        """All that is unfinished."""
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            tasks = self._tasks.setdefault(ticket.job, {})
+            for sample in ticket.samples():
+                task = asyncio.create_task(self._run(sample))
+                tasks[task] = sample
+                task.add_done_callback(lambda task, job=ticket.job: self._forget(job, task))  # type: ignore[misc]
+
+    def cancel(self, job: Job) -> None:
+        for task in list(self._tasks.get(job, ())):
+            task.cancel()
+
+    def close(self, lost: EngineLost) -> None:
+        """Everything unfinished fails with `lost`."""
+        for job, tasks in list(self._tasks.items()):
+            job.deliver([Failed(sample.ticket, lost) for sample in tasks.values()])
+            self.cancel(job)
+
+    def _forget(self, job: Job, task: asyncio.Task[None]) -> None:
+        self._tasks[job].pop(task)
+        if not self._tasks[job]:
+            del self._tasks[job]
+
+    async def _run(self, sample: Sample) -> None:
+        """From the first token to the last."""
+        task, job = asyncio.current_task(), sample.ticket.job
+        assert task is not None
+        while True:
+            await self.gate.wait()
+            run = Run(sample, task, f"s{next(self._ids)}", [(self.version, 0)])
+            self.running[run.id] = run
+            try:
+                await self._draw(run)
+                return job.deliver([sample])
+            except asyncio.CancelledError:
+                if not run.again or task.uncancel():  # what is left then is a real cancellation
+                    raise
+                sample.restart()
+            except SlipstreamError as error:
+                return job.deliver([Failed(sample.ticket, error)])
+            except Exception as error:
+                return job.deliver([Failed(sample.ticket, self._explain("generating", error))])
+            finally:
+                del self.running[run.id]
+
+    async def _draw(self, run: Run) -> None:
+        sample = run.sample
+        prompt = compat.token_prompt(sample.ticket.prompt, f"version {self.version}")
+        params = words.scoring_params(sample) if sample.ticket.is_scoring else words.sampling_params(sample)
+        outputs = self._llm.generate(prompt, params, run.id, priority=sample.ticket.priority)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if sample.ticket.is_scoring:
+                    words.take_scores(sample, output, run.versions[0][0])
+                else:
+                    words.take_tokens(sample, output.outputs[0], run.versions)
+                if sample.stopped:
+                    return
+        if not sample.ticket.is_scoring and sample.finish_reason is None:
+            raise EngineFailure(f"vLLM ended a request after {len(sample.tokens)} of {sample.ticket.limit} tokens")
