@@ -29,6 +29,8 @@ def make_llm(directory: Path, model: ModelConfig, options: EngineConfig, has_wei
     """vLLM's asynchronous engine, started. Raises `ConfigError` for what it cannot do."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if options.tp > 1:  # else every worker takes all cores, and they wait for each other
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.tp)))
     compat.check()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
