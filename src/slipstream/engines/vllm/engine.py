@@ -200,7 +200,8 @@ class VllmEngine:
             try:
                 if in_flight == "finish":
                     await self._finish_running(version)
-                report = await self._swap(version, in_flight)
+                # Begun, it goes to its end, whatever becomes of the caller: else workers and version might disagree.
+                report = await asyncio.shield(asyncio.create_task(self._swap(version, in_flight)))
             finally:
                 self._runs.gate.set()
         self._drop_shadow(version)
