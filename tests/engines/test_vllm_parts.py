@@ -113,12 +113,12 @@ def test_a_version_that_came_after_the_last_token_drew_none() -> None:
     assert sample.spans == (VersionSpan(3, 0, 2),)
 
 
-def test_tokens_that_come_in_parts_are_counted_on() -> None:
+def test_of_tokens_that_come_again_the_new_ones_are_taken() -> None:
     sample = sample_of(top=2)
     versions = [(3, 0)]
     take_tokens(sample, drawn(10, 11, reason=None), versions)
     versions.append((4, 3))  # swapped in before tokens that are under way arrived
-    take_tokens(sample, drawn(12, 13, reason="stop"), versions)
+    take_tokens(sample, drawn(10, 11, 12, 13, reason="stop"), versions)
     assert sample.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
     assert sample.stopped and sample.finish_reason == "stop"
     assert sample.tops == [TopLogprobs((7, 8), (-0.5, -0.6))] * 4
@@ -128,7 +128,7 @@ def test_a_stop_text_cuts_what_was_drawn_after_it() -> None:
     sample = sample_of(find_stop=lambda tokens: 3 if len(tokens) >= 3 else None)
     take_tokens(sample, drawn(10, 11, reason=None), [(3, 0)])
     assert not sample.stopped
-    take_tokens(sample, drawn(12, 13, reason=None), [(3, 0)])
+    take_tokens(sample, drawn(10, 11, 12, 13, reason=None), [(3, 0)])
     assert sample.stopped and sample.tokens == [10, 11, 12] and sample.spans == (VersionSpan(3, 0, 3),)
 
 

@@ -95,8 +95,21 @@ def test_text_goes_in_and_out_and_a_stop_text_ends_it(bridge: Any) -> None:
     stop = next(text[i : i + 2] for i in range(4, 15) if text.find(text[i : i + 2]) == i)
     (cut,) = bridge.generate(["abc 12"], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop=(stop,)))
     assert cut.finish_reason == "stop"
+    np.testing.assert_allclose(cut.raw_logprobs, free.raw_logprobs[: len(cut.token_ids)], atol=1e-5)
     assert cut.text == text[: text.find(stop)]
     assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+
+
+def test_many_stop_texts_are_looked_for_at_once(bridge: Any) -> None:
+    """So many that answers are joined while they wait to be read."""
+    how = {"max_tokens": 40, "n": 8, "seed": 9, "ignore_eos": True, "top_logprobs": 2}
+    free = bridge.generate(["abc 12", "x"], SamplingParams(**how))
+    cut = bridge.generate(["abc 12", "x"], SamplingParams(stop=("never to be found",), **how))
+    for one, other in zip(free, cut, strict=True):
+        assert one.token_ids == other.token_ids and len(other.top_logprobs) == 40
+        np.testing.assert_allclose(one.raw_logprobs, other.raw_logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert [t.token_ids for t in one.top_logprobs] == [t.token_ids for t in other.top_logprobs]
 
 
 def test_many_samples_of_a_prompt_are_those_that_their_seeds_say(bridge: Any) -> None:

@@ -36,8 +36,9 @@ def sampling_params(sample: Sample) -> Any:
             flat_logprobs=True,
             detokenize=False,
             logit_bias=dict(sampling.logit_bias) or None,
-            # Whoever looks for a stop text must see every token.
-            output_kind=RequestOutputKind.DELTA if ticket.find_stop else RequestOutputKind.FINAL_ONLY,
+            # Whoever looks for a stop text must see every token. (Not by deltas: vLLM joins those that wait to be read, and
+            # then keys their logprobs by token, of which we send one twice.)
+            output_kind=RequestOutputKind.CUMULATIVE if ticket.find_stop else RequestOutputKind.FINAL_ONLY,
         )
     except Exception as error:  # it has bounds of its own: penalties of at most 2, say
         raise InvalidSampling(f"vLLM does not take these sampling parameters: {error}") from None
@@ -59,17 +60,18 @@ def scoring_params(sample: Sample) -> Any:
 
 
 def take_tokens(sample: Sample, output: Any, versions: Sequence[tuple[int, int]]) -> None:
-    """What was drawn, each token under the version that drew it."""
-    tokens, columns = list(output.token_ids), output.logprobs
+    """What was drawn since the last time, of all that `output` has; each token under the version that drew it."""
+    before, columns = len(sample.tokens), output.logprobs
+    tokens = list(output.token_ids)[before:]
+    total = before + len(tokens)
     drawn, raw, tops = [], [], []
-    for start, end in zip(columns.start_indices, columns.end_indices):
+    for start, end in zip(columns.start_indices[before:total], columns.end_indices[before:total]):
         drawn.append(columns.logprobs[start])
         raw.append(columns.logprobs[start + 1])
         if sample.ticket.sampling.top_logprobs:
             tops.append(
                 TopLogprobs(tuple(columns.token_ids[start + 2 : end]), tuple(columns.logprobs[start + 2 : end]))
             )
-    before, total = len(sample.tokens), len(sample.tokens) + len(tokens)
     stops = [start for _, start in versions[1:]] + [total]
     for (version, start), stop in zip(versions, stops):
         part = slice(max(start, before) - before, min(stop, total) - before)
