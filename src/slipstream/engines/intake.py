@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.engines.sequence import Job, Sample, Ticket
@@ -187,3 +188,13 @@ def check_stops(stops: Collection[int]) -> None:
             f"at most {MAX_STOPS} stop tokens, the model's own included; got {len(stops)}. Name fewer stop_token_ids, or set "
             "ignore_eos"
         )
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """Of an HF directory; None where there is none."""
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))

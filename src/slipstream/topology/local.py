@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slipstream.config import EngineConfig, GatewayConfig
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
-from slipstream.topology.environments import interpreter
+from slipstream.topology.environments import home, interpreter
 from slipstream.weights.transports import shm
 
 STOP_SECONDS = 5.0
@@ -24,8 +24,7 @@ LOG_LINES = 30
 
 def new_run_dir() -> Path:
     """A directory of its own for each run: `$SLIPSTREAM_HOME/runs/…`, by default in the user's cache."""
-    home = Path(os.environ.get("SLIPSTREAM_HOME") or Path.home() / ".cache" / "slipstream")
-    return home / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    return home() / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 class ProcessGroup:

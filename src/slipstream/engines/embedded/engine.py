@@ -10,11 +10,12 @@ import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 
 from slipstream.config import EngineConfig
+from slipstream.engines.checks import check_in_flight, check_sleep, check_tags
 from slipstream.engines.desk import Desk
 from slipstream.engines.embedded.executor import Executor, Policy
 from slipstream.engines.embedded.scheduler import Scheduler
@@ -28,7 +29,7 @@ from slipstream.engines.embedded.setup import (
     split_draft,
 )
 from slipstream.engines.embedded.worker import Worker
-from slipstream.engines.intake import Intake, Room
+from slipstream.engines.intake import Intake, Room, read_tokenizer
 from slipstream.errors import (
     ConfigError,
     EngineLost,
@@ -36,8 +37,6 @@ from slipstream.errors import (
     MappingError,
     NotReady,
     UnknownVersion,
-    Unsupported,
-    UpdateInProgress,
 )
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
@@ -144,11 +143,7 @@ class EmbeddedEngine:
     ) -> EmbeddedEngine:
         """From an HF directory: `config.json`, and `tokenizer.json` and weights where they are there."""
         directory, options = Path(directory), options or EngineConfig()
-        model, tokenizer = ModelConfig.read(directory), None
-        if (directory / "tokenizer.json").exists():
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        model, tokenizer = ModelConfig.read(directory), read_tokenizer(directory)
         draft = ModelConfig.read(options.draft_model) if options.draft_model else None
         return cls(
             model,
@@ -226,8 +221,7 @@ class EmbeddedEngine:
         return work() if self._quick else await asyncio.to_thread(work)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
-        if in_flight not in get_args(InFlight):
-            raise Unsupported(f"in_flight must be one of {', '.join(get_args(InFlight))}; got {in_flight!r}")
+        check_in_flight(in_flight)
         report = CommitReport(0.0, 0.0)
         if version != self._worker.version:
             if self._shadow is None or self._shadow.version != version:
@@ -259,19 +253,11 @@ class EmbeddedEngine:
         await asyncio.wrap_future(self._worker.pause(False))
 
     async def sleep(self, level: int = 1) -> MemoryReport:
-        if level not in (1, 2):
-            raise Unsupported(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped), got {level!r}")
-        if self._inbox.is_updating:
-            raise UpdateInProgress(
-                f"engine {self._name!r} is in the midst of an update: commit it or roll it back first"
-            )
+        check_sleep(self._name, level, self._inbox.is_updating)
         return await asyncio.wrap_future(self._worker.sleep(level))
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
-        known = get_args(MemoryTag)
-        for tag in tags or ():
-            if tag not in known:
-                raise Unsupported(f"nothing is named {tag!r}; wake takes {' and '.join(known)}")
+        check_tags(tags)
         return await asyncio.wrap_future(self._worker.wake(tags))
 
     async def memory(self) -> MemoryReport:

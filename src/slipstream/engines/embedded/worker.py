@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from slipstream.engines.checks import never_finish
 from slipstream.engines.embedded.executor import Executor, Outcome, Policy
 from slipstream.engines.embedded.scheduler import Scheduler, Tick
 from slipstream.engines.sequence import Failed, Job, Sample, Ticket
-from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion, Unsupported
+from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion
 from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
 
 TICK_SECONDS = 0.03
@@ -234,11 +235,7 @@ class Worker:
 
     def _finish_first(self, swap: _Swap) -> None:
         if (self._paused or self._asleep) and self._scheduler.is_under_way:
-            why = "paused" if self._paused else "asleep"
-            error = Unsupported(
-                f"engine {self._name!r} is {why}, so its requests would never finish; resume it, or commit with "
-                'in_flight="keep"'
-            )
+            error = never_finish(self._name, self._paused)
             return _fail(swap.done, error)
         self._waiting_swaps.append(swap)
 

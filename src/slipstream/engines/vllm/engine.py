@@ -17,11 +17,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar
 
 from slipstream.config import EngineConfig
+from slipstream.engines.checks import check_in_flight, check_sleep, check_tags, never_finish
 from slipstream.engines.desk import Desk
-from slipstream.engines.intake import Intake, Room
+from slipstream.engines.intake import Intake, Room, read_tokenizer
 from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.runs import Runs
 from slipstream.engines.vllm.setup import make_llm
@@ -32,8 +33,6 @@ from slipstream.errors import (
     NotReady,
     SlipstreamError,
     UnknownVersion,
-    Unsupported,
-    UpdateInProgress,
 )
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
@@ -108,11 +107,7 @@ class VllmEngine:
     ) -> VllmEngine:
         """From an HF directory: `config.json`, and `tokenizer.json` and weights where they are there."""
         directory, options = Path(directory), options or EngineConfig(kind="vllm")
-        model, tokenizer = ModelConfig.read(directory), None
-        if (directory / "tokenizer.json").exists():
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        model, tokenizer = ModelConfig.read(directory), read_tokenizer(directory)
         has_weights = any(directory.glob("*.safetensors"))
         llm = make_llm(directory, model, options, has_weights)
         engine = cls(model, llm, name=name, tokenizer=tokenizer, options=options)
@@ -189,8 +184,7 @@ class VllmEngine:
         return work() if self._quick else await asyncio.to_thread(work)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
-        if in_flight not in get_args(InFlight):
-            raise Unsupported(f"in_flight must be one of {', '.join(get_args(InFlight))}; got {in_flight!r}")
+        check_in_flight(in_flight)
         report = CommitReport(0.0, 0.0)
         if version != self._runs.version:
             self._staged(version)
@@ -216,11 +210,7 @@ class VllmEngine:
 
     def _check_can_finish(self) -> None:
         if (self._paused or self._asleep) and self._runs.running:
-            why = "paused" if self._paused else "asleep"
-            raise Unsupported(
-                f"engine {self._name!r} is {why}, so its requests would never finish; resume it, or commit with "
-                'in_flight="keep"'
-            )
+            raise never_finish(self._name, self._paused)
 
     async def _finish_running(self, version: int) -> None:
         """Those that have begun to draw end first; the others go back behind the gate, and begin under the new version."""
@@ -291,12 +281,7 @@ class VllmEngine:
             await self._go_on()
 
     async def sleep(self, level: int = 1) -> MemoryReport:
-        if level not in (1, 2):
-            raise Unsupported(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped), got {level!r}")
-        if self._inbox.is_updating:
-            raise UpdateInProgress(
-                f"engine {self._name!r} is in the midst of an update: commit it or roll it back first"
-            )
+        check_sleep(self._name, level, self._inbox.is_updating)
         async with self._turn:
             await self._stop()
             if "kv_cache" not in self._asleep:
@@ -311,17 +296,14 @@ class VllmEngine:
             return await self.memory()
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
-        known = get_args(MemoryTag)
-        for tag in tags or ():
-            if tag not in known:
-                raise Unsupported(f"nothing is named {tag!r}; wake takes {' and '.join(known)}")
+        check_tags(tags)
         async with self._turn:
             dropped = self._asleep.get("weights") == 2
             if dropped and tags is not None and "weights" in tags:
                 raise NotReady(
                     f"engine {self._name!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them"
                 )
-            for tag in known if tags is None else tags:
+            for tag in tuple(self._asleep) if tags is None else tags:
                 if tag in self._asleep and not (tag == "weights" and dropped):
                     if tag == "kv_cache":
                         await self._on_workers("slipstream_grow", tag)

@@ -15,6 +15,7 @@ import torch
 
 from slipstream.engines.vllm.compat import external_id
 from slipstream.engines.vllm.sampler import TwofoldSampler
+from slipstream.weights.transports import shm
 
 POLL_SECONDS = 0.5
 
@@ -120,14 +121,7 @@ def _mapped(file: str) -> mmap.mmap:
 
 
 def _follow(owner: int) -> None:
-    while _is_alive(owner):
+    since = shm.started(owner)
+    while since and shm.started(owner) == since:
         time.sleep(POLL_SECONDS)
     os._exit(1)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -32,7 +32,7 @@ class ShmLanding(InPlaceLanding):
     """Made by the engine: the file's head is a nonce, then come the marks, then, from the next page on, the image."""
 
     def __init__(self, size: int, num_pieces: int) -> None:
-        owner = f"{os.getuid()}-{_pid_space()}-{os.getpid()}-{_started(os.getpid())}"
+        owner = f"{os.getuid()}-{_pid_space()}-{os.getpid()}-{started(os.getpid())}"
         self.path = directory() / f"slipstream-{owner}-{secrets.token_hex(8)}"
         nonce, start = secrets.token_bytes(_NONCE_BYTES), _image_start(num_pieces)
         fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -98,7 +98,7 @@ def sweep() -> list[Path]:
     removed = []
     for path in directory().glob(f"slipstream-{os.getuid()}-{_pid_space()}-*"):
         match = _NAME.fullmatch(path.name)
-        if match and _started(int(match["pid"])) != int(match["started"]):
+        if match and started(int(match["pid"])) != int(match["started"]):
             path.unlink(missing_ok=True)
             removed.append(path)
     return removed
@@ -112,7 +112,7 @@ def _pid_space() -> int:
         return 0
 
 
-def _started(pid: int) -> int:
+def started(pid: int) -> int:
     """When a process started, in the kernel's ticks, so that a recycled pid is not taken for its predecessor; 0 when
     there is no such process, or only its zombie."""
     try:
