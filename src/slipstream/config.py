@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from slipstream.errors import ConfigError
 
@@ -24,9 +25,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """An engine: the embedded JAX engine, or vLLM."""
+    """An engine: the embedded JAX engine, vLLM, or a vLLM server that is up already."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"
+    kind: Literal["embedded", "vllm", "remote"] = "embedded"
     python: str = ""
     """For `vllm`: the interpreter of an environment that has it; empty takes the one made by `slipstream setup vllm`, or this
     one."""
@@ -65,12 +66,21 @@ class EngineConfig:
     """PEM file of a certificate, needed to listen beyond loopback; the trainer is told its fingerprint."""
     key: str = ""
     """PEM file of the certificate's key."""
+    url: str = ""
+    """For `remote`: where a `vllm serve` listens, as https://host:8000; http on loopback only. `certificate` is then the PEM
+    file of its certificate or of who signed it, where the system does not know it."""
+    token_file: str = ""
+    """For `remote`: a file with the server's API key; else it is read from SLIPSTREAM_VLLM_TOKEN. None of them is fine."""
 
     def __post_init__(self) -> None:
         _at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
         _at_least(self, decode_steps=0, speculative_tokens=1)
         if self.kind == "vllm":
             self._check_vllm()
+        if self.kind == "remote":
+            self._check_remote()
+        elif self.url or self.token_file:
+            raise ConfigError(f"url and token_file are for an engine of kind 'remote'; this one is {self.kind!r}")
         if (self.speculation == "draft") != bool(self.draft_model):
             raise ConfigError(
                 f"speculation is {self.speculation!r} and draft_model is {self.draft_model!r}: a draft needs both, "
@@ -81,11 +91,35 @@ class EngineConfig:
 
     def _check_vllm(self) -> None:
         """What only the embedded engine knows, and would be ignored."""
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         ours = ("page_size", "decode_steps", "deterministic", "attention", "speculation", "speculative_tokens")
-        for name in ours:
-            if getattr(self, name) != defaults[name]:
-                raise ConfigError(f"{name} is a setting of the embedded engine; an engine of kind 'vllm' has none such")
+        if name := self._first_set(*ours):
+            raise ConfigError(f"{name} is a setting of the embedded engine; an engine of kind 'vllm' has none such")
+
+    def _check_remote(self) -> None:
+        ours = ("kind", "url", "token_file", "certificate", "max_concurrency", "max_model_len")
+        if name := self._first_set(*(f.name for f in dataclasses.fields(self) if f.name not in ours)):
+            raise ConfigError(f"{name} is decided by the vLLM server; of an engine of kind 'remote' it cannot be set")
+        try:
+            parts = urlsplit(self.url)
+            secret, good = parts.username or parts.password, parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            parts, secret, good = urlsplit(""), None, None
+        if secret:
+            raise ConfigError(
+                "url holds a name or a password; put the key in a file (token_file), or in SLIPSTREAM_VLLM_TOKEN"
+            )
+        if parts.scheme not in ("http", "https") or not good or parts.query or parts.fragment:
+            raise ConfigError(f"url is {self.url!r}; an engine of kind 'remote' needs one like https://host:8000")
+        if parts.scheme == "http" and parts.hostname not in LOOPBACK:
+            raise ConfigError(
+                f"url is {self.url!r}: beyond loopback only https is spoken; give the server a certificate "
+                "(--ssl-certfile, --ssl-keyfile), or forward its port over SSH"
+            )
+
+    def _first_set(self, *names: str) -> str:
+        """The first of these that is not at its default; empty if all are."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return next((name for name in names if getattr(self, name) != defaults[name]), "")
 
 
 @dataclass(frozen=True, slots=True)

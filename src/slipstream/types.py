@@ -401,8 +401,11 @@ class SyncReport:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the transfer: from the first byte until every engine had verified."""
-        return self.num_bytes / max(self.send_seconds + self.stage_seconds, 1e-9)
+        """Of the transfer: from the first byte until every engine had verified; where an engine takes its bytes with the
+        commit (`vllm-nccl`), until it had committed."""
+        late = any(engine.transport == "vllm-nccl" for engine in self.engines)
+        seconds = self.send_seconds + self.stage_seconds + (self.commit_seconds if late else 0.0)
+        return self.num_bytes / max(seconds, 1e-9)
 
     @property
     def link_share(self) -> float:

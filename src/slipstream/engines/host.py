@@ -50,6 +50,11 @@ async def _start(model: Path, name: str, options: EngineConfig) -> tuple[Engine,
 
         engine = await VllmEngine.start(model, name=name, options=options)
         return engine, engine.ended
+    if options.kind == "remote":
+        from slipstream.engines.remote.engine import RemoteEngine
+
+        remote = await RemoteEngine.start(model, name=name, options=options)
+        return remote, remote.ended
     from slipstream.engines.embedded.engine import EmbeddedEngine
 
     _keep_compiled()

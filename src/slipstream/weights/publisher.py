@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from slipstream.errors import FleetChanged, MappingError
+from slipstream.errors import FleetChanged, MappingError, Unsupported
 from slipstream.types import Berths, CommitReport, EngineInfo, EngineSync, InFlight, Offer, StageReport, SyncReport
 from slipstream.weights import source, transports
 from slipstream.weights.layout import whole
@@ -51,10 +51,24 @@ class _Route:
         self.memory = Memory()
         self._known = False
         """The engine has the plan, and we have links to it."""
+        self._offered = ""
 
     def offer(self) -> Offer:
         plan = b"" if self._known else self.plan.to_bytes()
-        return Offer(plan, self.plan.fingerprint, self.transport, not self._known, self._hashed)
+        self._offered = self._offered or transports.invitation(self.transport)
+        return Offer(plan, self.plan.fingerprint, self._offered, not self._known, self._hashed)
+
+    def unchanged(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Names that need not be sent."""
+        found = self.memory.unchanged(tensors, self.engine.tensors)
+        if not transports.takes_all(self.transport) or len(found) == len(self.engine.tensors):
+            return found
+        if missing := [t.name for t in self.engine.tensors if t.name not in tensors]:
+            raise Unsupported(
+                f"engine {self.engine.name!r} takes weights over {self.transport}, all tensors or none, and {missing[0]} and "
+                f"{len(missing) - 1} more are not in this tree; sync the whole of it"
+            )
+        return set()
 
     def committed(self, tensors: Mapping[str, Tensor], unchanged: set[str]) -> None:
         self._known = True
@@ -96,7 +110,7 @@ class Publisher:
         if draft is not None:
             tensors |= {DRAFT + name: tensor for name, tensor in source.named_tensors(draft).items()}
         routes = self._routes_for(self._describe(tensors), engines, partial)
-        unchanged = {name: route.memory.unchanged(tensors, route.engine.tensors) for name, route in routes.items()}
+        unchanged = {name: route.unchanged(tensors) for name, route in routes.items()}
         planned = time.perf_counter()
         try:
             await self._fleet.begin(version, {name: route.offer() for name, route in routes.items()}, drop_failed)

@@ -134,6 +134,21 @@ class _Rank:
     """By slot, then by a move's index: where it lands."""
 
 
+def plan_for(offer: Offer, held: Plan | None, parameters: Sequence[Parameter], dtype: str, engine: str) -> Plan:
+    """The plan that an offer means, `held` or brought along, checked against what the engine holds."""
+    if held is not None and held.fingerprint == offer.fingerprint:
+        return held
+    if not offer.plan:
+        raise PlanMismatch(f"engine {engine!r} does not have plan {offer.fingerprint}; send it with the offer")
+    plan = Plan.from_bytes(offer.plan)
+    if plan.fingerprint != offer.fingerprint:
+        raise PlanMismatch(f"the plan's fingerprint is {plan.fingerprint}, the offer says {offer.fingerprint}")
+    if plan.dtype != dtype:
+        raise PlanMismatch(f"engine {engine!r} holds {dtype}, the plan sends {plan.dtype}")
+    check_cover(plan, parameters)
+    return plan
+
+
 class Inbox:
     """An engine's receiving half. Plan and landings are kept from update to update. One update at a time; safe to call
     from several threads."""
@@ -160,7 +175,7 @@ class Inbox:
                 )
             if version <= serving:
                 raise VersionError(f"engine {self._name!r} serves version {serving}; version {version} is not newer")
-            plan = self._plan_for(offer)
+            plan = plan_for(offer, self._plan, self._parameters, self._dtype, self._name)
             if offer.fresh or plan is not self._plan or offer.transport != self._transport:
                 self._leave_landings()
             slots = {name: 0 if live is None else 1 - live for name, live in self._live.items()}
@@ -191,19 +206,6 @@ class Inbox:
             if parameter.rank == rank:
                 for box in parameter.padding:
                     self._ranks[rank].image.view(landing.buffer, parameter.name)[slices(box)] = 0
-
-    def _plan_for(self, offer: Offer) -> Plan:
-        if self._plan is not None and self._plan.fingerprint == offer.fingerprint:
-            return self._plan
-        if not offer.plan:
-            raise PlanMismatch(f"engine {self._name!r} does not have plan {offer.fingerprint}; send it with the offer")
-        plan = Plan.from_bytes(offer.plan)
-        if plan.fingerprint != offer.fingerprint:
-            raise PlanMismatch(f"the plan's fingerprint is {plan.fingerprint}, the offer says {offer.fingerprint}")
-        if plan.dtype != self._dtype:
-            raise PlanMismatch(f"engine {self._name!r} holds {self._dtype}, the plan sends {plan.dtype}")
-        check_cover(plan, self._parameters)
-        return plan
 
     def receive(
         self, version: int, manifests: Sequence[Sequence[bytes]]

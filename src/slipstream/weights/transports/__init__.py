@@ -13,6 +13,7 @@ import numpy as np
 from slipstream.errors import TransferError
 from slipstream.weights.image import Image
 from slipstream.weights.plan import Move
+from slipstream.weights.transports import vllm_nccl
 from slipstream.weights.transports.base import Landing, Sender, unpack_link
 from slipstream.weights.transports.disk import DiskLanding, DiskSender
 from slipstream.weights.transports.memory import MemoryLanding, memory_sender
@@ -20,6 +21,7 @@ from slipstream.weights.transports.shm import ShmLanding, shm_sender
 from slipstream.weights.transports.tcp import Listen, TcpLanding, TcpSender
 
 TRANSPORTS = ("memory", "shm", "tcp", "disk")
+"""Those with two halves of ours. `vllm-nccl` has one: its other end is a `vllm serve`."""
 
 SMALL_BYTES = 8 << 20
 
@@ -27,6 +29,16 @@ SMALL_BYTES = 8 << 20
 def is_quick(transport: str, num_bytes: int) -> bool:
     """Whether moving this much takes no longer than handing it to a thread: then an event loop may do it itself."""
     return transport in ("memory", "shm") and num_bytes <= SMALL_BYTES
+
+
+def invitation(transport: str) -> str:
+    """A chosen transport as an offer names it: where the trainer has something to say first, with that."""
+    return vllm_nccl.invitation() if transport == vllm_nccl.NAME else transport
+
+
+def takes_all(transport: str) -> bool:
+    """Whether the other end takes every tensor or none, so that what did not change must be sent, too."""
+    return transport == vllm_nccl.NAME
 
 
 def make_landing(transport: str, size: int, num_pieces: int, listen: Listen | None = None) -> Landing:
@@ -62,6 +74,8 @@ def open_sender(link: bytes, image: Image, moves: dict[int, Move], hashed: bool 
             return TcpSender(link, dict.fromkeys(moves, image.dtype), hashed)
         case "disk":
             return DiskSender(link, dict.fromkeys(moves, image.dtype), hashed)
+        case vllm_nccl.NAME:
+            return vllm_nccl.VllmNcclSender(link, image, moves)
     raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
 
 
@@ -83,6 +97,7 @@ def choose(engine: str, offered: Sequence[str], engine_host: str, engine_pid: in
         ("shm", engine_host == host_identity()),
         ("tcp", True),
         ("disk", True),
+        (vllm_nccl.NAME, True),
     ]
     usable = [name for name, works in possible if works and name in offered]
     if forced is not None:

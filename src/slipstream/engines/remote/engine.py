@@ -1,0 +1,338 @@
+"""A `vllm serve` behind the engine contract, as far as its HTTP interface goes.
+
+    this process       RemoteEngine: requests, versions, the order of an update
+    the server         vLLM >= 0.30, with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'
+    the trainer        broadcasts weights to the server's workers (`weights/transports/vllm_nccl.py`)
+
+What differs from other engines: weights are replaced in place and with the commit, so a commit that fails leaves none, and a
+sync with every tensor must follow; checksums are not compared; `keep` does what `recompute` does, because nobody can tell at
+which token of a running request the weights changed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import EngineConfig
+from slipstream.engines.checks import check_in_flight, check_sleep, check_tags, never_finish
+from slipstream.engines.desk import Desk
+from slipstream.engines.intake import Intake, Room, read_tokenizer
+from slipstream.engines.remote.client import Client
+from slipstream.engines.remote.runs import Runs
+from slipstream.engines.remote.server import Label, Server, look
+from slipstream.engines.remote.weights import Arrivals
+from slipstream.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    FleetChanged,
+    NotReady,
+    SlipstreamError,
+    Unsupported,
+)
+from slipstream.model.config import ModelConfig
+from slipstream.types import (
+    Berths,
+    CommitReport,
+    Completion,
+    EngineInfo,
+    Failure,
+    InFlight,
+    MemoryReport,
+    MemoryTag,
+    Offer,
+    Request,
+    Score,
+    StageReport,
+)
+from slipstream.weights import families
+from slipstream.weights.image import numpy_dtype
+from slipstream.weights.transports import host_identity, vllm_nccl
+
+log = logging.getLogger(__name__)
+
+HEALTH_SECONDS = 5.0
+"""Between two looks at the server."""
+PAUSE = "/pause?mode=keep&clear_cache=false"
+
+
+class RemoteEngine:
+    """See `engines.base.Engine`.
+
+    engine = await RemoteEngine.start("my-model", options=EngineConfig(kind="remote", url="http://localhost:8000"))
+    """
+
+    def __init__(
+        self, model: ModelConfig, client: Client, server: Server, *, name: str, tokenizer: Any, options: EngineConfig
+    ) -> None:
+        self._model, self._client, self._server, self._name = model, client, server, name
+        self._max_length = min(server.max_model_len, options.max_model_len or server.max_model_len)
+        self._max_concurrency = options.max_concurrency
+        self._tensors, self._parameters = families.tensors(model), families.parameters(model, 1)
+        self._label = Label(client)
+        self._runs = Runs(client, server, options.max_concurrency, self._verify, self._lose)
+        room = Room(self._max_length, server.block_size, server.num_blocks)
+        self._desk = Desk(Intake(model, tokenizer, room, name), self._runs.start, self._runs.cancel, self._check_ready)
+        self._arrivals = Arrivals(client, server, self._parameters, name)
+        self._turn = asyncio.Lock()
+        """Of whatever stops the server's steps."""
+        self._paused = False
+        self._is_still = server.is_paused
+        self._asleep: dict[MemoryTag, int] = {}
+        """What has been given up, and at which level."""
+        self._empty = "" if server.has_weights else "has no weights yet"
+        """Why nothing can be generated."""
+        self._proof: asyncio.Task[None] | None = None
+        self._proving = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+        """The server is gone, and this process had better go too."""
+
+    @classmethod
+    async def start(
+        cls, directory: str | Path, *, name: str = "engine", options: EngineConfig, seconds: float = 60.0
+    ) -> RemoteEngine:
+        """`directory` holds the model's `config.json`, and `tokenizer.json` where prompts are text; the weights are the
+        server's. `seconds` bounds each call that changes little."""
+        model, tokenizer = ModelConfig.read(Path(directory)), read_tokenizer(Path(directory))
+        client = Client(options, seconds)
+        try:
+            server = await look(client, model)
+            engine = cls(model, client, server, name=name, tokenizer=tokenizer, options=options)
+            if server.is_paused:
+                if server.can_sleep:
+                    await client.post("/wake_up")
+                await client.post(PAUSE)
+            if server.has_weights:
+                engine._runs.version = 0
+                await engine._label.put(0)
+        except BaseException:
+            await client.close()
+            raise
+        engine._watch = asyncio.create_task(engine._look_after())
+        log.info(
+            "engine %s: vLLM %s at %s, %d worker(s), %s%s",
+            *(name, server.version, client.url, server.num_workers, server.logprobs_mode),
+            "" if server.has_weights else "; its weights are not those of a checkpoint, so a sync must bring all",
+        )
+        return engine
+
+    def describe(self) -> EngineInfo:
+        return EngineInfo(
+            name=self._name,
+            kind="remote",
+            model=self._model.fingerprint(),
+            dtype=self._server.dtype,
+            num_ranks=1,
+            tensors=self._tensors,
+            parameters=self._parameters,
+            transports=(vllm_nccl.NAME,),
+            host=host_identity(),
+            max_model_len=self._max_length,
+            max_concurrency=self._max_concurrency,
+            version=-1 if self._empty else self._runs.version,
+            pid=os.getpid(),
+        )
+
+    # --- rollouts ---
+
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+        return self._desk.generate(requests)
+
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
+        return await self._desk.score(sequences, top_k)
+
+    def _check_ready(self) -> None:
+        if self.ended.is_set():
+            raise EngineLost(f"engine {self._name!r} is closed, or the vLLM server at {self._client.url} is gone")
+        if self._empty:
+            raise self._not_ready()
+
+    def _not_ready(self) -> NotReady:
+        return NotReady(f"engine {self._name!r} {self._empty}; sync a policy to it")
+
+    async def _verify(self) -> None:
+        """The server still holds our weights: asked after a request has ended, and once for all that end meanwhile."""
+        if self._proof is None:
+            self._proof = asyncio.create_task(self._prove())
+            self._proof.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._proof)
+
+    async def _prove(self) -> None:
+        async with self._proving:
+            self._proof = None  # whoever comes from now on needs another one
+            await self._label.check()
+
+    # --- weights ---
+
+    async def begin(self, version: int, offer: Offer) -> Berths:
+        return await self._arrivals.begin(self.describe().version, version, offer)
+
+    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
+        start = time.perf_counter()
+        num_bytes = await self._arrivals.stage(version, manifests)
+        if not num_bytes and (self._empty or self._asleep.get("weights") == 2):
+            raise FleetChanged(f"engine {self._name!r} {self._empty or 'dropped its weights'} and needs every tensor")
+        return StageReport(num_bytes, time.perf_counter() - start)
+
+    async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
+        check_in_flight(in_flight)
+        report = CommitReport(0.0, 0.0)
+        if self._empty or version != self._runs.version:
+            self._arrivals.staged(version)
+            try:
+                if in_flight == "finish":
+                    await self._finish_running(version)
+                # Begun, it goes to its end, whatever becomes of the caller.
+                report = await asyncio.shield(asyncio.create_task(self._swap(version, in_flight)))
+            finally:
+                self._runs.gate.set()
+        self._arrivals.end(version)
+        return report
+
+    async def _finish_running(self, version: int) -> None:
+        if (self._paused or self._asleep) and self._runs.running:
+            raise never_finish(self._name, self._paused)
+        self._runs.gate.clear()
+        while self._runs.running:
+            await asyncio.wait([run.task for run in self._runs.running], timeout=0.05)
+            self._arrivals.staged(version)  # a rollback calls it off
+
+    async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
+        called = time.perf_counter()
+        async with self._turn:
+            await self._stop()
+            boundary = time.perf_counter()
+            brings = self._arrivals.staged(version)
+            self._runs.gate.clear()
+            await self._runs.cut_off(keep=in_flight in ("keep", "recompute"))
+            if brings:
+                await self._replace(version)
+            else:
+                await self._label.put(version)
+            self._runs.version, self._empty = version, ""
+            await self._go_on()
+            swapped = time.perf_counter()
+        return CommitReport(swapped - boundary, boundary - called)
+
+    async def _replace(self, version: int) -> None:
+        try:
+            await self._wake_weights()
+            await self._arrivals.replace(self._label.of(version))
+            self._label.was_put(version)
+            await self._arrivals.forget_prefixes()
+        except SlipstreamError as error:
+            self._empty = (
+                f"lost its weights when the vLLM server at {self._client.url} failed to take version {version} ({error}); "
+                "the server stays paused until a sync brings every tensor"
+            )
+            self._arrivals.disconnect()
+            self._runs.fail(self._not_ready())
+            if isinstance(error, (EngineLost, DeadlineExceeded)):  # a worker that waits for a trainer waits for ever
+                self._lose(EngineLost(f"engine {self._name!r} {self._empty}. Restart the server"))
+            raise
+
+    async def _wake_weights(self) -> None:
+        if self._asleep.pop("weights", None):
+            await self._client.post("/wake_up?tags=weights")
+            await self._client.post(PAUSE)  # a server that is all awake steps again
+
+    async def rollback(self, version: int) -> None:
+        self._arrivals.end(version)
+
+    # --- control ---
+
+    async def pause(self) -> None:
+        async with self._turn:
+            self._paused = True
+            await self._stop()
+
+    async def resume(self) -> None:
+        async with self._turn:
+            self._paused = False
+            await self._go_on()
+
+    async def sleep(self, level: int = 1) -> MemoryReport:
+        check_sleep(self._name, level, self._arrivals.version is not None)
+        if not self._server.can_sleep:
+            raise Unsupported(f"the vLLM server at {self._client.url} was started without --enable-sleep-mode")
+        async with self._turn:
+            if level > self._asleep.get("weights", 0):
+                if self._asleep:  # vLLM goes to sleep from being awake
+                    await self._client.post("/wake_up")
+                await self._client.post(f"/sleep?level={level}&mode=keep")
+                self._is_still, self._asleep = True, {"weights": level, "kv_cache": level}
+            return await self.memory()
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
+        check_tags(tags)
+        async with self._turn:
+            dropped = self._asleep.get("weights") == 2
+            if dropped and tags is not None and "weights" in tags:
+                raise NotReady(
+                    f"engine {self._name!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them"
+                )
+            named = [tag for tag in (self._asleep if tags is None else tags) if tag in self._asleep]
+            wanted = [tag for tag in named if not (tag == "weights" and dropped)]
+            if wanted:
+                await self._client.post("/wake_up?" + "&".join(f"tags={tag}" for tag in wanted))
+                for tag in wanted:
+                    del self._asleep[tag]
+                if not self._asleep:  # it steps again by itself
+                    self._is_still = False
+                    if self._paused:
+                        await self._stop()
+            return await self.memory()
+
+    async def memory(self) -> MemoryReport:
+        """By the model's shape and the server's settings: it does not say what its workers hold."""
+        whole = numpy_dtype(self._server.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
+        weights = 0 if self._asleep.get("weights") == 2 else whole
+        kv_cache = 0 if "kv_cache" in self._asleep else self._server.kv_cache_bytes * self._server.num_workers
+        return MemoryReport(weights, kv_cache, weights + kv_cache, tuple(sorted(self._asleep)))
+
+    async def close(self) -> None:
+        """The server goes on, under the weights that it has; paused, if an update has failed."""
+        was_lost = self.ended.is_set()
+        self.ended.set()
+        if self._watch is not None:
+            self._watch.cancel()
+        self._runs.fail(EngineLost(f"engine {self._name!r} was closed before this was finished"))
+        await self._arrivals.close()
+        if not was_lost and self._is_still and not self._empty and not self._asleep:
+            with contextlib.suppress(SlipstreamError):
+                await self._client.post("/resume", seconds=HEALTH_SECONDS)
+        await self._client.close()
+
+    # --- steps ---
+
+    async def _stop(self) -> None:
+        if not self._is_still:
+            await self._client.post(PAUSE)
+            self._is_still = True
+
+    async def _go_on(self) -> None:
+        if self._is_still and not (self._paused or self._asleep or self._empty):
+            await self._client.post("/resume")
+            self._is_still = False
+
+    async def _look_after(self) -> None:
+        """A server that is gone is noticed, also while nothing is asked of it."""
+        while not self.ended.is_set():
+            await asyncio.sleep(HEALTH_SECONDS)
+            try:
+                await self._client.get("/health")
+            except SlipstreamError as error:
+                self._lose(EngineLost(f"engine {self._name!r}: {error}"))
+
+    def _lose(self, lost: EngineLost) -> None:
+        if not self.ended.is_set():
+            log.error("%s", lost)
+            self.ended.set()
+            self._runs.fail(lost)

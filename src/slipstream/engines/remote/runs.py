@@ -1,0 +1,161 @@
+"""Samples in the server's hands: each a request of its own, under one version from its first token to its last.
+
+A commit cuts off what runs, while the server is paused. What has come until then was drawn under the old version, to the token;
+what was drawn and had not come yet is drawn anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+from slipstream.engines.remote import words
+from slipstream.engines.remote.client import Client
+from slipstream.engines.remote.server import Server
+from slipstream.engines.sequence import Failed, Job, Sample, Ticket
+from slipstream.errors import EngineFailure, EngineLost, SlipstreamError
+
+
+class Run:
+    """One request to the server."""
+
+    def __init__(self, sample: Sample, task: asyncio.Task[None], version: int) -> None:
+        self.sample, self.task, self.version = sample, task, version
+        self.cut: Literal["", "go on", "begin anew"] = ""
+
+    def cut_off(self, keep: bool) -> None:
+        """It is taken up again later; from where it is, if so asked and if that changes nothing."""
+        ticket = self.sample.ticket
+        goes_on = keep and not ticket.is_scoring and words.is_plain(ticket.sampling)
+        self.cut = "go on" if goes_on else "begin anew"
+        self.task.cancel()
+
+
+class Runs:
+    """`verify` raises unless the server still has the weights that we think it has; `lose` hears of a server that is gone."""
+
+    def __init__(
+        self,
+        client: Client,
+        server: Server,
+        limit: int,
+        verify: Callable[[], Awaitable[None]],
+        lose: Callable[[EngineLost], None],
+    ) -> None:
+        self._client, self._server, self._verify, self._lose = client, server, verify, lose
+        self._slots = asyncio.Semaphore(limit)
+        self.version = -1
+        """Under which requests begin."""
+        self.running: set[Run] = set()
+        self.gate = asyncio.Event()
+        """While it is closed, no request begins."""
+        self.gate.set()
+        self._tasks: dict[Job, dict[asyncio.Task[None], Sample]] = {}
+        """All that is unfinished."""
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            tasks = self._tasks.setdefault(ticket.job, {})
+            for sample in ticket.samples():
+                task = asyncio.create_task(self._run(sample))
+                tasks[task] = sample
+                task.add_done_callback(lambda task, job=ticket.job: self._forget(job, task))  # type: ignore[misc]
+
+    def cancel(self, job: Job) -> None:
+        for task in list(self._tasks.get(job, ())):
+            task.cancel()
+
+    def fail(self, error: SlipstreamError) -> None:
+        """Everything unfinished ends with `error`."""
+        for job, tasks in list(self._tasks.items()):
+            job.deliver([Failed(sample.ticket, error) for sample in tasks.values()])
+            self.cancel(job)
+
+    async def cut_off(self, keep: bool) -> None:
+        """Returns when no request of ours is in the server's hands. The gate must be closed."""
+        for run in self.running:
+            run.cut_off(keep)
+        while self.running:
+            await asyncio.sleep(0.001)
+
+    def _forget(self, job: Job, task: asyncio.Task[None]) -> None:
+        self._tasks[job].pop(task)
+        if not self._tasks[job]:
+            del self._tasks[job]
+
+    async def _run(self, sample: Sample) -> None:
+        """From the first token to the last."""
+        job = sample.ticket.job
+        try:
+            async with self._slots:
+                while not await self._attempt(sample):
+                    pass
+            job.deliver([sample])
+        except SlipstreamError as error:
+            if isinstance(error, EngineLost):
+                self._lose(error)
+            job.deliver([Failed(sample.ticket, error)])
+        except Exception as error:
+            failure = EngineFailure(f"generating at {self._client.url} failed: {type(error).__name__}: {error}")
+            job.deliver([Failed(sample.ticket, failure)])
+
+    async def _attempt(self, sample: Sample) -> bool:
+        """False when a commit cut it off."""
+        await self.gate.wait()
+        task = asyncio.current_task()
+        assert task is not None
+        run = Run(sample, task, self.version)
+        self.running.add(run)
+        try:
+            if sample.ticket.is_scoring:
+                await self._score(run)
+            else:
+                await self._draw(run)
+            await self._verify()
+            return True
+        except asyncio.CancelledError:
+            if not run.cut or task.uncancel():  # what is left then is a real cancellation
+                raise
+            if run.cut == "begin anew":
+                sample.restart()
+            return False
+        finally:
+            self.running.discard(run)
+
+    async def _draw(self, run: Run) -> None:
+        sample, sampling = run.sample, run.sample.ticket.sampling
+        scored = words.needs_score(sampling, self._server)
+        count = 0 if scored else sampling.top_logprobs
+        if sample.finish_reason is None:
+            body = words.completion_request(sample, self._server, self._salt(run))
+            async with contextlib.aclosing(self._client.events(words.PATH, body)) as events:
+                async for event in events:
+                    if words.take_event(sample, event, run.version, count, self._client.nonsense) or sample.stopped:
+                        break
+        if sample.finish_reason is None:
+            raise EngineFailure(
+                f"the vLLM server at {self._client.url} ended a request after {len(sample.tokens)} of "
+                f"{sample.ticket.limit} tokens"
+            )
+        if scored:
+            raw, tops = await self._scores(run, sample.ids, sampling.top_logprobs)
+            count = len(sample.tokens)
+            sample.raw_logprobs, sample.tops = raw[-count:], tops[-count:]
+            if sampling.temperature == 0:
+                sample.logprobs = raw[-count:]
+
+    async def _score(self, run: Run) -> None:
+        sample = run.sample
+        raw, tops = await self._scores(run, sample.ticket.prompt, sample.ticket.sampling.top_logprobs)
+        sample.raw_logprobs, sample.tops, sample.versions = raw, tops, [(run.version, 0)]
+
+    async def _scores(self, run: Run, tokens: tuple[int, ...], top_k: int):  # type: ignore[no-untyped-def]
+        body = words.score_request(tokens, top_k, self._server, self._salt(run), run.sample.ticket.priority)
+        answer = await self._client.post(words.PATH, body, math.inf)
+        return words.take_score(answer, tokens, top_k, self._client.nonsense)
+
+    def _salt(self, run: Run) -> str:
+        """With it, a prompt finds nothing in the prefix cache that another version has put there."""
+        return f"slipstream version {run.version}"

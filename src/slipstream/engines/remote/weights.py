@@ -1,0 +1,183 @@
+"""An update on its way to a vLLM server: what must hold before the first byte moves.
+
+The server overwrites the weights it serves. So `begin` joins its workers with the trainer and `stage` looks whether all tensors
+are there; both leave it as it is. The commit replaces the weights, and from its first step on there is no way back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.engines.remote.client import Client
+from slipstream.engines.remote.server import Server
+from slipstream.errors import (
+    ChecksumMismatch,
+    PlanMismatch,
+    SlipstreamError,
+    UnknownVersion,
+    Unsupported,
+    UpdateInProgress,
+    VersionError,
+)
+from slipstream.types import Berths, Offer, Parameter
+from slipstream.weights.checksum import unpack_manifest
+from slipstream.weights.plan import Plan
+from slipstream.weights.transfer import plan_for
+from slipstream.weights.transports import vllm_nccl
+
+JOIN_SECONDS = 150.0
+"""Longer than a trainer waits, so that it is the one to give up."""
+START_SECONDS = 0.5
+"""A server that refuses to be joined says so at once."""
+UPDATE_SECONDS = 600.0
+RESET_SECONDS = 30.0
+
+
+class Arrivals:
+    """The updates of one server, one after the other."""
+
+    def __init__(self, client: Client, server: Server, parameters: Sequence[Parameter], name: str) -> None:
+        self._client, self._server, self._parameters, self._name = client, server, parameters, name
+        self._plan: Plan | None = None
+        self._joined = ""
+        """The unique id of the communicator that the workers have, or are about to have."""
+        self._joining: asyncio.Task[Any] | None = None
+        self.version: int | None = None
+        """The one that is under way."""
+        self._count: int | None = None
+        """Of its tensors, once it is staged: all, or none where nothing changed."""
+
+    async def begin(self, serving: int, version: int, offer: Offer) -> Berths:
+        if self.version is not None:
+            raise UpdateInProgress(
+                f"engine {self._name!r} is receiving version {self.version}; version {version} must wait, or the other be "
+                "rolled back"
+            )
+        if version <= serving:
+            raise VersionError(f"engine {self._name!r} serves version {serving}; version {version} is not newer")
+        plan = plan_for(offer, self._plan, self._parameters, self._server.dtype, self._name)
+        if any(move.sender for move in plan.moves):
+            raise Unsupported(
+                f"engine {self._name!r} is a vLLM server, which takes whole tensors from one process; this trainer's tensors "
+                "are spread over several. Gather them in the first one"
+            )
+        if list(dict.fromkeys(move.parameter for move in plan.moves)) != [p.name for p in self._parameters]:
+            raise PlanMismatch(f"the plan brings tensors in another order than engine {self._name!r} names them")
+        unique_id = vllm_nccl.invited(offer.transport)
+        if unique_id != self._joined:
+            if not offer.fresh:
+                raise PlanMismatch(
+                    f"engine {self._name!r} does not have the trainer's communicator; it must offer anew"
+                )
+            await self._join(unique_id)
+        self._plan, self.version, self._count = plan, version, None
+        link = vllm_nccl.make_link(unique_id, 1 + self._server.num_workers, self._client.url, self._server.nccl)
+        return Berths(((link, b""),), bytes(len(self._parameters)))
+
+    async def _join(self, unique_id: str) -> None:
+        """The server answers when the trainer has joined, which it does once it has our answer."""
+        info = {
+            "nccl_unique_id_b64": unique_id,
+            "rank_offset": 1,
+            "world_size": 1 + self._server.num_workers,
+            "packed": True,
+            "packed_buffer_size_bytes": vllm_nccl.BUFFER_BYTES,
+            "packed_num_buffers": vllm_nccl.NUM_BUFFERS,
+        }
+        if self._joining is not None:
+            self._joining.cancel()
+        self._joined = ""
+        call = self._client.post("/init_weight_transfer_engine", {"init_info": info}, JOIN_SECONDS)
+        self._joining = asyncio.create_task(call)
+        done, _ = await asyncio.wait({self._joining}, timeout=START_SECONDS)
+        if done:
+            self._joining.result()
+        self._joined = unique_id
+
+    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> int:
+        """Bytes that are announced. Raises unless all tensors are, or none."""
+        self._check(version)
+        assert self._plan is not None
+        if len(manifests) != 1:
+            raise ChecksumMismatch(f"engine {self._name!r}: manifests for {len(manifests)} of 1 rank(s) came")
+        moves = self._plan.incoming.get(0, ())
+        pieces: set[int] = set()
+        for manifest in manifests[0]:
+            pieces |= unpack_manifest(manifest, version, len(moves)).keys()
+        if pieces and len(pieces) != len(moves):
+            raise ChecksumMismatch(
+                f"engine {self._name!r}: {len(pieces)} of {len(moves)} pieces are announced; a vLLM server takes all tensors "
+                "or none"
+            )
+        if self._joining is not None:
+            try:
+                await asyncio.shield(self._joining)
+            except SlipstreamError:
+                self._joined = ""
+                raise
+            self._joining = None
+        self._check(version)  # a rollback may have come meanwhile
+        self._count = len(self._parameters) if pieces else 0
+        return self._plan.num_bytes if pieces else 0
+
+    def staged(self, version: int) -> bool:
+        """Whether it brings tensors. Raises unless it is staged."""
+        if self.version != version or self._count is None:
+            raise UnknownVersion(f"engine {self._name!r} has not staged version {version}: begin and stage it first")
+        return self._count > 0
+
+    async def replace(self, label: str) -> None:
+        """The server takes the weights that the trainer broadcasts. It must be paused. Whatever is raised, it may now hold
+        half of the one version and half of the other."""
+        names = [p.name for p in self._parameters]
+        info = {
+            "names": names,
+            "dtype_names": [self._server.dtype] * len(names),
+            "shapes": [list(p.shape) for p in self._parameters],
+        }
+        await self._start()
+        await self._client.post("/update_weights", {"update_info": info}, UPDATE_SECONDS)
+        await self._client.post("/finish_weight_update", {"weight_version": label}, UPDATE_SECONDS)
+
+    async def _start(self) -> None:
+        try:
+            await self._client.post("/start_weight_update")
+        except SlipstreamError as error:  # one that was broken off may be open still
+            try:
+                await self._client.post("/finish_weight_update")
+            except SlipstreamError:
+                raise error from None
+            await self._client.post("/start_weight_update")
+
+    async def forget_prefixes(self) -> None:
+        """What the older version has put into the prefix cache."""
+        path, answer = "/reset_prefix_cache?reset_running_requests=true", None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RESET_SECONDS):
+                while True:
+                    answer = await self._client.post(path)
+                    if isinstance(answer, dict) and answer.get("success") is True:
+                        return
+                    await asyncio.sleep(0.05)  # requests that were cut off may hold blocks for a moment
+        raise self._client.nonsense(f"POST {path}", f"success within {RESET_SECONDS:g} s", answer)
+
+    def end(self, version: int) -> None:
+        """It is committed, or rolled back. Any other is not meant."""
+        if self.version == version:
+            self.version = self._count = None
+
+    def disconnect(self) -> None:
+        """The communicator is of no use any more: the next trainer must bring another."""
+        self._joined = ""
+
+    async def close(self) -> None:
+        if self._joining is not None:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
+
+    def _check(self, version: int) -> None:
+        if self.version != version:
+            under_way = "none" if self.version is None else f"version {self.version}"
+            raise UnknownVersion(f"engine {self._name!r}: version {version} is not under way (under way: {under_way})")
