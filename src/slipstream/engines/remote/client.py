@@ -46,8 +46,8 @@ class Client:
         self.url, self._seconds = options.url.rstrip("/"), seconds
         token = _token(options)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # Samples, and beside them what controls the server: that must not wait for a connection.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.max_concurrency)
+        # A connection for each call: a server closes those that rest, or that saw an error, just as the next call uses them.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         self._http = httpx.AsyncClient(
             base_url=self.url, headers=headers, limits=limits, timeout=timeout, verify=_tls(options), trust_env=False
