@@ -302,7 +302,7 @@ class EngineInfo:
 
     name: str
     kind: str
-    """`embedded`, `vllm`, …"""
+    """`embedded`, `vllm`, `remote`, …"""
     model: str
     """Fingerprint of the model's shape (`ModelConfig.fingerprint`): trainer and engine must agree on it."""
     dtype: str
@@ -333,7 +333,7 @@ class Offer:
     """The serialised plan, or empty when the engine has it already (it is kept by fingerprint)."""
     fingerprint: str
     transport: str
-    """`memory`, `shm`, `tcp` or `disk:/directory`."""
+    """`memory`, `shm`, `tcp`, `disk:/directory`, or `vllm-nccl:` with the id of a communicator."""
     fresh: bool = True
     """The trainer has no links to this engine: old landings are of no use to it."""
     hashed: bool = True

@@ -39,7 +39,9 @@ class SocketLibrary:
         try:
             peers = [server.accept()[0] for _ in range(world_size - 1)]
         except TimeoutError:
-            raise TransferError(f"sockets: {world_size - 1} worker(s) did not come within {server.gettimeout():g} s") from None
+            raise TransferError(
+                f"sockets: {world_size - 1} worker(s) did not come within {server.gettimeout():g} s"
+            ) from None
         finally:
             server.close()
         self.joined.append(SocketCommunicator(peers, self))

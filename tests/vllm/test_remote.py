@@ -189,7 +189,12 @@ def test_syncs_in_a_row_and_each_time_the_tokens_of_transformers(subject: Subjec
 
 @pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
 def test_spans_are_right_to_the_token(subject: Subject, in_flight: Any) -> None:
-    engine, new, prompt, old = subject.engine, other_params(subject), subject.prompts[2], subject.engine.describe().version
+    engine, new, prompt, old = (
+        subject.engine,
+        other_params(subject),
+        subject.prompts[2],
+        subject.engine.describe().version,
+    )
     info, publisher = engine.describe(), Publisher(LocalFleet(engine))
 
     async def scenario() -> Completion:

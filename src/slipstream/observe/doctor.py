@@ -27,7 +27,7 @@ class Finding:
 
 def examine() -> Iterator[Finding]:
     """All checks in turn. A check that fails itself is a finding too."""
-    for check in (_python, _packages, _devices, _shared_memory, _cores, _vllm):
+    for check in (_python, _packages, _devices, _shared_memory, _cores, _vllm, _remote):
         try:
             yield from check()
         except Exception as error:
@@ -104,3 +104,16 @@ def _vllm() -> Iterator[Finding]:
     else:
         why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
         yield Finding("vLLM", "wrong", f"{python}: {why}", "slipstream setup vllm --cpu, or name another with python=…")
+
+
+def _remote() -> Iterator[Finding]:
+    """What a fleet with a `vllm serve` needs: HTTP in the engine's process, NCCL in the trainer's."""
+    for package, extra, whose in (
+        ("httpx", "remote", "the engine"),
+        ("nccl4py", "nccl", "the trainer, which needs a GPU"),
+    ):
+        try:
+            found = f"{package} {importlib.metadata.version(package)}, for {whose}"
+            yield Finding("vLLM servers", "ok", found)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("vLLM servers", "note", f"no {package}, for {whose}", f"pip install 'slipstream-rl[{extra}]'")

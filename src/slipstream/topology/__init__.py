@@ -39,6 +39,8 @@ def launch(
     them and connects in the others, each with `trainer=(jax.process_index(), jax.process_count())`; all call `sync`."""
     if engines < 1:
         raise ConfigError(f"engines must be at least 1, got {engines}; slipstream.inprocess needs no engine process")
+    if engines > 1 and engine is not None and engine.kind == "remote":
+        raise ConfigError(f"{engine.url} is one server and so one engine; engines is {engines}")
     gateway = gateway or GatewayConfig()
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
     group = ProcessGroup(directory, start_timeout)

@@ -111,7 +111,7 @@ class RemoteEngine:
                 await client.post(PAUSE)
             if server.has_weights:
                 engine._runs.version = 0
-                await engine._label.put(0)
+                await engine._label.put("checkpoint")
         except BaseException:
             await client.close()
             raise
@@ -176,50 +176,58 @@ class RemoteEngine:
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         start = time.perf_counter()
-        num_bytes = await self._arrivals.stage(version, manifests)
+        try:
+            num_bytes = await self._arrivals.stage(version, manifests)
+        except DeadlineExceeded as error:
+            self._lose(
+                EngineLost(f"engine {self._name!r}: {error}: its workers wait for a trainer. Restart the server")
+            )
+            raise
         if not num_bytes and (self._empty or self._asleep.get("weights") == 2):
             raise FleetChanged(f"engine {self._name!r} {self._empty or 'dropped its weights'} and needs every tensor")
         return StageReport(num_bytes, time.perf_counter() - start)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
         check_in_flight(in_flight)
-        report = CommitReport(0.0, 0.0)
-        if self._empty or version != self._runs.version:
-            self._arrivals.staged(version)
-            try:
-                if in_flight == "finish":
-                    await self._finish_running(version)
-                # Begun, it goes to its end, whatever becomes of the caller.
-                report = await asyncio.shield(asyncio.create_task(self._swap(version, in_flight)))
-            finally:
-                self._runs.gate.set()
-        self._arrivals.end(version)
-        return report
+        if not self._empty and version == self._runs.version:
+            return CommitReport(0.0, 0.0)
+        self._arrivals.staged(version)
+        if in_flight == "finish":
+            await self._finish_running(version)
+        # Begun, it goes to its end, whatever becomes of the caller.
+        return await asyncio.shield(asyncio.create_task(self._swap(version, in_flight)))
 
     async def _finish_running(self, version: int) -> None:
         if (self._paused or self._asleep) and self._runs.running:
             raise never_finish(self._name, self._paused)
         self._runs.gate.clear()
-        while self._runs.running:
-            await asyncio.wait([run.task for run in self._runs.running], timeout=0.05)
-            self._arrivals.staged(version)  # a rollback calls it off
+        try:
+            while self._runs.running:
+                await asyncio.wait([run.task for run in self._runs.running], timeout=0.05)
+                self._arrivals.staged(version)  # a rollback calls it off
+        except BaseException:
+            self._runs.gate.set()
+            raise
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
         called = time.perf_counter()
-        async with self._turn:
-            await self._stop()
-            boundary = time.perf_counter()
-            brings = self._arrivals.staged(version)
-            self._runs.gate.clear()
-            await self._runs.cut_off(keep=in_flight in ("keep", "recompute"))
-            if brings:
-                await self._replace(version)
-            else:
-                await self._label.put(version)
-            self._runs.version, self._empty = version, ""
-            await self._go_on()
-            swapped = time.perf_counter()
-        return CommitReport(swapped - boundary, boundary - called)
+        try:
+            async with self._turn:
+                await self._stop()
+                boundary = time.perf_counter()
+                brings = self._arrivals.staged(version)
+                self._runs.gate.clear()
+                await self._runs.cut_off(keep=in_flight in ("keep", "recompute"))
+                if brings:
+                    await self._replace(version)
+                else:
+                    await self._label.put(version)
+                self._runs.version, self._empty = version, ""
+                self._arrivals.end(version)
+                await self._go_on()
+                return CommitReport(time.perf_counter() - boundary, boundary - called)
+        finally:
+            self._runs.gate.set()
 
     async def _replace(self, version: int) -> None:
         try:

@@ -15,8 +15,8 @@ from slipstream.weights.plan import DTYPE_BYTES
 LEAST = (0, 30)
 """The first release whose workers can be joined by a unique id."""
 TESTED = "0.32"
-FRESH = "default"
-"""The weight version of a server that nobody has updated."""
+_FRESH = re.compile(r"default|slipstream-[0-9a-f]{8}-checkpoint")
+"""The weight version of a server that nobody has updated: its own word, or that of an engine that was here before."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
@@ -69,7 +69,7 @@ async def look(client: Client, model: ModelConfig) -> Server:
         can_sleep=ask.get("vllm_config", "model_config", "enable_sleep_mode", default=False) is True,
         has_priorities=ask.get("vllm_config", "scheduler_config", "policy", default="") == "priority",
         # A paused server may have been left in the middle of an update; one with another label had one.
-        has_weights=label == FRESH
+        has_weights=_FRESH.fullmatch(label) is not None
         and not paused
         and ask.get("vllm_config", "load_config", "load_format", default="") != "dummy",
         is_paused=paused,
@@ -123,16 +123,16 @@ class Label:
     def __init__(self, client: Client) -> None:
         self._client, self._own, self._text = client, secrets.token_hex(4), ""
 
-    def of(self, version: int) -> str:
-        return f"slipstream-{self._own}-{version}"
+    def of(self, what: int | str) -> str:
+        return f"slipstream-{self._own}-{what}"
 
-    async def put(self, version: int) -> None:
+    async def put(self, what: int | str) -> None:
         """On weights that stay as they are."""
-        await self._client.post("/update_weight_version", {"new_version": self.of(version)})
-        self.was_put(version)
+        await self._client.post("/update_weight_version", {"new_version": self.of(what)})
+        self.was_put(what)
 
-    def was_put(self, version: int) -> None:
-        self._text = self.of(version)
+    def was_put(self, what: int | str) -> None:
+        self._text = self.of(what)
 
     async def check(self) -> None:
         expected, answer = self._text, await self._client.get("/weight_info")
