@@ -213,6 +213,7 @@ def status(
 def doctor() -> None:
     """Say what this machine has, what is wrong, and how to mend it. Exit code 1 when something is wrong."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from slipstream.observe.doctor import examine
@@ -221,7 +222,7 @@ def doctor() -> None:
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
     findings = list(examine())
     for finding in findings:
-        table.add_row(marks[finding.verdict], finding.subject, finding.found, finding.fix)
+        table.add_row(marks[finding.verdict], finding.subject, escape(finding.found), escape(finding.fix))
     Console().print(table)
     raise typer.Exit(any(f.verdict == "wrong" for f in findings))
 

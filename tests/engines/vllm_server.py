@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,7 @@ class Script:
 def serving(script: Script) -> Iterator[Script]:
     config = uvicorn.Config(_application(script), host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
+    dead = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:
@@ -98,6 +100,7 @@ def serving(script: Script) -> Iterator[Script]:
     thread.start()
     while not server.started:
         assert thread.is_alive()
+        time.sleep(0.002)
     port = server.servers[0].sockets[0].getsockname()[1]
     script.url = f"http://127.0.0.1:{port}"
 
@@ -105,12 +108,15 @@ def serving(script: Script) -> Iterator[Script]:
         """As a killed process would: connections break, nothing is answered."""
         for connection in list(server.server_state.connections):
             connection.transport.abort()
+        for listening in server.servers:
+            listening.close()
         server.force_exit = server.should_exit = True
+        dead.set()
 
     def stop() -> None:
-        with contextlib.suppress(RuntimeError):  # it has stopped
+        with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended before
             loops[0].call_soon_threadsafe(die)
-        thread.join(20)
+            dead.wait(20)
 
     script.stop = stop
     try:

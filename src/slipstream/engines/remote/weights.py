@@ -29,7 +29,7 @@ from slipstream.weights.transports import vllm_nccl
 
 JOIN_SECONDS = 150.0
 """Longer than a trainer waits, so that it is the one to give up."""
-START_SECONDS = 0.5
+START_SECONDS = 0.2
 """A server that refuses to be joined says so at once."""
 UPDATE_SECONDS = 600.0
 RESET_SECONDS = 30.0
