@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 from slipstream.config import EngineConfig
 from slipstream.engines.local import LocalFleet
 from slipstream.engines.remote import engine as remote
-from slipstream.engines.remote import weights
+from slipstream.engines.remote import weights, words
 from slipstream.engines.remote.engine import RemoteEngine
+from slipstream.engines.sequence import Sample, Ticket
 from slipstream.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -44,8 +47,7 @@ from slipstream.types import Completion, EngineSync, Failure, Offer, Request, Sa
 from slipstream.weights.checksum import pack_manifest
 from slipstream.weights.plan import Plan
 from slipstream.weights.publisher import Publisher
-from slipstream.weights.transports import choose, vllm_nccl
-from tests.engines.attached import attached
+from slipstream.weights.transports import vllm_nccl
 from tests.engines.sockets import SocketLibrary
 from tests.engines.vllm_server import VOCABULARY, Script, serving
 from tests.tiny import random_params, tiny_config, write_config, write_tokenizer
@@ -217,6 +219,29 @@ def test_the_key_comes_from_a_file_or_the_environment(
         with_engine(directory, script, scenario, token_file=str(file))
 
 
+def test_tls_with_a_certificate_that_is_named_and_no_other(directory: Path, tmp_path: Path) -> None:
+    own, other = (_certificate(tmp_path, name) for name in ("own", "other"))
+
+    async def scenario(engine: RemoteEngine) -> Any:
+        return await collected(engine, request())
+
+    with serving(Script(), ssl_certfile=own[0], ssl_keyfile=own[1]) as script:
+        assert isinstance(with_engine(directory, script, scenario, certificate=own[0])[0], Completion)
+        for wrong in ({"certificate": other[0]}, {}):
+            with pytest.raises(EngineLost, match="CERTIFICATE_VERIFY_FAILED"):
+                with_engine(directory, script, scenario, **wrong)
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            with_engine(directory, script, scenario, certificate=str(directory / "none"))
+
+
+def _certificate(directory: Path, name: str) -> tuple[str, str]:
+    certificate, key = str(directory / f"{name}.pem"), str(directory / f"{name}.key")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=server"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
 @pytest.mark.parametrize("over", [{"paused": True}, {"label": "someone's"}, {"load_format": "dummy"}])
 def test_weights_of_unknown_origin_are_not_served(directory: Path, over: dict[str, Any]) -> None:
     async def scenario(engine: RemoteEngine) -> None:
@@ -320,6 +345,52 @@ def test_an_answer_that_makes_no_sense_fails_its_request(
     bad, good = with_engine(directory, script, scenario)
     assert isinstance(bad, Failure) and isinstance(bad.error, error) and text in str(bad.error)
     assert isinstance(good, Completion)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ("choices", "token_ids", "logprobs", "token_logprobs", "top_logprobs", "prompt_logprobs", "6", "7")
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+def _nonsense(call: str, expected: str, found: Any) -> ProtocolMismatch:
+    return ProtocolMismatch(f"{call}: expected {expected}")
+
+
+@given(ANYTHING, st.sampled_from(("event", "choice", "columns", "tops")))
+def test_whatever_an_event_holds_it_is_read_or_refused(found: Any, where: str) -> None:
+    event = {
+        "event": found,
+        "choice": {"choices": [found]},
+        "columns": choice(logprobs=found),
+        "tops": choice(logprobs={"token_logprobs": [-0.5], "top_logprobs": [found]}),
+    }[where]
+    sample = Sample(Ticket("r", PROMPT, SamplingParams(), 1, 4, (), None), 0)  # type: ignore[arg-type]
+    with contextlib.suppress(SlipstreamError):
+        words.take_event(sample, event, 0, 1, _nonsense)
+        assert all(isinstance(value, float) and value <= 1e-3 for value in sample.logprobs)
+
+
+@given(ANYTHING)
+def test_whatever_a_score_holds_it_is_read_or_refused(found: Any) -> None:
+    for answer in (
+        found,
+        {"choices": [{"prompt_logprobs": found}]},
+        {"choices": [{"prompt_logprobs": [None, found, found]}]},
+    ):
+        with contextlib.suppress(SlipstreamError):
+            logprobs, _ = words.take_score(answer, PROMPT, 1, _nonsense)
+            assert len(logprobs) == 2
 
 
 def test_what_a_server_refuses_fails_alone_in_its_words(directory: Path, script: Script) -> None:
@@ -834,22 +905,38 @@ def test_closing_lets_a_server_go_on_that_it_has_paused(directory: Path, script:
 # --- as a process behind a gateway ---
 
 
-def test_the_engine_process_serves_a_gateway_and_ends_with_the_server(
-    directory: Path, script: Script, tmp_path: Path
+def test_a_bridge_syncs_and_generates_through_an_engine_process_that_ends_with_the_server(
+    directory: Path, script: Script, library: SocketLibrary, tmp_path: Path
 ) -> None:
-    with attached(sys.executable, directory, tmp_path / "run", "kind=remote", f"url={script.url}") as engine:
-        info = engine.describe()
-        assert (info.kind, info.version, info.transports) == ("remote", 0, ("vllm-nccl",))
-        assert choose(info.name, info.transports, "elsewhere", 0) == "vllm-nccl"
-        (found,) = asyncio.run(_first(engine.generate([request()])))
-        assert isinstance(found, Completion) and found.token_ids == drawn(PROMPT, 4)
+    options = EngineConfig(kind="remote", url=script.url)
+    with launch(directory, engine=options, run_dir=tmp_path / "run") as bridge:
+        (engine,) = bridge.status().engines
+        assert (engine.state, engine.info.kind, engine.info.version) == ("ready", "remote", 0)
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        (found,) = bridge.generate([PROMPT], sampling)
+        assert found.token_ids == drawn(PROMPT, 4) and found.version == 0
+        for version in (1, 2):
+            report = bridge.sync(params_of(version))
+            assert report.version == version and report.engines[0].transport == "vllm-nccl"
+            np.testing.assert_array_equal(
+                script.tensors["model.norm.weight"], checkpoint.flatten(params_of(version))["model.norm.weight"]
+            )
+            (found,) = bridge.generate([PROMPT], sampling)
+            assert found.version == version
+        script.fail["/update_weights"] = (500, {"error": {"message": "worker failed"}})
+        with pytest.raises(EngineFailure, match="worker failed"):
+            bridge.sync(params_of(3))
+        with pytest.raises(NotReady, match="every tensor"):
+            bridge.generate([PROMPT], sampling)
+        assert bridge.sync(params_of(3)).version == 3
+        (score,) = bridge.score([PROMPT])
+        assert score.version == 3
         script.stop()
-        engine.process.wait(60)
-
-
-async def _first(batches: AsyncGenerator[Any, None]) -> Any:
-    async with contextlib.aclosing(batches):
-        return await anext(batches)
+        with pytest.raises((EngineLost, NotReady)):
+            bridge.generate([PROMPT], sampling)
+        deadline = time.monotonic() + 60
+        while bridge.status().engines[0].state != "lost":
+            assert time.monotonic() < deadline
 
 
 # --- the trainer's half ---

@@ -86,8 +86,9 @@ class Script:
 
 
 @contextlib.contextmanager
-def serving(script: Script) -> Iterator[Script]:
-    config = uvicorn.Config(_application(script), host="127.0.0.1", port=0, log_level="error", lifespan="off")
+def serving(script: Script, **tls: Any) -> Iterator[Script]:
+    """`tls` is uvicorn's: `ssl_certfile`, `ssl_keyfile`."""
+    config = uvicorn.Config(_application(script), host="127.0.0.1", port=0, log_level="error", lifespan="off", **tls)
     server = uvicorn.Server(config)
     dead = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
@@ -102,7 +103,7 @@ def serving(script: Script) -> Iterator[Script]:
         assert thread.is_alive()
         time.sleep(0.002)
     port = server.servers[0].sockets[0].getsockname()[1]
-    script.url = f"http://127.0.0.1:{port}"
+    script.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
 
     def die() -> None:
         """As a killed process would: connections break, nothing is answered."""

@@ -63,7 +63,7 @@ async def look(client: Client, model: ModelConfig) -> Server:
         max_model_len=ask.number("vllm_config", "model_config", "max_model_len"),
         block_size=ask.number(*cache, "block_size"),
         num_blocks=ask.number(*cache, "num_gpu_blocks"),
-        kv_cache_bytes=int(ask.get(*cache, "kv_cache_memory_bytes", default=0) or 0),
+        kv_cache_bytes=ask.number(*cache, "kv_cache_memory_bytes") if ask.has(*cache, "kv_cache_memory_bytes") else 0,
         num_workers=world.number("world_size"),
         logprobs_mode=cast(LogprobsMode, ask.text("vllm_config", "model_config", "logprobs_mode")),
         can_sleep=ask.get("vllm_config", "model_config", "enable_sleep_mode", default=False) is True,
@@ -157,6 +157,9 @@ class _Asked:
                 return default
             found = found[key]
         return found
+
+    def has(self, *path: str) -> bool:
+        return self.get(*path, default=None) is not None
 
     def text(self, *path: str) -> str:
         return cast(str, self._of(str, path))

@@ -18,6 +18,9 @@ STREAM_INTERVAL = 16
 LEAST_LOGPROB = -9999.0
 """vLLM writes this for whatever is less."""
 
+_NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+"""What comes of reading an answer that has another shape."""
+
 Nonsense = Callable[[str, str, Any], ProtocolMismatch]
 
 
@@ -108,7 +111,7 @@ def take_event(sample: Sample, event: Any, version: int, count: int, nonsense: N
             raise ValueError
         found = [_logprob(value) for value in logprobs]
         likeliest = [_likeliest(row, count) for row in tops if count]
-    except (KeyError, TypeError, ValueError):
+    except _NONSENSE:
         raise nonsense(f"POST {PATH}", wanted, event) from None
     if tokens:
         ends = reason == "stop"
@@ -134,7 +137,7 @@ def take_score(
             if top_k:
                 tops.append(_likeliest({key: entry["logprob"] for key, entry in row.items()}, top_k))
         return logprobs, tops
-    except (KeyError, TypeError, ValueError, IndexError):
+    except _NONSENSE:
         raise nonsense(f"POST {PATH}", f"prompt_logprobs of {len(tokens)} tokens", answer) from None
 
 
@@ -145,10 +148,10 @@ def _logprob(value: Any) -> float:
 
 
 def _likeliest(row: dict[str, Any], count: int) -> TopLogprobs:
-    """The drawn token is among them; where it is not likely, there is one too many."""
+    """The drawn token is among them; where it is not likely, there is one too many. The others may be impossible."""
     pairs = sorted(
         ((int(key.removeprefix("token_id:")), float(value)) for key, value in row.items()), key=lambda p: -p[1]
     )
-    if len(pairs) < count:
+    if len(pairs) < count or not all(value < 1e-3 for _, value in pairs):
         raise ValueError
     return TopLogprobs(tuple(t for t, _ in pairs[:count]), tuple(v for _, v in pairs[:count]))
