@@ -43,6 +43,11 @@ def test_the_engine_and_training_need_neither_torch_nor_transformers():
     assert loaded_by(f"import {modules}", absent=without).isdisjoint(without)
 
 
+def test_an_engine_for_a_server_needs_neither_jax_nor_vllm():
+    without = ("jax", "jaxlib", "torch", "vllm", "transformers", "nccl")
+    assert loaded_by("import slipstream.engines.remote.engine", absent=without).isdisjoint(without)
+
+
 def test_weights_and_gateway_do_not_import_each_other():
     code = (
         "import slipstream.{0}\nassert not any(m.startswith('slipstream.{1}') for m in sys.modules), sys.modules.keys()"

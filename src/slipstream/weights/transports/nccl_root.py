@@ -5,8 +5,9 @@ GPU of this process."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,20 +31,32 @@ class NcclLibrary:
         self._nccl = nccl.core
 
     def unique_id(self) -> bytes:
-        return bytes(self._nccl.get_unique_id())
+        with _explained("make a unique id"):
+            return bytes(self._nccl.get_unique_id())
 
     def version(self) -> str:
         found = self._nccl.get_version().libnccl
         return str(found.version) if found is not None else ""
 
     def join(self, unique_id: bytes, world_size: int) -> NcclCommunicator:
-        device = _device()
-        _current(device)
-        config = self._nccl.NCCLConfig(blocking=False)
-        made = self._nccl.Communicator.init(world_size, 0, self._nccl.UniqueId.from_bytes(unique_id), config)
-        communicator = NcclCommunicator(self._nccl, made, device)
-        communicator.settle("join the vLLM server's workers", JOIN_SECONDS, lambda: True)
-        return communicator
+        doing, device = "join the vLLM server's workers", _device()
+        with _explained(doing):
+            _current(device)
+            config = self._nccl.NCCLConfig(blocking=False)
+            made = self._nccl.Communicator.init(world_size, 0, self._nccl.UniqueId.from_bytes(unique_id), config)
+            communicator = NcclCommunicator(self._nccl, made, device)
+            communicator.settle(doing, JOIN_SECONDS, lambda: True)
+            return communicator
+
+
+@contextlib.contextmanager
+def _explained(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except TransferError:
+        raise
+    except Exception as error:  # NCCL's, CUDA's, or of whoever looks for their libraries
+        raise TransferError(f"nccl: could not {doing}: {type(error).__name__}: {error}") from None
 
 
 class NcclCommunicator:
@@ -76,14 +89,15 @@ class NcclCommunicator:
     def _collective(self, host: np.ndarray, doing: str, seconds: float, call: Callable[[Any], None]) -> None:
         import jax
 
-        _current(self._device)
-        held = jax.device_put(host, self._device)
-        held.block_until_ready()
-        call(_Exposed(held))
-        self.settle(doing, seconds, lambda: True)  # it is queued
-        queued = self._stream.record()
-        self.settle(doing, seconds, lambda: bool(queued.is_done))
-        del held  # until here, NCCL reads it
+        with _explained(doing):
+            _current(self._device)
+            held = jax.device_put(host, self._device)
+            held.block_until_ready()
+            call(_Exposed(held))
+            self.settle(doing, seconds, lambda: True)  # it is queued
+            queued = self._stream.record()
+            self.settle(doing, seconds, lambda: bool(queued.is_done))
+            del held  # until here, NCCL reads it
 
     def settle(self, doing: str, seconds: float, done: Callable[[], bool]) -> None:
         """Until NCCL has nothing in progress and `done`. Raises `TransferError`, and then the communicator is of no use."""

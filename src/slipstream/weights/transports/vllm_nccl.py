@@ -145,7 +145,7 @@ class VllmNcclSender:
         if theirs and (own := ours.version()) and own != theirs:
             raise TransferError(
                 f"the vLLM server at {self._server} has NCCL {theirs}, this trainer {own}; NCCL refuses unequal versions: "
-                f"install nvidia-nccl {theirs} here"
+                f"install that one here (nvidia-nccl-cu12 or nvidia-nccl-cu13, {theirs})"
             )
         communicator = ours.join(unique_id, world_size)
         try:
