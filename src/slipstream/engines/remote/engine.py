@@ -76,7 +76,7 @@ class RemoteEngine:
         self._max_concurrency = options.max_concurrency
         self._tensors, self._parameters = families.tensors(model), families.parameters(model, 1)
         self._label = Label(client)
-        self._runs = Runs(client, server, options.max_concurrency, self._verify, self._lose)
+        self._runs = Runs(client, server, options.max_concurrency, self._label.of, self._verify, self._lose)
         room = Room(self._max_length, server.block_size, server.num_blocks)
         self._desk = Desk(Intake(model, tokenizer, room, name), self._runs.start, self._runs.cancel, self._check_ready)
         self._arrivals = Arrivals(client, server, self._parameters, name)

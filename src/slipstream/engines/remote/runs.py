@@ -34,17 +34,21 @@ class Run:
 
 
 class Runs:
-    """`verify` raises unless the server still has the weights that we think it has; `lose` hears of a server that is gone."""
+    """`salt` names a version as nobody else would: a prompt that carries it finds nothing in the prefix cache that another
+    version has put there. `verify` raises unless the server still has the weights that we think it has; `lose` hears of a
+    server that is gone."""
 
     def __init__(
         self,
         client: Client,
         server: Server,
         limit: int,
+        salt: Callable[[int], str],
         verify: Callable[[], Awaitable[None]],
         lose: Callable[[EngineLost], None],
     ) -> None:
-        self._client, self._server, self._verify, self._lose = client, server, verify, lose
+        self._client, self._server, self._salt = client, server, salt
+        self._verify, self._lose = verify, lose
         self._slots = asyncio.Semaphore(limit)
         self.version = -1
         """Under which requests begin."""
@@ -129,7 +133,7 @@ class Runs:
         scored = words.needs_score(sampling, self._server)
         count = 0 if scored else sampling.top_logprobs
         if sample.finish_reason is None:
-            body = words.completion_request(sample, self._server, self._salt(run))
+            body = words.completion_request(sample, self._server, self._salt(run.version))
             async with contextlib.aclosing(self._client.events(words.PATH, body)) as events:
                 async for event in events:
                     if words.take_event(sample, event, run.version, count, self._client.nonsense) or sample.stopped:
@@ -152,10 +156,6 @@ class Runs:
         sample.raw_logprobs, sample.tops, sample.versions = raw, tops, [(run.version, 0)]
 
     async def _scores(self, run: Run, tokens: tuple[int, ...], top_k: int):  # type: ignore[no-untyped-def]
-        body = words.score_request(tokens, top_k, self._server, self._salt(run), run.sample.ticket.priority)
+        body = words.score_request(tokens, top_k, self._server, self._salt(run.version), run.sample.ticket.priority)
         answer = await self._client.post(words.PATH, body, math.inf)
         return words.take_score(answer, tokens, top_k, self._client.nonsense)
-
-    def _salt(self, run: Run) -> str:
-        """With it, a prompt finds nothing in the prefix cache that another version has put there."""
-        return f"slipstream version {run.version}"

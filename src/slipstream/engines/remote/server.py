@@ -14,7 +14,7 @@ from slipstream.weights.plan import DTYPE_BYTES
 
 LEAST = (0, 30)
 """The first release whose workers can be joined by a unique id."""
-TESTED = "0.32"
+TESTED = "0.30 and 0.32"
 _FRESH = re.compile(r"default|slipstream-[0-9a-f]{8}-checkpoint")
 """The weight version of a server that nobody has updated: its own word, or that of an engine that was here before."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
