@@ -23,6 +23,7 @@ from slipstream.weights.layout import run_start, slices
 from slipstream.weights.transports import nccl_wire
 from slipstream.weights.transports.nccl import Bucket, NcclReceiver, NcclSender, buckets_of
 from slipstream.weights.transports.nccl_wire import Header, is_large, pack_indices, unpack_indices
+from tests.test_imports import loaded_by
 from tests.weights.fake_nccl import FakeNccl
 from tests.weights.nccl_by_hand import Model, Piece, same, staged
 
@@ -196,6 +197,23 @@ def test_a_part_of_the_moves_leaves_the_others_as_they_were(nccl):
         assert fleet.update(3, second, lambda move: False) == 0
         fleet.update(4, second)
         same(staged(fleet.receivers[1], model, 1), model.expected(second, 1))
+
+
+def test_a_trainer_rank_without_moves(nccl):
+    model = Model()
+    receiver = receiver_of(model, nccl, 20.0, (0, 7))
+    receiver.start()
+    senders = {trainer: sender_of(model, link, nccl, 20.0, trainer) for trainer, link in receiver.links.items()}
+    weights = model.weights(0)
+    receiver.expect(0)
+    senders[7].send(0, {})
+    pieces = model.pieces(weights, 0, 0)
+    senders[0].send(0, pieces)
+    receiver.wait(0, pieces.keys())
+    same(staged(receiver, model, 0), model.expected(weights, 0))
+    for half in (*senders.values(), receiver):
+        half.close()
+        half.close()
 
 
 def test_what_lies_right_is_sent_from_where_it_lies(nccl, monkeypatch):
@@ -574,6 +592,7 @@ def test_memory_that_may_still_be_written_to_is_never_used_again(nccl, monkeypat
 KILLED = """
 import os, signal, sys
 from slipstream.weights.transports.nccl import NcclSender
+from tests.test_imports import loaded_by
 from tests.weights.fake_nccl import FakeNccl
 from tests.weights.nccl_by_hand import Model
 nccl, model = FakeNccl(sys.argv[1]), Model()
@@ -600,6 +619,11 @@ def test_a_trainer_process_killed_in_mid_transfer(nccl, tmp_path):
         receiver.wait(1, range(len(model.plan.incoming[0])))
     assert process.wait(30) == -signal.SIGKILL
     receiver.close()
+
+
+def test_importing_it_needs_neither_jax_nor_torch_nor_nccl():
+    without = ("jax", "jaxlib", "torch", "nccl", "cuda")
+    assert loaded_by("import slipstream.weights.transports.nccl", absent=without).isdisjoint(without)
 
 
 def test_without_nccl4py_the_error_says_what_to_install():

@@ -22,7 +22,8 @@ HOWS: tuple[How, ...] = ("send", "broadcast")
 ID_BYTES = 128
 ABORT_SECONDS = 10.0
 _SUCCESS, _IN_PROGRESS, _UINT8 = 0, 7, 1
-_FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+_FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
+"""Between two looks at what is under way: a whole update may take 20 ms, so a millisecond would be seen."""
 
 
 class Pair(Protocol):
