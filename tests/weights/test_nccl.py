@@ -592,7 +592,6 @@ def test_memory_that_may_still_be_written_to_is_never_used_again(nccl, monkeypat
 KILLED = """
 import os, signal, sys
 from slipstream.weights.transports.nccl import NcclSender
-from tests.test_imports import loaded_by
 from tests.weights.fake_nccl import FakeNccl
 from tests.weights.nccl_by_hand import Model
 nccl, model = FakeNccl(sys.argv[1]), Model()
