@@ -70,7 +70,14 @@ def test_pieces_are_seen_where_they_lie_cut_and_transposed(reader: cuda.CudaRece
     arrays = FakeArray(region, 256, a), FakeArray(region, 1024, b)
     sender = sender_to(reader, driver)
     reader.expect(1)
-    sender.send(1, {0: piece(arrays[0]), 2: piece(arrays[0], Strided.of((3, 4)).transpose((1, 0))[(slice(1, 3),)]), 5: piece(arrays[1])})
+    sender.send(
+        1,
+        {
+            0: piece(arrays[0]),
+            2: piece(arrays[0], Strided.of((3, 4)).transpose((1, 0))[(slice(1, 3),)]),
+            5: piece(arrays[1]),
+        },
+    )
     assert reader.wait(1, [0, 2, 5]) == 48 + 24 + 12
     np.testing.assert_array_equal(reader.source(0), a)
     np.testing.assert_array_equal(reader.source(2), a.T[1:3])
@@ -228,7 +235,7 @@ def test_noise_on_the_line_is_an_error_and_never_a_hang(noise: bytes, with_head:
     head = cuda._HEAD.pack(b"SSC1", 1, max(0, len(noise) - 24), 24 * (len(noise) >= 24), 0) if with_head else b""
     sender._socket.sendall(head + noise)
     sender.close()
-    with pytest.raises(TransferError, match="went away|cannot be used"):
+    with pytest.raises(TransferError, match=r"went away|cannot be used"):
         receiver.wait(1, [10**6])
     receiver.close()
 
@@ -309,7 +316,9 @@ def assert_bits(live: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "mistral"]
+)
 def test_an_update_reaches_the_fused_parameters_of_every_rank(
     family: str, tp: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

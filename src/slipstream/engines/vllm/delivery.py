@@ -52,8 +52,9 @@ class Delivery(Protocol):
         """Raises `UnknownVersion` unless this version is staged."""
         ...
 
-    async def load(self, version: int) -> dict[str, int]:
-        """Between two steps: makes it what the workers compute with. Returns how many tokens each running sample had drawn."""
+    async def load(self, version: int) -> tuple[dict[str, int], float]:
+        """Between two steps: makes it what the workers compute with. Returns how many tokens each running sample had drawn,
+        and the seconds that workers spent."""
         ...
 
     async def restore(self) -> None:
@@ -120,19 +121,18 @@ class Reloaded:
         if self._shadow is None or self._shadow[0] != version:
             raise not_staged(self._name, version)
 
-    async def load(self, version: int) -> dict[str, int]:
+    async def load(self, version: int) -> tuple[dict[str, int], float]:
         self.check(version)
         assert self._shadow is not None
         places = self._shadow[1]
         drawn: dict[str, int] = (await self._call("slipstream_drawn"))[0]
-        if places != self._places:
-            await self._load(places)
+        seconds = await self._load(places) if places != self._places else 0.0
         self._places, self._has_weights = places, True
-        return drawn
+        return drawn, seconds
 
-    async def _load(self, places: Mapping[str, Place]) -> None:
+    async def _load(self, places: Mapping[str, Place]) -> float:
         tensors = [[name, file, offset, list(shape)] for name, (file, offset, shape) in places.items()]
-        await self._call("slipstream_load", tensors, self._dtype)
+        return max(await self._call("slipstream_load", tensors, self._dtype))
 
     async def restore(self) -> None:
         """What serves is loaded anew. Without weights there is nothing to restore."""
@@ -255,7 +255,7 @@ class Direct(Reception):
         if self._staged != version:
             raise not_staged(self._name, version)
 
-    async def load(self, version: int) -> dict[str, int]:
+    async def load(self, version: int) -> tuple[dict[str, int], float]:
         self.check(version)
         if self._inbox.is_updating:
             places = [
@@ -267,8 +267,7 @@ class Direct(Reception):
                 sent = self._current(version).slots
             answers = await self._call("slipstream_apply", version if sent else -1)
         self._has_weights = True
-        drawn: dict[str, int] = answers[0]
-        return drawn
+        return answers[0][0], max(seconds for _, seconds in answers)
 
     async def restore(self) -> None:
         """There is no second copy. All that can be checked was checked when the version was staged; what is left is a device

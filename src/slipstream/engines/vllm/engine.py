@@ -69,7 +69,7 @@ class VllmEngine:
         self._max_length = int(config.model_config.max_model_len)
         cache = config.cache_config
         room = Room(self._max_length, int(cache.block_size), int(cache.num_gpu_blocks))
-        self._runs = Runs(llm, self._failure)
+        self._runs = Runs(llm, self._failure, self._on_gpu)
         intake = Intake(model, tokenizer, room, name)
         self._desk = Desk(intake, self._runs.start, self._runs.cancel, self._check_ready)
         self._tensors = families.tensors(model)
@@ -192,7 +192,7 @@ class VllmEngine:
             try:
                 if self._on_gpu and "weights" in self._asleep:  # there must be something to write to
                     await self._on_workers("slipstream_wake", ["weights"])
-                drawn = await self._delivery.load(version)
+                drawn, seconds = await self._delivery.load(version)
             except Exception as error:
                 await self._restore()
                 raise self._failure(f"loading version {version}", error) from error
@@ -207,7 +207,7 @@ class VllmEngine:
             if in_flight == "recompute":
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
             swapped = time.perf_counter()
-        return CommitReport(swapped - boundary, boundary - called)
+        return CommitReport(swapped - boundary, boundary - called, seconds)
 
     async def _restore(self) -> None:
         try:

@@ -16,6 +16,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader import get_model_loader
 
+from slipstream.engines.vllm import noise
 from slipstream.engines.vllm.compat import external_id
 from slipstream.engines.vllm.live import Live, invented, prove, with_their_modules
 from slipstream.engines.vllm.sampler import TwofoldSampler
@@ -42,6 +43,8 @@ class Extension:
         new = TwofoldSampler.__new__(TwofoldSampler)
         new.__dict__.update(old.__dict__)
         self.model_runner.sampler = new
+        if self.device.type == "cuda":
+            noise.install(self.model_runner)
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
         self._slipstream_names = frozenset(names)
@@ -124,19 +127,22 @@ class Extension:
         """Returns once these pieces, listed by rank, are within reach; the number of their bytes."""
         return self._slipstream_live.stage(version, indices[self._slipstream_rank])
 
-    def slipstream_apply(self, version: int) -> dict[str, int]:
-        """Writes a staged version (-1: there is nothing to write). What every request has drawn so far."""
-        drawn = self.slipstream_drawn()
+    def slipstream_apply(self, version: int) -> tuple[dict[str, int], float]:
+        """Writes a staged version (-1: there is nothing to write). What every request has drawn so far, and the seconds that
+        writing took."""
+        drawn, start = self.slipstream_drawn(), time.perf_counter()
         if version >= 0:
             self._slipstream_live.apply(version)
-        return drawn
+        return drawn, time.perf_counter() - start
 
-    def slipstream_write(self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]) -> dict[str, int]:
+    def slipstream_write(
+        self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]
+    ) -> tuple[dict[str, int], float]:
         """The same, for parameters in shared memory: `(name, per rank (file, offset, shape))`."""
-        drawn, kind = self.slipstream_drawn(), getattr(torch, dtype)
+        drawn, kind, start = self.slipstream_drawn(), getattr(torch, dtype), time.perf_counter()
         own = [(name, *at[self._slipstream_rank]) for name, at in places]
         self._slipstream_live.write(((n, self._slipstream_tensor(f, o, s, kind)) for n, f, o, s in own), reloaded)
-        return drawn
+        return drawn, time.perf_counter() - start
 
     def slipstream_forget(self) -> None:
         self._slipstream_live.forget()
