@@ -423,7 +423,7 @@ def test_a_donated_array_is_named() -> None:
     tensors = source.named_tensors(jax.tree.map(jnp.array, random_params(config)))
     plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32")
     outbox = DeviceOutbox(plan, info, 0, "engine-0")
-    outbox.berths = Berths(((b"",),), b"")
+    outbox.berths = Berths(((b"{}",),), b"")
     tensors["model.norm.weight"].delete()  # type: ignore[attr-defined]
     with pytest.raises(MappingError, match=r"model.norm.weight was donated or deleted before the sync"):
         outbox.send(tensors, set(), 1)

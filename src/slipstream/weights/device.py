@@ -61,7 +61,9 @@ class DeviceSender(Protocol):
         """What a report should say about the way that the bytes take; usually nothing."""
         ...
 
-    def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None: ...
+    def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        """In every update, also when there are no pieces for this rank. When it returns, they are as good as there."""
+        ...
 
     def close(self) -> None: ...
 
@@ -180,7 +182,7 @@ class DeviceOutbox:
             self._pinned.append({index: self._piece(tensors, move) for index, move in moves.items()})
         jax.block_until_ready([piece.array for pieces in self._pinned for piece in pieces.values()])
         for rank, (moves, pieces) in enumerate(zip(streams, self._pinned)):
-            if pieces:
+            if self._streams[rank]:  # also when nothing changed: a rank may be waiting to hear it
                 self._sender(rank).send(version, pieces)
             manifests.append(pack_manifest(version, dict.fromkeys(pieces, 0)))
             num_bytes += sum(self._plan.size_of(move) for move in moves.values())

@@ -75,6 +75,8 @@ class CudaSender:
         return "staged" if self._exports.is_staged else ""
 
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        if not pieces:
+            return
         arrays: dict[int, tuple[Any, Strided]] = {}
         for index, piece in pieces.items():
             arrays[index] = (piece.array, piece.strides) if piece.strides else self._compute(index, piece)
