@@ -50,13 +50,13 @@ def main(rank: int, tp: int, port: int, device: str, dtype: str, *directories: s
             own = [p for p in vllm_parameters(shape, tp) if p.rank == rank]
             failed = prove(live, own, invented(specs, kind, where))
             differing = rewrite(live, own, dict(invented(specs, kind, where)))
-        print(json.dumps({"parameters": len(live), "failed": failed, "differing": differing}), flush=True)
+        print(json.dumps({"parameters": sorted(live), "failed": failed, "differing": differing}), flush=True)
 
 
 def rewrite(live: dict[str, torch.Tensor], own: list, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Parameters that do not come back bit for bit when they are wiped and written anew, piece by piece."""
     before = {name: tensor.clone() for name, tensor in live.items()}
-    for parameter in own:
+    for parameter in (p for p in own if p.name in live):
         live[parameter.name].fill_(NAN)
         for box in parameter.padding:
             live[parameter.name][slices(box)] = before[parameter.name][slices(box)]

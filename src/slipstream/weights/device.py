@@ -71,8 +71,10 @@ class DeviceSender(Protocol):
 class Receiver(Protocol):
     """The half in an engine's rank. Used by one thread at a time."""
 
-    links: Mapping[int, bytes]
-    """By trainer rank."""
+    @property
+    def links(self) -> Mapping[int, bytes]:
+        """By trainer rank."""
+        ...
 
     def start(self) -> None:
         """Trainer ranks may come from now on."""

@@ -86,8 +86,8 @@ def expert_parameters(
             w13.append(Part(f"{at}{expert}.{name}.weight", rows, local))
         w2.append(Part(f"{at}{expert}.{names.down}.weight", columns, ((slot, slot + 1), *shift(columns, columns))))
     return (
-        Parameter(at + "w13_weight", rank, (len(own), 2 * size, hidden), tuple(w13)),
-        Parameter(at + "w2_weight", rank, (len(own), hidden, size), tuple(w2)),
+        Parameter(at + "routed_experts.w13_weight", rank, (len(own), 2 * size, hidden), tuple(w13)),
+        Parameter(at + "routed_experts.w2_weight", rank, (len(own), hidden, size), tuple(w2)),
     )
 
 

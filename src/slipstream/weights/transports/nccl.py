@@ -60,6 +60,8 @@ class NcclSender:
     """The trainer's half: sends the moves of one stream, from one device; pieces that lie on others are brought there first.
     `peer` is the receiver's name in errors. One thread calls `send`; `close` may come from another."""
 
+    note = ""
+
     def __init__(
         self,
         link: bytes,
