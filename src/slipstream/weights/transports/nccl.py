@@ -30,6 +30,7 @@ import numpy as np
 from slipstream.errors import MappingError, TransferError
 from slipstream.types import Parameter
 from slipstream.weights.image import image_of
+from slipstream.weights.layout import slices
 from slipstream.weights.plan import Move, Plan
 from slipstream.weights.transports.nccl_lane import GRACE_SECONDS, Lane, settle, view_of
 from slipstream.weights.transports.nccl_packing import DevicePiece, Packer
@@ -58,6 +59,8 @@ __all__ = ["BUCKET", "Bucket", "DevicePiece", "NcclReceiver", "NcclSender", "buc
 class NcclSender:
     """The trainer's half: sends the moves of one stream, from one device; pieces that lie on others are brought there first.
     `peer` is the receiver's name in errors. One thread calls `send`; `close` may come from another."""
+
+    note = ""
 
     def __init__(
         self,
@@ -214,6 +217,14 @@ class NcclReceiver:
     def view(self, parameter: str) -> torch.Tensor:
         """The staged parameter. Its memory is written again by the next update."""
         return view_of(self._memory(), self._image, parameter, self._plan.dtype)
+
+    def source(self, index: int) -> torch.Tensor:
+        """A piece that has been waited for."""
+        move = self._moves[index]
+        return self.view(move.parameter)[slices(move.local_box)]
+
+    def done(self, version: int) -> None:
+        """What was staged may be overwritten."""
 
     def abandon(self) -> None:
         """Gives the update up, and with it the communicators: a sender in mid-transfer gets an error. The next `links` are
