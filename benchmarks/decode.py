@@ -10,8 +10,9 @@ generates exactly the same number of tokens, and only those count.
 
 Each side has a process of its own, one after another, so that none disturbs the other. It warms up first (compilation is
 told apart), and every round has new prompts, so that no prefix cache knows them already. Medians are printed, also to a
-.md file beside the JSON. The vLLM side runs in the environment that `make vllm-env` makes, or where --vllm-python says. The
-exit code is 0 whatever the verdict: a benchmark reports."""
+.md file beside the JSON. `--sides vllm,gateway` compares vLLM called directly with vLLM as an engine of ours. vLLM runs in the
+environment that `make vllm-env` makes, or where --vllm-python says. The exit code is 0 whatever the verdict: a benchmark
+reports."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ import ml_dtypes
 import numpy as np
 import psutil
 from decode_job import SAID, Case, Job
-from decode_report import DETERMINISTIC, HF, NO_CACHE, OURS, VLLM, describe, report, targets, write
+from decode_report import DETERMINISTIC, GATEWAY, HF, NO_CACHE, OURS, VLLM, describe, report, targets, write
 from rich.console import Console
 
 from slipstream.model import checkpoint
@@ -57,7 +58,11 @@ def main() -> None:
     where.add_argument("--cpu", action="store_true", help="135M shape, float32, groups with ragged lengths")
     where.add_argument("--gpu", action="store_true", help="1.24B shape, bfloat16, several batch sizes")
     parser.add_argument("--cases", help="only these, by name, separated by commas")
-    parser.add_argument("--sides", default="hf,vllm,ours", help="only these, separated by commas (hf is for --cpu)")
+    parser.add_argument(
+        "--sides",
+        default="hf,vllm,ours",
+        help="only these, separated by commas: hf (for --cpu), vllm, ours, gateway (vLLM behind our gateway)",
+    )
     parser.add_argument("--deterministic", action="store_true", help="measure deterministic=True too")
     parser.add_argument("--rounds", type=int, help="measured rounds (3 on CPU, 2 on GPU)")
     parser.add_argument("--small", action="store_true", help="two narrow layers and little work: does it run at all?")
@@ -196,8 +201,8 @@ def plan(
 ) -> list[tuple[str, str, list[str], dict[str, Any]]]:
     """Name, script, Python and changes to the job, for each side in its turn."""
     wanted = arguments.sides.split(",")
-    if unknown := set(wanted) - {"hf", "vllm", "ours"}:
-        raise SystemExit(f"--sides names {', '.join(sorted(unknown))}; there are: hf, vllm, ours")
+    if unknown := set(wanted) - {"hf", "vllm", "ours", "gateway"}:
+        raise SystemExit(f"--sides names {', '.join(sorted(unknown))}; there are: hf, vllm, ours, gateway")
     here, there = [sys.executable], shlex.split(arguments.vllm_python)
     found: list[tuple[str, str, list[str], dict[str, Any]]] = []
 
@@ -218,6 +223,9 @@ def plan(
             )
         options = {"device": "cpu" if arguments.small else device, "llm": arguments.vllm_options}
         found.append((VLLM, "decode_vllm.py", there, {"options": options}))
+    if "gateway" in wanted:
+        engine = {"kind": "vllm", "python": there[0]} | arguments.engine_options
+        found.append((GATEWAY, "decode_gateway.py", here, {"options": {"engine": engine}}))
     if "hf" in wanted and device == "cpu":
         found.append((HF, "decode_hf.py", here, {"options": {"threads": os.cpu_count()}}))
     if not found:

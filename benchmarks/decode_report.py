@@ -19,6 +19,9 @@ PREFILL_TARGET = 1 / 6
 """Prompt tokens computed with the prefix cache, over those without, for groups of 8."""
 
 OURS, NO_CACHE, DETERMINISTIC, VLLM, HF = "ours", "ours, no prefix cache", "ours, deterministic", "vLLM", "transformers"
+GATEWAY = "vLLM through the gateway"
+GATEWAY_TARGET = 0.97
+"""Of vLLM called directly."""
 
 
 def describe(case: Case) -> dict[str, Any]:
@@ -50,6 +53,9 @@ def targets(all_sides: dict[str, Any], cases: list[Case]) -> dict[str, Any]:
         if VLLM in sides and OURS in sides:
             ratio = tokens_per_second(sides, OURS, case) / tokens_per_second(sides, VLLM, case)
             at_least(f"{case.name}: ours over vLLM", ratio, None)
+        if VLLM in sides and GATEWAY in sides:
+            ratio = tokens_per_second(sides, GATEWAY, case) / tokens_per_second(sides, VLLM, case)
+            at_least(f"{case.name}: vLLM through the gateway over vLLM", ratio, GATEWAY_TARGET)
         if DETERMINISTIC in sides:
             ratio = tokens_per_second(sides, DETERMINISTIC, case) / tokens_per_second(sides, OURS, case)
             at_least(f"{case.name}: deterministic over not", ratio, None)

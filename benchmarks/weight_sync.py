@@ -2,6 +2,7 @@
 bytes in memory and through a socket, in the same run.
 
     python benchmarks/weight_sync.py [--layers 30] [--tp 2] [--repeats 7] [--json benchmarks/results/weight_sync.json]
+    python benchmarks/weight_sync.py --gpu [--shapes 0.1B,1.2B,8B] [--json benchmarks/results/weight_sync_gpu.json]
 
 The model is the 135M shape (SmolLM2) in float32, 540 MB. Each round measures the two references and every transport, with
 and without checksums, so that a noisy machine slows all alike; medians are printed. "transfer" is everything from the
@@ -14,6 +15,7 @@ import json
 import platform
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -48,12 +50,25 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--gpu", action="store_true", help="a JAX trainer and vLLM on one GPU: see weight_sync_gpu.py")
+    parser.add_argument("--shapes", default="0.1B,1.2B,8B", help="with --gpu: of the ladder 0.1B, 1.2B, 8B")
+    parser.add_argument("--vllm-python", default=sys.executable, help="with --gpu: interpreter that has vLLM")
     arguments = parser.parse_args()
+    if arguments.gpu:
+        import weight_sync_gpu
+
+        shapes = arguments.shapes.split(",")
+        results = weight_sync_gpu.run(shapes, [weight_sync_gpu.MAIN], arguments.repeats, arguments.vllm_python)
+        return save(arguments.json, results)
     results = measure(arguments.layers, arguments.tp, arguments.repeats)
     show(results, Console())
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    save(arguments.json, results)
+
+
+def save(path: Path | None, results: dict) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def measure(layers: int, tp: int, repeats: int) -> dict:

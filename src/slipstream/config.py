@@ -44,6 +44,11 @@ class EngineConfig:
     kv_cache_tokens: int = 0
     """Tokens that fit into the KV cache; 0 takes what `max_concurrency` sequences of `max_model_len` need, or as much of it
     as memory allows."""
+    memory_share: float = 0.4
+    """For `vllm` on a GPU, where `kv_cache_tokens` is 0: how much of the device's memory the engine may take, KV cache
+    included. A trainer on the same GPU needs the rest."""
+    eager: bool = False
+    """For `vllm` on a GPU: start without compiling and without CUDA graphs. Starts faster, generates slower."""
     prefix_cache: bool = True
     """Keep the KV cache of prompts and completions, for prompts that begin alike."""
     prefill_tokens: int = 0
@@ -74,7 +79,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
-        _at_least(self, decode_steps=0, speculative_tokens=1)
+        _at_least(self, decode_steps=0, speculative_tokens=1, memory_share=0.0)
         if self.kind == "vllm":
             self._check_vllm()
         if self.kind == "remote":

@@ -367,6 +367,8 @@ class CommitReport:
     """For how long the engine could not run a step."""
     wait_seconds: float
     """From the commit's arrival to the step boundary at which it was applied."""
+    load_seconds: float = 0.0
+    """Of the pause: what it took to bring the weights to where the engine computes with them; 0 where they had landed there."""
 
 
 @dataclass(frozen=True, slots=True)

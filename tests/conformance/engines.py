@@ -35,6 +35,7 @@ from slipstream.errors import (
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, EngineInfo, Failure, Request, SamplingParams, Score, VersionSpan
+from slipstream.weights.device import PLANES
 from slipstream.weights.publisher import Publisher
 from tests.weights.by_hand import HandUpdate
 
@@ -105,7 +106,8 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def update_of(info: EngineInfo, params: Any, version: int) -> HandUpdate:
-    return HandUpdate(params, info.tensors, info.parameters, info.dtype, version, info.transports[0])
+    through_host = next(t for t in info.transports if t not in PLANES)
+    return HandUpdate(params, info.tensors, info.parameters, info.dtype, version, through_host)
 
 
 def other_params(subject: Subject) -> Any:

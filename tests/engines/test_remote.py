@@ -848,7 +848,7 @@ def test_pause_and_resume(directory: Path, script: Script, library: SocketLibrar
         assert not waiting.done()
         with pytest.raises(Unsupported, match="never finish"):
             await engine.begin(1, offer_of(engine))
-            engine._arrivals._count, engine._arrivals._joining = 0, None
+            engine._arrivals._brings, engine._arrivals._joining = False, None
             await engine.commit(1, "finish")
         await engine.rollback(1)
         with publishing(engine) as publisher:

@@ -125,8 +125,8 @@ def test_experts_stacked_and_shared_out(ep, tp, num_experts):
         else:
             w13 = np.concatenate([np.split(gate, tp, axis=1)[r], np.split(up, tp, axis=1)[r]], axis=1)
             w2 = np.split(down, tp, axis=2)[r]
-        np.testing.assert_array_equal(local[at + "w13_weight", r], w13)
-        np.testing.assert_array_equal(local[at + "w2_weight", r], w2)
+        np.testing.assert_array_equal(local[at + "routed_experts.w13_weight", r], w13)
+        np.testing.assert_array_equal(local[at + "routed_experts.w2_weight", r], w2)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "qwen3_moe-dense-layer"])

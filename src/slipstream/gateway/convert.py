@@ -298,7 +298,7 @@ def commit_report_to_pb(report: CommitReport) -> pb.CommitReport:
 
 
 def commit_report_from_pb(message: pb.CommitReport) -> CommitReport:
-    return CommitReport(message.pause_seconds, message.wait_seconds)
+    return CommitReport(message.pause_seconds, message.wait_seconds, message.load_seconds)
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

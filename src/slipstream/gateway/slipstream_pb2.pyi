@@ -480,12 +480,14 @@ class StageReport(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
 
 class CommitReport(_message.Message):
-    __slots__ = ("pause_seconds", "wait_seconds")
+    __slots__ = ("pause_seconds", "wait_seconds", "load_seconds")
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     pause_seconds: float
     wait_seconds: float
-    def __init__(self, pause_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    load_seconds: float
+    def __init__(self, pause_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("engines",)

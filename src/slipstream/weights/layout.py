@@ -50,6 +50,18 @@ def inside(box: Box, shape: tuple[int, ...]) -> bool:
     return len(box) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(box, shape))
 
 
+def run_start(box: Box, shape: tuple[int, ...]) -> int | None:
+    """Where `box` begins in the memory of an array of `shape`, in elements, if it is one run of it; None if it is not.
+    `run_start(((2, 4), (0, 8)), (4, 8))` is 16."""
+    start, stride, closed = 0, 1, False
+    for (first, last), size in zip(reversed(box), reversed(shape), strict=True):
+        if closed and last - first != 1:
+            return None
+        closed = closed or last - first != size
+        start, stride = start + first * stride, stride * size
+    return start
+
+
 def split(box: Box, dim: int | None, index: int, count: int) -> Box:
     """The `index`-th of `count` equal parts along `dim`; the whole where `dim` is None."""
     if dim is None:

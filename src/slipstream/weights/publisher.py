@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from slipstream.errors import FleetChanged, MappingError, Unsupported
 from slipstream.types import Berths, CommitReport, EngineInfo, EngineSync, InFlight, Offer, StageReport, SyncReport
 from slipstream.weights import source, transports
+from slipstream.weights.device import PLANES, DeviceOutbox, on_accelerator
 from slipstream.weights.layout import whole
 from slipstream.weights.plan import Plan, Source, make_plan
 from slipstream.weights.source import Tensor
@@ -47,11 +48,20 @@ class _Route:
 
     def __init__(self, engine: EngineInfo, plan: Plan, transport: str, rank: int, hashed: bool) -> None:
         self.engine, self.plan, self.transport, self._hashed = engine, plan, transport, hashed
-        self.outbox = Outbox(plan, engine.parameters, rank, hashed)
+        self.outbox: Outbox | DeviceOutbox
+        if transport in PLANES:
+            self.outbox = DeviceOutbox(plan, engine.parameters, rank, engine.name)
+        else:
+            self.outbox = Outbox(plan, engine.parameters, rank, hashed)
         self.memory = Memory()
         self._known = False
         """The engine has the plan, and we have links to it."""
         self._offered = ""
+
+    @property
+    def way(self) -> str:
+        """The transport, and what should be known about it."""
+        return ", ".join(filter(None, (self.transport, self.outbox.note)))
 
     def offer(self) -> Offer:
         plan = b"" if self._known else self.plan.to_bytes()
@@ -109,7 +119,7 @@ class Publisher:
         tensors = source.named_tensors(params)
         if draft is not None:
             tensors |= {DRAFT + name: tensor for name, tensor in source.named_tensors(draft).items()}
-        routes = self._routes_for(self._describe(tensors), engines, partial)
+        routes = self._routes_for(self._describe(tensors), engines, partial, tensors)
         unchanged = {name: route.unchanged(tensors) for name, route in routes.items()}
         planned = time.perf_counter()
         try:
@@ -143,7 +153,7 @@ class Publisher:
             stage_seconds=staged - handed_over,
             commit_seconds=committed - staged,
             total_seconds=committed - start,
-            engines=tuple(EngineSync(n, routes[n].transport, stages[n], commits[n]) for n in routes if n in commits),
+            engines=tuple(EngineSync(n, routes[n].way, stages[n], commits[n]) for n in routes if n in commits),
             lost=tuple(lost),
         )
         self._best = max(self._best, report.bytes_per_second)
@@ -187,14 +197,16 @@ class Publisher:
                 )
 
     def _routes_for(
-        self, sources: dict[str, Source], engines: Sequence[EngineInfo], partial: bool
+        self, sources: dict[str, Source], engines: Sequence[EngineInfo], partial: bool, tensors: Mapping[str, Tensor]
     ) -> dict[str, _Route]:
         if self._engines is engines and self._sources == sources and len(self._routes) == len(engines):
             return dict(self._routes)
-        routes = {}
+        routes, on_gpu = {}, on_accelerator(tensors)
         for engine in engines:
             plan = self._plan(sources, engine, partial)
-            transport = transports.choose(engine.name, engine.transports, engine.host, engine.pid, self._transport)
+            transport = transports.choose(
+                engine.name, engine.transports, engine.host, engine.pid, self._transport, on_gpu
+            )
             route = self._routes.get(engine.name)
             same = route is not None and (route.engine.pid, route.engine.host) == (engine.pid, engine.host)
             if route is None or not same or route.plan is not plan or route.transport != transport:

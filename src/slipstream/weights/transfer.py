@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class Outbox:
         self._senders: dict[bytes, Sender] = {}
         self.berths: Berths | None = None
         """What the engine answered last, or, after a commit, what it will answer next."""
+
+    note = ""
 
     def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
@@ -118,11 +121,91 @@ class Outbox:
 
 
 @dataclass
-class _Update:
+class Update:
     version: int
     plan: Plan
-    slots: dict[str, int]
     hashed: bool
+    slots: dict[str, int] = field(default_factory=dict)
+
+
+class Reception:
+    """What an engine knows of the update under way, whichever way its bytes come: one at a time, newer than what serves, by a
+    plan that fits. The plan is kept from update to update. Safe to call from several threads."""
+
+    def __init__(self, parameters: Sequence[Parameter], dtype: str, name: str) -> None:
+        self._parameters, self._dtype, self._name = tuple(parameters), dtype, name
+        self._plan: Plan | None = None
+        self._transport = ""
+        self._update: Update | None = None
+        self._lock = threading.Lock()
+
+    def _admit(self, serving: int, version: int, offer: Offer) -> Plan:
+        """The plan that the update will follow. Raises before anything changes; `serving` is the version that the engine
+        generates with."""
+        if self._update is not None:
+            raise UpdateInProgress(
+                f"engine {self._name!r} is receiving version {self._update.version}; version {version} must wait, "
+                "or the other be rolled back"
+            )
+        if version <= serving:
+            raise VersionError(f"engine {self._name!r} serves version {serving}; version {version} is not newer")
+        return self._plan_for(offer)
+
+    def _plan_for(self, offer: Offer) -> Plan:
+        if self._plan is not None and self._plan.fingerprint == offer.fingerprint:
+            return self._plan
+        if not offer.plan:
+            raise PlanMismatch(f"engine {self._name!r} does not have plan {offer.fingerprint}; send it with the offer")
+        plan = Plan.from_bytes(offer.plan)
+        if plan.fingerprint != offer.fingerprint:
+            raise PlanMismatch(f"the plan's fingerprint is {plan.fingerprint}, the offer says {offer.fingerprint}")
+        if plan.dtype != self._dtype:
+            raise PlanMismatch(f"engine {self._name!r} holds {self._dtype}, the plan sends {plan.dtype}")
+        check_cover(plan, self._parameters)
+        return plan
+
+    def _manifests(
+        self, update: Update, manifests: Sequence[Sequence[bytes]], num_ranks: int
+    ) -> tuple[list[dict[int, int]], Counter[str], int]:
+        """What trainers say that they sent: checksums per rank by a piece's index; how many pieces of each parameter; bytes."""
+        if len(manifests) != num_ranks:
+            raise ChecksumMismatch(f"engine {self._name!r}: manifests for {len(manifests)} of {num_ranks} rank(s) came")
+        sums: list[dict[int, int]] = []
+        sent, num_bytes = Counter[str](), 0
+        for rank, from_senders in enumerate(manifests):
+            moves = update.plan.incoming.get(rank, ())
+            expected: dict[int, int] = {}
+            for manifest in from_senders:
+                expected |= unpack_manifest(manifest, update.version, len(moves))
+            sums.append(expected)
+            for index in expected:
+                sent[moves[index].parameter] += 1
+                num_bytes += update.plan.size_of(moves[index])
+        return sums, sent, num_bytes
+
+    def _check_whole(self, update: Update, sent: Mapping[str, int]) -> None:
+        """A parameter comes whole or not at all."""
+        for name, count in sent.items():
+            if count != update.plan.num_pieces[name]:
+                raise ChecksumMismatch(
+                    f"engine {self._name!r}: {count} of the {update.plan.num_pieces[name]} pieces of {name} came; version "
+                    f"{update.version} is not used. Did trainer ranks disagree on what has changed?"
+                )
+
+    @property
+    def is_updating(self) -> bool:
+        return self._update is not None
+
+    def check(self, version: int) -> None:
+        """Raises `UnknownVersion` unless this update is under way."""
+        with self._lock:
+            self._current(version)
+
+    def _current(self, version: int) -> Update:
+        if self._update is None or self._update.version != version:
+            under_way = "none" if self._update is None else f"version {self._update.version}"
+            raise UnknownVersion(f"engine {self._name!r}: version {version} is not under way (under way: {under_way})")
+        return self._update
 
 
 @dataclass
@@ -134,54 +217,27 @@ class _Rank:
     """By slot, then by a move's index: where it lands."""
 
 
-def plan_for(offer: Offer, held: Plan | None, parameters: Sequence[Parameter], dtype: str, engine: str) -> Plan:
-    """The plan that an offer means, `held` or brought along, checked against what the engine holds."""
-    if held is not None and held.fingerprint == offer.fingerprint:
-        return held
-    if not offer.plan:
-        raise PlanMismatch(f"engine {engine!r} does not have plan {offer.fingerprint}; send it with the offer")
-    plan = Plan.from_bytes(offer.plan)
-    if plan.fingerprint != offer.fingerprint:
-        raise PlanMismatch(f"the plan's fingerprint is {plan.fingerprint}, the offer says {offer.fingerprint}")
-    if plan.dtype != dtype:
-        raise PlanMismatch(f"engine {engine!r} holds {dtype}, the plan sends {plan.dtype}")
-    check_cover(plan, parameters)
-    return plan
-
-
-class Inbox:
-    """An engine's receiving half. Plan and landings are kept from update to update. One update at a time; safe to call
-    from several threads."""
+class Inbox(Reception):
+    """An engine's receiving half, for bytes that come through host memory. Landings are kept from update to update."""
 
     def __init__(self, parameters: Sequence[Parameter], dtype: str, name: str, listen: Listen | None = None) -> None:
-        self._parameters, self._dtype, self._name, self._listen = tuple(parameters), dtype, name, listen
+        super().__init__(parameters, dtype, name)
+        self._listen = listen
         self._names = list(dict.fromkeys(p.name for p in self._parameters))
         num_ranks = 1 + max(p.rank for p in self._parameters)
         self._ranks = [_Rank(image_of(self._parameters, rank, dtype)) for rank in range(num_ranks)]
         self._live: dict[str, int | None] = dict.fromkeys(self._names)
         """Slot that the serving version uses; None when its arrays are elsewhere."""
-        self._plan: Plan | None = None
-        self._transport = ""
-        self._update: _Update | None = None
-        self._lock = threading.Lock()
 
     def begin(self, serving: int, version: int, offer: Offer) -> Berths:
-        """Raises before anything changes; `serving` is the version that the engine generates with."""
         with self._lock:
-            if self._update is not None:
-                raise UpdateInProgress(
-                    f"engine {self._name!r} is receiving version {self._update.version}; version {version} must wait, "
-                    "or the other be rolled back"
-                )
-            if version <= serving:
-                raise VersionError(f"engine {self._name!r} serves version {serving}; version {version} is not newer")
-            plan = plan_for(offer, self._plan, self._parameters, self._dtype, self._name)
+            plan = self._admit(serving, version, offer)
             if offer.fresh or plan is not self._plan or offer.transport != self._transport:
                 self._leave_landings()
             slots = {name: 0 if live is None else 1 - live for name, live in self._live.items()}
             links = tuple(self._prepare(rank, version, plan, slots, offer) for rank in range(len(self._ranks)))
             self._plan, self._transport = plan, offer.transport
-            self._update = _Update(version, plan, slots, offer.hashed)
+            self._update = Update(version, plan, offer.hashed, slots)
             return Berths(links, bytes(slots[name] for name in self._names))
 
     def _prepare(
@@ -214,21 +270,10 @@ class Inbox:
         as they were. `manifests` has, per rank, one from each trainer rank. Blocks: call it in a thread."""
         with self._lock:
             update = self._current(version)
-        if len(manifests) != len(self._ranks):
-            raise ChecksumMismatch(
-                f"engine {self._name!r}: manifests for {len(manifests)} of {len(self._ranks)} rank(s) came"
-            )
-        start, num_bytes = time.perf_counter(), 0
-        sent: dict[str, int] = {}
-        for rank, from_senders in enumerate(manifests):
-            moves = update.plan.incoming.get(rank, ())
-            expected: dict[int, int] = {}
-            for manifest in from_senders:
-                expected |= unpack_manifest(manifest, version, len(moves))
+        start = time.perf_counter()
+        sums, sent, num_bytes = self._manifests(update, manifests, len(self._ranks))
+        for rank, expected in enumerate(sums):
             self._verify(rank, update, expected)
-            for index in expected:
-                sent[moves[index].parameter] = sent.get(moves[index].parameter, 0) + 1
-                num_bytes += update.plan.size_of(moves[index])
         self._check_whole(update, sent)
         arrays: dict[str, list[np.ndarray]] = {name: [] for name in self._names if name in sent}
         for parameter in self._parameters:
@@ -239,7 +284,7 @@ class Inbox:
         update.slots = {name: slot for name, slot in update.slots.items() if name in sent}
         return arrays, StageReport(num_bytes, time.perf_counter() - start)
 
-    def _verify(self, rank: int, update: _Update, expected: Mapping[int, int]) -> None:
+    def _verify(self, rank: int, update: Update, expected: Mapping[int, int]) -> None:
         moves = update.plan.incoming.get(rank, ())
         for slot, landing in self._ranks[rank].landings.items():
             here = {i: c for i, c in expected.items() if update.slots[moves[i].parameter] == slot}
@@ -250,15 +295,6 @@ class Inbox:
                         f"trainer sent {here[index]:016x}; version {update.version} is not used. If it comes again, suspect "
                         "the memory, or a second writer to the trainer's buffers"
                     )
-
-    def _check_whole(self, update: _Update, sent: Mapping[str, int]) -> None:
-        """A parameter comes whole or not at all."""
-        for name, count in sent.items():
-            if count != update.plan.num_pieces[name]:
-                raise ChecksumMismatch(
-                    f"engine {self._name!r}: {count} of the {update.plan.num_pieces[name]} pieces of {name} came; version "
-                    f"{update.version} is not used. Did trainer ranks disagree on what has changed?"
-                )
 
     def files(self) -> list[str]:
         """The files of shared memory in which weights land, for an engine whose own processes read them there. They may be
@@ -277,15 +313,6 @@ class Inbox:
                 offset, shape = rank.image.places[name]
                 places.append((str(landing.path), landing.start + offset, shape))
         return found
-
-    @property
-    def is_updating(self) -> bool:
-        return self._update is not None
-
-    def check(self, version: int) -> None:
-        """Raises `UnknownVersion` unless this update is under way."""
-        with self._lock:
-            self._current(version)
 
     def finish(self, version: int) -> None:
         """The version is committed: what was sent is in use."""
@@ -316,12 +343,6 @@ class Inbox:
                 landing.close()
             rank.landings, rank.pieces = {}, {}
         self._live = dict.fromkeys(self._names)
-
-    def _current(self, version: int) -> _Update:
-        if self._update is None or self._update.version != version:
-            under_way = "none" if self._update is None else f"version {self._update.version}"
-            raise UnknownVersion(f"engine {self._name!r}: version {version} is not under way (under way: {under_way})")
-        return self._update
 
 
 def _in_shm(landing: Landing) -> ShmLanding:

@@ -158,16 +158,18 @@ class TreeMapping:
         leaves that are sharded over processes, this process's shards."""
         leaves = named_tensors(params)
         self.check({name: tuple(leaf.shape) for name, leaf in leaves.items()})
-        parts: dict[str, list[_Origin]] = defaultdict(list)
+        parts: dict[str, list[Origin]] = defaultdict(list)
         for name, leaf in leaves.items():
             for shard in boxes(leaf):
                 for held in self.expand(name, tuple(leaf.shape), shard):
-                    parts[held.name].append(_Origin(leaf, shard, held))
+                    parts[held.name].append(Origin(leaf, shard, held))
         return {name: MappedTensor(name, tuple(origins)) for name, origins in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class Origin:
+    """Where a rectangle of an HF tensor comes from."""
+
     leaf: Tensor
     shard: Box
     held: Held
@@ -180,8 +182,8 @@ class MappedTensor:
     """An HF tensor that leaves of another tree hold. It reads only the shards that it needs; what comes is a view of them
     unless a step must copy (`Rotary`, `Scale`)."""
 
-    def __init__(self, name: str, origins: Sequence[_Origin]) -> None:
-        self._origins = tuple(origins)
+    def __init__(self, name: str, origins: Sequence[Origin]) -> None:
+        self.origins = tuple(origins)
         self.shape = origins[0].held.shape
         dtypes = {dtype_name(origin.leaf) for origin in origins}
         if len(dtypes) > 1:
@@ -191,11 +193,15 @@ class MappedTensor:
         (kind,) = dtypes
         self.dtype = np.dtype(ml_dtypes.bfloat16 if kind == "bfloat16" else kind)
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [origin.leaf for origin in self.origins]
+
     def boxes(self) -> tuple[Box, ...]:
-        return tuple(origin.held.box for origin in self._origins)
+        return tuple(origin.held.box for origin in self.origins)
 
     def read_box(self, box: Box) -> np.ndarray:
-        return gather(box, ((origin.held.box, origin.make) for origin in self._origins))
+        return gather(box, ((origin.held.box, origin.make) for origin in self.origins))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read_box(whole(self.shape)).astype(dtype or self.dtype, copy=bool(copy))

@@ -267,7 +267,7 @@ class RemoteEngine:
             await self._go_on()
 
     async def sleep(self, level: int = 1) -> MemoryReport:
-        check_sleep(self._name, level, self._arrivals.version is not None)
+        check_sleep(self._name, level, self._arrivals.is_updating)
         if not self._server.can_sleep:
             raise Unsupported(f"the vLLM server at {self._client.url} was started without --enable-sleep-mode")
         async with self._turn:

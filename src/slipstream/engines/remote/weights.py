@@ -18,13 +18,9 @@ from slipstream.errors import (
     SlipstreamError,
     UnknownVersion,
     Unsupported,
-    UpdateInProgress,
-    VersionError,
 )
 from slipstream.types import Berths, Offer, Parameter
-from slipstream.weights.checksum import unpack_manifest
-from slipstream.weights.plan import Plan
-from slipstream.weights.transfer import plan_for
+from slipstream.weights.transfer import Reception, Update
 from slipstream.weights.transports import vllm_nccl
 
 JOIN_SECONDS = 150.0
@@ -35,29 +31,20 @@ UPDATE_SECONDS = 600.0
 RESET_SECONDS = 30.0
 
 
-class Arrivals:
+class Arrivals(Reception):
     """The updates of one server, one after the other."""
 
     def __init__(self, client: Client, server: Server, parameters: Sequence[Parameter], name: str) -> None:
-        self._client, self._server, self._parameters, self._name = client, server, parameters, name
-        self._plan: Plan | None = None
+        super().__init__(parameters, server.dtype, name)
+        self._client, self._server = client, server
         self._joined = ""
         """The unique id of the communicator that the workers have, or are about to have."""
         self._joining: asyncio.Task[Any] | None = None
-        self.version: int | None = None
-        """The one that is under way."""
-        self._count: int | None = None
-        """Of its tensors, once it is staged: all, or none where nothing changed."""
+        self._brings: bool | None = None
+        """Whether the update under way brings tensors, once it is staged: all, or none where nothing changed."""
 
     async def begin(self, serving: int, version: int, offer: Offer) -> Berths:
-        if self.version is not None:
-            raise UpdateInProgress(
-                f"engine {self._name!r} is receiving version {self.version}; version {version} must wait, or the other be "
-                "rolled back"
-            )
-        if version <= serving:
-            raise VersionError(f"engine {self._name!r} serves version {serving}; version {version} is not newer")
-        plan = plan_for(offer, self._plan, self._parameters, self._server.dtype, self._name)
+        plan = self._admit(serving, version, offer)
         if any(move.sender for move in plan.moves):
             raise Unsupported(
                 f"engine {self._name!r} is a vLLM server, which takes whole tensors from one process; this trainer's tensors "
@@ -72,7 +59,7 @@ class Arrivals:
                     f"engine {self._name!r} does not have the trainer's communicator; it must offer anew"
                 )
             await self._join(unique_id)
-        self._plan, self.version, self._count = plan, version, None
+        self._plan, self._update, self._brings = plan, Update(version, plan, hashed=False), None
         link = vllm_nccl.make_link(unique_id, 1 + self._server.num_workers, self._client.url, self._server.nccl)
         return Berths(((link, b""),), bytes(len(self._parameters)))
 
@@ -98,18 +85,12 @@ class Arrivals:
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> int:
         """Bytes that are announced. Raises unless all tensors are, or none."""
-        self._check(version)
-        assert self._plan is not None
-        if len(manifests) != 1:
-            raise ChecksumMismatch(f"engine {self._name!r}: manifests for {len(manifests)} of 1 rank(s) came")
-        moves = self._plan.incoming.get(0, ())
-        pieces: set[int] = set()
-        for manifest in manifests[0]:
-            pieces |= unpack_manifest(manifest, version, len(moves)).keys()
-        if pieces and len(pieces) != len(moves):
+        update = self._current(version)
+        (pieces,), _, num_bytes = self._manifests(update, manifests, 1)
+        if pieces and len(pieces) != len(update.plan.moves):
             raise ChecksumMismatch(
-                f"engine {self._name!r}: {len(pieces)} of {len(moves)} pieces are announced; a vLLM server takes all tensors "
-                "or none"
+                f"engine {self._name!r}: {len(pieces)} of {len(update.plan.moves)} pieces are announced; a vLLM server takes "
+                "all tensors or none"
             )
         if self._joining is not None:
             try:
@@ -118,15 +99,15 @@ class Arrivals:
                 self._joined = ""
                 raise
             self._joining = None
-        self._check(version)  # a rollback may have come meanwhile
-        self._count = len(self._parameters) if pieces else 0
-        return self._plan.num_bytes if pieces else 0
+        self.check(version)  # a rollback may have come meanwhile
+        self._brings = bool(pieces)
+        return num_bytes
 
     def staged(self, version: int) -> bool:
         """Whether it brings tensors. Raises unless it is staged."""
-        if self.version != version or self._count is None:
+        if self._update is None or self._update.version != version or self._brings is None:
             raise UnknownVersion(f"engine {self._name!r} has not staged version {version}: begin and stage it first")
-        return self._count > 0
+        return self._brings
 
     async def replace(self, label: str) -> None:
         """The server takes the weights that the trainer broadcasts. It must be paused. Whatever is raised, it may now hold
@@ -165,8 +146,8 @@ class Arrivals:
 
     def end(self, version: int) -> None:
         """It is committed, or rolled back. Any other is not meant."""
-        if self.version == version:
-            self.version = self._count = None
+        if self._update is not None and self._update.version == version:
+            self._update = self._brings = None
 
     def disconnect(self) -> None:
         """The communicator is of no use any more: the next trainer must bring another."""
@@ -176,8 +157,3 @@ class Arrivals:
         if self._joining is not None:
             self._joining.cancel()
             await asyncio.gather(self._joining, return_exceptions=True)
-
-    def _check(self, version: int) -> None:
-        if self.version != version:
-            under_way = "none" if self.version is None else f"version {self.version}"
-            raise UnknownVersion(f"engine {self._name!r}: version {version} is not under way (under way: {under_way})")

@@ -55,6 +55,13 @@ def _advice() -> str:
     return f"tested are {' and '.join(f'{v}.x' for v in TESTED)}"
 
 
+def is_cpu() -> bool:
+    """Whether this vLLM computes on CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 async def stop_stepping(llm: Any) -> None:
     """Returns between two steps; what runs is kept, and so is the KV cache. Without the pause of 20 ms that
     `AsyncLLM.pause_generation` makes for the looks of it, where there is a way round it."""

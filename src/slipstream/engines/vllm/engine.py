@@ -11,25 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 from slipstream.config import EngineConfig
 from slipstream.engines.checks import check_in_flight, check_sleep, check_tags, never_finish
 from slipstream.engines.desk import Desk
 from slipstream.engines.intake import Intake, Room, read_tokenizer
 from slipstream.engines.vllm import compat
+from slipstream.engines.vllm.delivery import Delivery, Direct, Reloaded
 from slipstream.engines.vllm.runs import Runs
 from slipstream.engines.vllm.setup import make_llm
 from slipstream.errors import (
     EngineFailure,
     EngineLost,
-    FleetChanged,
     NotReady,
     SlipstreamError,
     UnknownVersion,
@@ -50,19 +48,12 @@ from slipstream.types import (
     StageReport,
 )
 from slipstream.weights import families
-from slipstream.weights.image import numpy_dtype
-from slipstream.weights.transfer import Inbox
-from slipstream.weights.transports import host_identity, is_quick
+from slipstream.weights.transports import host_identity
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 LOAD_SECONDS = 600.0
 """Of a call to the workers."""
-
-Place: TypeAlias = tuple[str, int, tuple[int, ...]]
-"""Where a tensor lies: a file of shared memory, the offset in it, the shape."""
 
 
 class VllmEngine:
@@ -74,23 +65,15 @@ class VllmEngine:
     def __init__(self, model: ModelConfig, llm: Any, *, name: str, tokenizer: Any, options: EngineConfig) -> None:
         self._model, self._llm, self._name, self._options = model, llm, name, options
         config = llm.vllm_config
+        self._on_gpu = not compat.is_cpu()
         self._max_length = int(config.model_config.max_model_len)
         cache = config.cache_config
         room = Room(self._max_length, int(cache.block_size), int(cache.num_gpu_blocks))
-        self._runs = Runs(llm, self._failure)
+        self._runs = Runs(llm, self._failure, self._on_gpu)
         intake = Intake(model, tokenizer, room, name)
         self._desk = Desk(intake, self._runs.start, self._runs.cancel, self._check_ready)
-        # Weights come whole: each worker takes its own part from memory that all of them see.
-        self._tensors, self._parameters = families.tensors(model), families.parameters(model, 1)
-        self._num_bytes = numpy_dtype(options.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
-        self._inbox = Inbox(self._parameters, options.dtype, name)
-        self._quick = False
-        self._places: dict[str, Place] = {}
-        """Of the tensors that came by an update; the others are those of the checkpoint."""
-        self._mapped: set[str] = set()
-        """Files of shared memory that the workers see."""
-        self._shadow: tuple[int, dict[str, Place]] | None = None
-        self._has_checkpoint = False
+        self._tensors = families.tensors(model)
+        self._delivery: Delivery
         self._workers: list[dict[str, int]] = []
         """Of each: its pid, and the bytes of its KV cache."""
         self._turn = asyncio.Lock()
@@ -111,11 +94,22 @@ class VllmEngine:
         has_weights = any(directory.glob("*.safetensors"))
         llm = make_llm(directory, model, options, has_weights)
         engine = cls(model, llm, name=name, tokenizer=tokenizer, options=options)
-        engine._has_checkpoint = has_weights
         engine._runs.version = 0 if has_weights else -1
         names = [t.name for t in engine._tensors]
         engine._workers = await engine._on_workers("slipstream_install", os.getpid(), names)
+        engine._delivery = await engine._make_delivery(has_weights)
         return engine
+
+    async def _make_delivery(self, has_weights: bool) -> Delivery:
+        call, dtype, tp = self._on_workers, self._options.dtype, self._options.tp
+        if not self._on_gpu:
+            return Reloaded(self._name, self._model, dtype, call, has_weights)
+        failed: dict[str, str] = {}
+        for answer in await call("slipstream_prove", str(self._llm.vllm_config.model_config.model), has_weights):
+            failed |= answer
+        for parameter, why in failed.items():
+            log.warning("engine %s: %s is not written to directly: %s", self._name, parameter, why)
+        return Direct(self._name, self._model, dtype, tp, call, failed, has_weights)
 
     def describe(self) -> EngineInfo:
         return EngineInfo(
@@ -123,10 +117,10 @@ class VllmEngine:
             kind="vllm",
             model=self._model.fingerprint(),
             dtype=self._options.dtype,
-            num_ranks=1,
+            num_ranks=self._delivery.num_ranks,
             tensors=self._tensors,
-            parameters=self._parameters,
-            transports=("shm",),
+            parameters=self._delivery.parameters,
+            transports=self._delivery.transports,
             host=host_identity(),
             max_model_len=self._max_length,
             max_concurrency=self._options.max_concurrency,
@@ -151,43 +145,16 @@ class VllmEngine:
     # --- weights ---
 
     async def begin(self, version: int, offer: Offer) -> Berths:
-        self._quick = is_quick(offer.transport, self._num_bytes)
-        return await self._do(partial(self._inbox.begin, self._runs.version, version, offer))
+        return await self._delivery.begin(self._runs.version, version, offer)
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
-        arrays, report = await self._do(partial(self._inbox.receive, version, manifests))
-        places = self._places | {name: ranks[0] for name, ranks in self._inbox.places(version, arrays).items()}
-        await self._map({file for file, _, _ in (*places.values(), *self._places.values())}.union(self._inbox.files()))
-        missing = sorted({t.name for t in self._tensors} - places.keys())
-        if missing and (not self._has_checkpoint or self._asleep.get("weights") == 2):
-            raise FleetChanged(
-                f"engine {self._name!r} has no weights of its own and needs every tensor; {missing[0]} and "
-                f"{len(missing) - 1} more did not come"
-            )
-        self._inbox.check(version)  # a rollback may have come meanwhile
-        self._shadow = version, places
-        return report
-
-    async def _map(self, files: set[str]) -> None:
-        """Workers see what is in these, and forget others."""
-        if files != self._mapped:
-            try:
-                await self._on_workers("slipstream_map", sorted(files))
-            except EngineLost:
-                raise
-            except Exception as error:
-                raise self._failure("mapping the memory in which weights land", error) from None
-            self._mapped = files
-
-    async def _do(self, work: Callable[[], T]) -> T:
-        """In a thread, unless that would take longer than the work."""
-        return work() if self._quick else await asyncio.to_thread(work)
+        return await self._delivery.stage(version, manifests)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
         check_in_flight(in_flight)
         report = CommitReport(0.0, 0.0)
         if version != self._runs.version:
-            self._staged(version)
+            self._delivery.check(version)
             if in_flight == "finish":
                 self._check_can_finish()
                 self._runs.gate.clear()
@@ -198,15 +165,9 @@ class VllmEngine:
                 report = await asyncio.shield(asyncio.create_task(self._swap(version, in_flight)))
             finally:
                 self._runs.gate.set()
-        self._drop_shadow(version)
         with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it
-            self._inbox.finish(version)
+            self._delivery.finish(version)
         return report
-
-    def _staged(self, version: int) -> dict[str, Place]:
-        if self._shadow is None or self._shadow[0] != version:
-            raise UnknownVersion(f"engine {self._name!r} has not staged version {version}: begin and stage it first")
-        return self._shadow[1]
 
     def _check_can_finish(self) -> None:
         if (self._paused or self._asleep) and self._runs.running:
@@ -221,20 +182,21 @@ class VllmEngine:
                     run.restart()
         while self._runs.running:
             await asyncio.wait([run.task for run in self._runs.running.values()], timeout=0.05)
-            self._staged(version)  # a rollback calls it off
+            self._delivery.check(version)  # a rollback calls it off
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
         called = time.perf_counter()
         async with self._turn, self._still():
             boundary = time.perf_counter()
-            places, drawn = self._staged(version), await self._drawn()
+            self._delivery.check(version)
             try:
-                if places != self._places:
-                    await self._load(places)
+                if self._on_gpu and "weights" in self._asleep:  # there must be something to write to
+                    await self._on_workers("slipstream_wake", ["weights"])
+                drawn, seconds = await self._delivery.load(version)
             except Exception as error:
                 await self._restore()
                 raise self._failure(f"loading version {version}", error) from error
-            self._runs.version, self._places = version, places
+            self._runs.version = version
             self._asleep.pop("weights", None)
             for run in self._runs.running.values():
                 count = drawn.get(run.id, 0)
@@ -245,28 +207,17 @@ class VllmEngine:
             if in_flight == "recompute":
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
             swapped = time.perf_counter()
-        return CommitReport(swapped - boundary, boundary - called)
-
-    async def _load(self, places: Mapping[str, Place]) -> None:
-        tensors = [[name, file, offset, list(shape)] for name, (file, offset, shape) in places.items()]
-        await self._on_workers("slipstream_load", tensors, self._options.dtype)
+        return CommitReport(swapped - boundary, boundary - called, seconds)
 
     async def _restore(self) -> None:
-        """What serves is loaded anew, since half of it may be overwritten. Without weights there is nothing to restore."""
-        if self._runs.version >= 0 and self._asleep.get("weights") != 2:
-            try:
-                await self._load(self._places)
-            except Exception:
-                self.ended.set()  # neither version can be served
-                raise
+        try:
+            await self._delivery.restore()
+        except Exception:
+            self.ended.set()  # neither version can be served
+            raise
 
     async def rollback(self, version: int) -> None:
-        self._drop_shadow(version)
-        self._inbox.rollback(version)
-
-    def _drop_shadow(self, version: int) -> None:
-        if self._shadow is not None and self._shadow[0] == version:
-            self._shadow = None
+        await self._delivery.rollback(version)
 
     # --- control ---
 
@@ -281,18 +232,20 @@ class VllmEngine:
             await self._go_on()
 
     async def sleep(self, level: int = 1) -> MemoryReport:
-        check_sleep(self._name, level, self._inbox.is_updating)
+        check_sleep(self._name, level, self._delivery.is_updating)
         async with self._turn:
             await self._stop()
             if "kv_cache" not in self._asleep:
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
-                await self._on_workers("slipstream_shrink", ["kv_cache"])
-                self._asleep["kv_cache"] = level
-            if level > self._asleep.get("weights", 0):
-                if level == 2:  # level 1 keeps them in host memory, which on CPU is where they are
-                    await self._on_workers("slipstream_shrink", ["weights"])
-                    self._places = {}
-                self._asleep["weights"] = level
+            awake = "kv_cache" not in self._asleep or level > self._asleep.get("weights", 0)
+            if awake and self._on_gpu:
+                await self._on_workers("slipstream_sleep", level)
+            elif awake:  # level 1 keeps weights in host memory, which on CPU is where they are
+                tags = ["kv_cache"] * ("kv_cache" not in self._asleep) + ["weights"] * (level == 2)
+                await self._on_workers("slipstream_shrink", tags)
+            if awake and level == 2:
+                self._delivery.dropped()
+            self._asleep = {"kv_cache": level, "weights": max(level, self._asleep.get("weights", 0))}
             return await self.memory()
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
@@ -305,23 +258,30 @@ class VllmEngine:
                 )
             for tag in tuple(self._asleep) if tags is None else tags:
                 if tag in self._asleep and not (tag == "weights" and dropped):
-                    if tag == "kv_cache":
+                    if self._on_gpu:
+                        await self._on_workers("slipstream_wake", [tag])
+                    elif tag == "kv_cache":
                         await self._on_workers("slipstream_grow", tag)
                     del self._asleep[tag]
             await self._go_on()
             return await self.memory()
 
     async def memory(self) -> MemoryReport:
-        weights = 0 if self._asleep.get("weights") == 2 else self._num_bytes
+        # Level 1 moves weights to host memory: on CPU, that is where they are anyway.
+        gone = self._asleep.get("weights", 0) >= (1 if self._on_gpu else 2)
+        weights = 0 if gone else self._delivery.num_bytes
         kv_cache = 0 if "kv_cache" in self._asleep else sum(worker["kv_cache"] for worker in self._workers)
-        resident = sum(_resident(worker["pid"]) for worker in self._workers)
-        return MemoryReport(weights, kv_cache, resident, tuple(sorted(self._asleep)))
+        if self._on_gpu:
+            in_use = sum(await self._on_workers("slipstream_in_use"))
+        else:
+            in_use = sum(_resident(worker["pid"]) for worker in self._workers)
+        return MemoryReport(weights, kv_cache, in_use, tuple(sorted(self._asleep)))
 
     async def close(self) -> None:
         self.ended.set()
         self._runs.close(EngineLost(f"engine {self._name!r} was closed before this was finished"))
         await asyncio.to_thread(self._llm.shutdown)
-        self._inbox.close()
+        self._delivery.close()
 
     # --- steps ---
 

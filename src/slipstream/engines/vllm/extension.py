@@ -9,12 +9,21 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader import get_model_loader
 
+from slipstream.engines.vllm import noise
 from slipstream.engines.vllm.compat import external_id
+from slipstream.engines.vllm.live import Live, invented, prove, with_their_modules
 from slipstream.engines.vllm.sampler import TwofoldSampler
+from slipstream.model.config import ModelConfig
+from slipstream.weights import families
+from slipstream.weights.families.live import vllm_parameters, written_parameters
+from slipstream.weights.plan import Plan
 from slipstream.weights.transports import shm
 
 POLL_SECONDS = 0.5
@@ -25,6 +34,7 @@ class Extension:
 
     model_runner: Any
     vllm_config: Any
+    device: torch.device
 
     def slipstream_install(self, owner: int, names: Sequence[str]) -> dict[str, int]:
         """Once, after the model is loaded. `owner` is the process that hosts the engine; without it there is no reason to
@@ -33,9 +43,12 @@ class Extension:
         new = TwofoldSampler.__new__(TwofoldSampler)
         new.__dict__.update(old.__dict__)
         self.model_runner.sampler = new
+        if self.device.type == "cuda":
+            noise.install(self.model_runner)
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
         self._slipstream_names = frozenset(names)
+        self._slipstream_rank = get_tensor_model_parallel_rank()
         threading.Thread(target=_follow, args=(owner,), name="slipstream-lifeline", daemon=True).start()
         return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
 
@@ -64,18 +77,102 @@ class Extension:
         self, tensors: Sequence[Sequence[Any]], dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, file, offset, shape in tensors:
-            count = math.prod(shape)
-            memory = torch.frombuffer(self._slipstream_maps[file], dtype=dtype, count=count, offset=offset)
-            yield name, memory.reshape(shape)
+            yield name, self._slipstream_tensor(file, offset, shape, dtype)
         sent = {name for name, _, _, _ in tensors}
         if self._slipstream_names - sent:
-            from vllm.model_executor.model_loader import get_model_loader
-
             loader = get_model_loader(self.vllm_config.load_config)
             model = self.model_runner.get_model()
             for name, tensor in loader.get_all_weights(self.vllm_config.model_config, model):
                 if name not in sent:
                     yield name, tensor
+
+    def _slipstream_tensor(self, file: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        count = math.prod(shape)
+        memory = torch.frombuffer(self._slipstream_maps[file], dtype=dtype, count=count, offset=offset)
+        return memory.reshape(tuple(shape))
+
+    # --- on GPU: straight into the live parameters ---
+
+    def slipstream_prove(self, directory: str, has_weights: bool) -> dict[str, str]:
+        """Once, after `slipstream_install`. Returns the live parameters that are not what we think, and why: with the weights
+        that the engine was started with, or, without any, with some that are made up for it."""
+        model = self.model_runner.get_model()
+        config = ModelConfig.read(Path(directory))
+        live = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._slipstream_live = Live(live, self._slipstream_reload, self._slipstream_rank, self.device)
+        self._slipstream_config = config
+        tp = self.vllm_config.parallel_config.tensor_parallel_size
+        own = [p for p in vllm_parameters(config, tp) if p.rank == self._slipstream_rank]
+        dtype = next(iter(live.values())).dtype
+        if has_weights:
+            loader = get_model_loader(self.vllm_config.load_config)
+            failed = prove(live, own, loader.get_all_weights(self.vllm_config.model_config, model))
+        else:
+            specs = [(t.name, t.shape) for t in families.tensors(config)]
+            self._slipstream_reload(invented(specs, dtype, self.device))
+            failed = prove(live, own, invented(specs, dtype, self.device))
+        beside = with_their_modules(failed, live) - failed.keys()
+        return failed | dict.fromkeys(beside, "a parameter of the same module is not what we think")
+
+    def slipstream_open(self, transport: str, plan: bytes, failed: Sequence[str]) -> list[bytes]:
+        """A trainer is coming with weights, by this plan. Links by trainer rank."""
+        tp = self.vllm_config.parallel_config.tensor_parallel_size
+        parameters, reloaded = written_parameters(self._slipstream_config, tp, failed)
+        return self._slipstream_live.open(transport, Plan.from_bytes(plan), parameters, reloaded)
+
+    def slipstream_expect(self, version: int) -> None:
+        self._slipstream_live.expect(version)
+
+    def slipstream_stage(self, version: int, indices: Sequence[Sequence[int]]) -> int:
+        """Returns once these pieces, listed by rank, are within reach; the number of their bytes."""
+        return self._slipstream_live.stage(version, indices[self._slipstream_rank])
+
+    def slipstream_apply(self, version: int) -> tuple[dict[str, int], float]:
+        """Writes a staged version (-1: there is nothing to write). What every request has drawn so far, and the seconds that
+        writing took."""
+        drawn, start = self.slipstream_drawn(), time.perf_counter()
+        if version >= 0:
+            self._slipstream_live.apply(version)
+        return drawn, time.perf_counter() - start
+
+    def slipstream_write(
+        self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]
+    ) -> tuple[dict[str, int], float]:
+        """The same, for parameters in shared memory: `(name, per rank (file, offset, shape))`."""
+        drawn, kind, start = self.slipstream_drawn(), getattr(torch, dtype), time.perf_counter()
+        own = [(name, *at[self._slipstream_rank]) for name, at in places]
+        self._slipstream_live.write(((n, self._slipstream_tensor(f, o, s, kind)) for n, f, o, s in own), reloaded)
+        return drawn, time.perf_counter() - start
+
+    def slipstream_forget(self) -> None:
+        self._slipstream_live.forget()
+
+    def slipstream_sleep(self, level: int) -> None:
+        """As vLLM's own `sleep`, which does not expect to find some of its memory asleep already."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        allocator = get_mem_allocator_instance()
+        everything = allocator.pointer_to_data
+        if level == 2 and any(data.cpu_backup_tensor is not None for data in everything.values()):
+            self.wake_up(["weights"])  # type: ignore[attr-defined]  # else its copy in host memory would stay
+        allocator.pointer_to_data = {at: data for at, data in everything.items() if not data.is_asleep}
+        try:
+            self.sleep(level)  # type: ignore[attr-defined]
+        finally:
+            allocator.pointer_to_data = everything
+
+    def slipstream_wake(self, tags: Sequence[str]) -> None:
+        self.wake_up(list(tags))  # type: ignore[attr-defined]
+
+    def slipstream_in_use(self) -> int:
+        """Bytes of device memory behind the weights and the KV cache."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        data = get_mem_allocator_instance().pointer_to_data.values()
+        return sum(one.handle[1] for one in data if not one.is_asleep)
+
+    def _slipstream_reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
 
     # --- memory, on CPU, where vLLM itself has no sleep mode ---
 

@@ -34,8 +34,8 @@ class Run:
 class Runs:
     """`explain` makes one of our errors of one of vLLM's."""
 
-    def __init__(self, llm: Any, explain: Callable[[str, Exception], SlipstreamError]) -> None:
-        self._llm, self._explain = llm, explain
+    def __init__(self, llm: Any, explain: Callable[[str, Exception], SlipstreamError], on_gpu: bool) -> None:
+        self._llm, self._explain, self._on_gpu = llm, explain, on_gpu
         self.version = -1
         """Under which samples begin."""
         self.running: dict[str, Run] = {}
@@ -95,7 +95,10 @@ class Runs:
     async def _draw(self, run: Run) -> None:
         sample = run.sample
         prompt = compat.token_prompt(sample.ticket.prompt, f"version {self.version}")
-        params = words.scoring_params(sample) if sample.ticket.is_scoring else words.sampling_params(sample)
+        if sample.ticket.is_scoring:
+            params = words.scoring_params(sample, self._on_gpu)
+        else:
+            params = words.sampling_params(sample, self._on_gpu)
         outputs = self._llm.generate(prompt, params, run.id, priority=sample.ticket.priority)
         async with contextlib.aclosing(outputs):
             async for output in outputs:

@@ -8,15 +8,18 @@ from typing import Any
 import xxhash
 
 from slipstream.engines.sequence import Sample
+from slipstream.engines.vllm import noise
 from slipstream.errors import InvalidSampling
 from slipstream.types import TopLogprobs
 
 
-def sampling_params(sample: Sample) -> Any:
+def sampling_params(sample: Sample, on_gpu: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     ticket, sampling = sample.ticket, sample.ticket.sampling
+    # A generator of torch's on CPU heeds 32 bits of its seed only: all of ours go into them.
+    seed = xxhash.xxh3_64_intdigest(f"{ticket.seed} {sample.sample_index}".encode()) >> 1
     try:
         return SamplingParams(
             temperature=sampling.temperature,
@@ -26,8 +29,9 @@ def sampling_params(sample: Sample) -> Any:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            # A generator of torch's on CPU heeds 32 bits of its seed only: all of ours go into them.
-            seed=xxhash.xxh3_64_intdigest(f"{ticket.seed} {sample.sample_index}".encode()) >> 1,
+            # On a GPU the seed goes to `noise`: vLLM's own way draws row by row.
+            seed=None if on_gpu else seed,
+            extra_args={noise.SEED: seed} if on_gpu else None,
             stop_token_ids=list(ticket.stop),
             ignore_eos=True,  # the model's own end-of-sequence tokens are among the stop tokens, if they count
             min_tokens=sampling.min_tokens,
@@ -44,7 +48,7 @@ def sampling_params(sample: Sample) -> Any:
         raise InvalidSampling(f"vLLM does not take these sampling parameters: {error}") from None
 
 
-def scoring_params(sample: Sample) -> Any:
+def scoring_params(sample: Sample, on_gpu: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -56,6 +60,9 @@ def scoring_params(sample: Sample) -> Any:
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={noise.SEED: 0}
+        if on_gpu
+        else None,  # it draws nothing, but rows without a seed stop the others' way
     )
 
 

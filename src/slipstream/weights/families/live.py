@@ -6,7 +6,7 @@ neighbouring ranks where there are more ranks than heads. A rank is `pp_rank * t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 
 from slipstream.errors import ConfigError
@@ -41,6 +41,22 @@ def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = Fa
     return tuple(found)
 
 
+def written_parameters(
+    config: ModelConfig, tp: int, failed: Collection[str]
+) -> tuple[tuple[Parameter, ...], frozenset[str]]:
+    """What the ranks of a running vLLM take: its live parameters, and, in place of those of `failed`, which cannot be written
+    to, the whole tensors that they are made of, for vLLM's own loader. The second is the names of these tensors."""
+    live = vllm_parameters(config, tp)
+    names = frozenset(part.tensor for p in live if p.name in failed for part in p.parts)
+    kept = [p for p in live if p.name not in failed]
+    for rank in range(tp):
+        for tensor in families.tensors(config):
+            if tensor.name in names:
+                part = Part(tensor.name, whole(tensor.shape), whole(tensor.shape))
+                kept.append(Parameter(tensor.name, rank, tensor.shape, (part,)))
+    return tuple(kept), names
+
+
 def expert_parameters(
     at: str,
     num_experts: int,
@@ -70,8 +86,8 @@ def expert_parameters(
             w13.append(Part(f"{at}{expert}.{name}.weight", rows, local))
         w2.append(Part(f"{at}{expert}.{names.down}.weight", columns, ((slot, slot + 1), *shift(columns, columns))))
     return (
-        Parameter(at + "w13_weight", rank, (len(own), 2 * size, hidden), tuple(w13)),
-        Parameter(at + "w2_weight", rank, (len(own), hidden, size), tuple(w2)),
+        Parameter(at + "routed_experts.w13_weight", rank, (len(own), 2 * size, hidden), tuple(w13)),
+        Parameter(at + "routed_experts.w2_weight", rank, (len(own), hidden, size), tuple(w2)),
     )
 
 

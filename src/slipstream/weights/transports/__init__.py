@@ -89,12 +89,22 @@ def host_identity() -> str:
         return platform.node()
 
 
-def choose(engine: str, offered: Sequence[str], engine_host: str, engine_pid: int, forced: str | None = None) -> str:
-    """`memory` in one process, `shm` on one host, `tcp` between hosts. `forced` insists on one (`disk:/path` is never
-    chosen by itself), and says so when it cannot work."""
+def choose(
+    engine: str,
+    offered: Sequence[str],
+    engine_host: str,
+    engine_pid: int,
+    forced: str | None = None,
+    on_gpu: bool = False,
+) -> str:
+    """`memory` in one process, on one host `cuda` from GPU to GPU or else `shm`, between hosts `nccl` from GPU to GPU or else
+    `tcp`. `forced` insists on one (`disk:/path` is never chosen by itself), and says so when it cannot work."""
+    here = engine_host == host_identity()
     possible = [
         ("memory", engine_pid == os.getpid()),
-        ("shm", engine_host == host_identity()),
+        ("cuda", here and on_gpu),
+        ("shm", here),
+        ("nccl", on_gpu),
         ("tcp", True),
         ("disk", True),
         (vllm_nccl.NAME, True),
@@ -103,9 +113,10 @@ def choose(engine: str, offered: Sequence[str], engine_host: str, engine_pid: in
     if forced is not None:
         name, _, where = forced.partition(":")
         if name not in usable:
+            on = "on a GPU" if on_gpu else "not all on a GPU"
             raise TransferError(
                 f"transport {name!r} cannot reach engine {engine!r}: usable are {usable or 'none'} "
-                f"(the engine offers {list(offered)})"
+                f"(the engine offers {list(offered)}; the trainer's weights are {on})"
             )
         if (name == "disk") != bool(where):
             raise TransferError("say where: transport='disk:/directory/that/both/sides/see'; others take no directory")

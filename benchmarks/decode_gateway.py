@@ -1,0 +1,47 @@
+"""The side of `decode.py` that is vLLM as an engine of ours: in its own process, asked by a trainer through the gateway.
+Every sample is a request with its own length and seed, and comes back with both of its logprobs and its version."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from decode_job import Case, Job, Round, run_rounds, say, serve
+
+import slipstream
+from slipstream.config import EngineConfig
+from slipstream.types import SamplingParams
+
+
+def run(job: Job) -> dict[str, Any]:
+    start = time.perf_counter()
+    options = EngineConfig(
+        max_concurrency=job.max_samples,
+        max_model_len=job.max_model_len,
+        dtype=job.dtype,
+        **({"memory_share": 0.6} | job.options["engine"]),
+    )
+    with tempfile.TemporaryDirectory() as root:
+        run_dir = Path(root) / "run"
+        with slipstream.launch(job.directory, engine=options, run_dir=run_dir, start_timeout=300) as bridge:
+            start_seconds = time.perf_counter() - start
+            say(f"gateway and vLLM started in {start_seconds:.0f} s")
+
+            def generate(case: Case, prompts: list[list[int]]) -> Round:
+                samplings = [
+                    SamplingParams(max_tokens=length, seed=i, ignore_eos=True) for i, length in enumerate(case.lengths)
+                ]
+                start = time.perf_counter()
+                answers = bridge.generate(prompts, samplings)
+                seconds = time.perf_counter() - start
+                logprobs = [logprob for answer in answers for logprob in answer.logprobs]
+                return Round(seconds, [len(a.token_ids) for a in answers], sum(logprobs) / len(logprobs))
+
+            cases = run_rounds(job, generate)
+    return {"versions": {"slipstream": slipstream.__version__}, "start_seconds": start_seconds, "cases": cases}
+
+
+if __name__ == "__main__":
+    serve(run)

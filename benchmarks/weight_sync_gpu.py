@@ -1,0 +1,279 @@
+"""The GPU half of `weight_sync.py`: a JAX trainer's weights into a vLLM process on the same GPU.
+
+For each shape, in one run: (a) mapped memory, (b) NCCL, (d) the same bytes copied once on the device, (e) a raw NCCL broadcast
+of them; and (c) vLLM's own NCCL weight transfer, for one shape. "sync" is all of `bridge.sync` through the gateway,
+from the call until the new version serves; "transfer" is what moving the bytes takes alone; "pause" is what the engine could
+not generate for. Medians over the rounds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import slipstream
+from slipstream.config import EngineConfig
+from slipstream.model.config import ModelConfig
+from slipstream.weights import families
+
+HERE = Path(__file__).resolve().parent
+
+SHAPES = {
+    "0.1B": ModelConfig(
+        "llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
+        head_dim=64, tie_word_embeddings=True, max_position_embeddings=2048,
+    ),
+    "1.2B": ModelConfig(
+        "llama", vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, num_kv_heads=8,
+        head_dim=64, rope_theta=500_000.0, tie_word_embeddings=True, max_position_embeddings=2048,
+    ),
+    "8B": ModelConfig(
+        "llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32,
+        num_kv_heads=8, head_dim=128, rope_theta=500_000.0, max_position_embeddings=2048,
+    ),
+}  # fmt: skip
+MAIN = "1.2B"
+"""The shape that the targets speak of."""
+
+
+def run(shapes: list[str], native: list[str], rounds: int, python: str) -> dict[str, Any]:
+    console = Console(width=150)
+    found: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "rounds": rounds,
+        "shapes": {},
+    }
+    for name in shapes:
+        console.print(f"[bold]{name}")
+        found["shapes"][name] = measure(SHAPES[name], name in native, rounds, python, console)
+    found["targets"] = targets(found["shapes"])
+    console.print(*tables(found))
+    return found
+
+
+def measure(config: ModelConfig, native: bool, rounds: int, python: str, console: Console) -> dict[str, Any]:
+    specs = families.tensors(config)
+    num_bytes = 2 * sum(math.prod(spec.shape) for spec in specs)
+    versions = {dtype: [make(specs, dtype, seed) for seed in range(2)] for dtype in ("bfloat16", "float32")}
+    result: dict[str, Any] = {"num_bytes": num_bytes, "tensors": len(specs), "seconds": {}, "failed": {}}
+    take = result["seconds"].setdefault
+    options = EngineConfig(
+        kind="vllm",
+        python=python,
+        dtype="bfloat16",
+        max_concurrency=16,
+        max_model_len=512,
+        kv_cache_tokens=8192,
+        eager=True,
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        (root / "config.json").write_text(json.dumps(config.to_hf()))
+        with slipstream.launch(
+            root, engine=options, run_dir=root / "run", transport="cuda", start_timeout=400
+        ) as bridge:
+            console.print("  vLLM has started")
+            copy = raw_copy(versions["bfloat16"])
+            for dtype in ("bfloat16", "float32"):
+                lane = "cuda" if dtype == "bfloat16" else "cuda, float32 to bfloat16"
+                for step in range(rounds + 2):
+                    report = bridge.sync(versions[dtype][step % 2])
+                    if step >= 2:
+                        take(lane, []).append(timings(report))
+                    if dtype == "bfloat16":
+                        take("copy", []).append({"transfer": copy()})
+            check(bridge, "cuda")
+            with attempt(result, "nccl", console), slipstream.connect(root / "run", transport="nccl") as other:
+                for step in range(rounds + 2):
+                    report = other.sync(versions["bfloat16"][step % 2])
+                    if step >= 2:
+                        take("nccl", []).append(timings(report))
+                check(other, "nccl")
+    with attempt(result, "raw NCCL", console):
+        from nccl_raw import broadcast_seconds
+
+        for seconds in broadcast_seconds(num_bytes, rounds):
+            take("broadcast", []).append({"transfer": seconds})
+    if native:
+        with attempt(result, "vLLM's own NCCL transfer", console):
+            for seconds in vllm_native(config, python, rounds):
+                take("native", []).append({"sync": seconds, "transfer": seconds})
+    return result
+
+
+@contextmanager
+def attempt(result: dict[str, Any], what: str, console: Console) -> Iterator[None]:
+    """One of several measurements: if it fails, the others still have something to tell."""
+    try:
+        yield
+        console.print(f"  {what}: measured")
+    except Exception as error:
+        result["failed"][what] = f"{type(error).__name__}: {error}"
+        console.print(f"  {what} failed: {type(error).__name__}: {error}", markup=False)
+
+
+def make(specs: Any, dtype: str, seed: int) -> dict[str, jax.Array]:
+    key = jax.random.key(seed)
+    arrays = {}
+    for number, spec in enumerate(specs):
+        scale = 0.02 * jax.random.normal(jax.random.fold_in(key, number), spec.shape, jnp.float32)
+        arrays[spec.name] = (scale if len(spec.shape) > 1 else 1 + scale).astype(dtype)
+    jax.block_until_ready(arrays)
+    return arrays
+
+
+def timings(report: slipstream.SyncReport) -> dict[str, float]:
+    commit = report.engines[0].commit
+    staged = report.send_seconds + report.stage_seconds
+    return {
+        "sync": report.total_seconds,
+        # Mapped memory is read when the version is committed; what is sent is there before.
+        "transfer": commit.load_seconds if report.engines[0].transport.startswith("cuda") else staged,
+        "pause": commit.pause_seconds,
+        "plan": report.plan_seconds,
+        "send": report.send_seconds,
+        "stage": report.stage_seconds,
+        "commit": report.commit_seconds,
+        "load": commit.load_seconds,
+    }
+
+
+def check(bridge: slipstream.Bridge, transport: str) -> None:
+    """It still serves, with weights that came this way."""
+    status = bridge.status()
+    assert status.engines[0].state == "ready", status
+    assert len(bridge.generate([[1, 2, 3]], slipstream.SamplingParams(max_tokens=4, ignore_eos=True))) == 1
+
+
+def raw_copy(versions: list[dict[str, jax.Array]]) -> Callable[[], float]:
+    """The same tensors from one place of the device's memory to another, by the driver, one copy each."""
+    from cuda.bindings import driver as cu
+
+    sources = [(a.unsafe_buffer_pointer(), a.nbytes) for a in versions[0].values()]
+    blank = [jnp.zeros_like(a) for a in versions[0].values()]
+    jax.block_until_ready(blank)
+    targets = [a.unsafe_buffer_pointer() for a in blank]
+    cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(cu.cuDeviceGet(0)[1])[1])
+    _, stream = cu.cuStreamCreate(1)
+
+    def run(keep: Any = blank) -> float:
+        cu.cuCtxSynchronize()
+        start = time.perf_counter()
+        for target, (source, size) in zip(targets, sources):
+            cu.cuMemcpyDtoDAsync(target, source, size, stream)
+        cu.cuStreamSynchronize(stream)
+        return time.perf_counter() - start
+
+    return run
+
+
+def vllm_native(config: ModelConfig, python: str, rounds: int) -> list[float]:
+    """Seconds of whole updates by vLLM's own weight transfer, torch trainer and vLLM on this GPU."""
+    with tempfile.TemporaryDirectory() as root:
+        (Path(root) / "config.json").write_text(json.dumps(config.to_hf()))
+        shapes = json.dumps([[t.name, t.shape] for t in families.tensors(config)])
+        (Path(root) / "shapes.json").write_text(shapes)
+        command = [python, str(HERE / "weight_sync_vllm.py"), root, str(rounds)]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("native> ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-8:]}")
+    return [float(line.split()[1]) for line in lines]
+
+
+# --- what it means ---
+
+
+def median(rows: list[dict[str, float]], key: str) -> float:
+    return statistics.median(row[key] for row in rows if key in row)
+
+
+def targets(shapes: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
+    if MAIN not in shapes:
+        return []
+    rows, found = shapes[MAIN]["seconds"], []
+
+    def at_most(what: str, value: float, limit: float) -> None:
+        found.append((what, value, f"≤ {limit:g}", value <= limit))
+
+    def at_least(what: str, value: float, limit: float) -> None:
+        found.append((what, value, f"≥ {limit:g}", value >= limit))
+
+    if "cuda" in rows:
+        at_most("(a) whole sync, ms", 1e3 * median(rows["cuda"], "sync"), 6)
+        at_most("(a) pause, ms", 1e3 * median(rows["cuda"], "pause"), 3)
+        at_least("(a) transfer, of (d)", median(rows["copy"], "transfer") / median(rows["cuda"], "transfer"), 0.6)
+        if "native" in rows:
+            at_least(
+                "(a) whole sync, times faster than (c)",
+                median(rows["native"], "sync") / median(rows["cuda"], "sync"),
+                10,
+            )
+            at_least(
+                "(a) transfer, times faster than (c)",
+                median(rows["native"], "sync") / median(rows["cuda"], "transfer"),
+                30,
+            )
+    if "nccl" in rows and "broadcast" in rows:
+        at_least("(b) transfer, of (e)", median(rows["broadcast"], "transfer") / median(rows["nccl"], "transfer"), 0.9)
+        at_most(
+            "(b) pause, of one device copy (d)", median(rows["nccl"], "pause") / median(rows["copy"], "transfer"), 2
+        )
+    return found
+
+
+NAMES = {
+    "cuda": "(a) mapped memory",
+    "cuda, float32 to bfloat16": "(a) mapped memory, float32 → bfloat16",
+    "nccl": "(b) NCCL",
+    "native": "(c) vLLM's own NCCL transfer",
+    "copy": "(d) raw device copy",
+    "broadcast": "(e) raw NCCL broadcast",
+}
+
+
+def tables(found: dict[str, Any]) -> list[Any]:
+    parts: list[Any] = []
+    for name, shape in found["shapes"].items():
+        size = shape["num_bytes"]
+        title = f"{name}: {size / 1e9:.2f} GB in {shape['tensors']} tensors, bfloat16, on one {found['device']}"
+        table = Table("", "sync", "transfer", "GB/s", "pause", "plan", "send", "stage", "commit", title=title)
+        for lane, label in NAMES.items():
+            if rows := shape["seconds"].get(lane):
+                cells = [
+                    f"{1e3 * median(rows, k):.2f}" if any(k in r for r in rows) else "" for k in ("sync", "transfer")
+                ]
+                cells.append(f"{size / median(rows, 'transfer') / 1e9:,.0f}")
+                more = ("pause", "plan", "send", "stage", "commit")
+                cells += [f"{1e3 * median(rows, k):.2f}" if any(k in r for r in rows) else "" for k in more]
+                table.add_row(label, *cells)
+        parts.append(table)
+        parts += [f"FAIL  {what}: {why}" for what, why in shape["failed"].items()]
+    for what, value, bound, passed in found["targets"]:
+        parts.append(f"{'PASS' if passed else 'FAIL'}  {what}: {value:.2f} (target {bound})")
+    return [part for pair in zip(parts, ["\n"] * len(parts)) for part in pair]
+
+
+if __name__ == "__main__":
+    sys.exit("python benchmarks/weight_sync.py --gpu")

@@ -1,0 +1,214 @@
+"""In a worker on a GPU: the live parameters, as vLLM's kernels and CUDA graphs see them, and how new weights get into them.
+
+Each piece of an update is copied straight into its place in a live (fused) parameter. That the place is right is proved when
+the engine starts: with weights that vLLM's own loader put there, every parameter must hold what the plan would write. One that
+does not goes through vLLM's loader instead, with its whole module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+import xxhash
+
+from slipstream.errors import TransferError
+from slipstream.types import Box, Parameter, Part
+from slipstream.weights.device import Receiver
+from slipstream.weights.layout import shape_of, slices
+from slipstream.weights.plan import Move, Plan
+from slipstream.weights.strided import Strided
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Reload = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
+"""vLLM's own loader, with whole tensors under their Hugging Face names; modules of which nothing comes stay as they are."""
+
+
+def prove(
+    live: Mapping[str, torch.Tensor], parameters: Sequence[Parameter], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, str]:
+    """Names of live parameters that do not hold what the plan would write, and why. `tensors` is what vLLM's loader has put
+    into `live`; `parameters` is what we think one rank has."""
+    failed = dict.fromkeys(live, "no tensor of the checkpoint is known to go there")
+    parts: dict[str, list[tuple[str, Part]]] = defaultdict(list)
+    owed: dict[str, set[Part]] = {}
+    for parameter in parameters:
+        failed.pop(parameter.name, None)
+        if parameter.name not in live:
+            failed[parameter.name] = "vLLM's model has no such parameter"
+        elif tuple(live[parameter.name].shape) != parameter.shape:
+            shape = list(live[parameter.name].shape)
+            failed[parameter.name] = f"it has shape {shape}, the plan says {list(parameter.shape)}"
+        else:
+            owed[parameter.name] = set(parameter.parts)
+            for part in parameter.parts:
+                parts[part.tensor].append((parameter.name, part))
+    for tensor_name, tensor in tensors:
+        for name, part in parts.get(tensor_name, ()):
+            found = live[name][slices(part.local_box)]
+            wanted = tensor[slices(part.tensor_box)].to(found.device, found.dtype).reshape(found.shape)
+            if not torch.equal(_bits(found), _bits(wanted)):
+                failed.setdefault(
+                    name, f"it does not hold {tensor_name}{list(part.tensor_box)} where the plan writes it"
+                )
+            owed[name].discard(part)
+    for name, missing in owed.items():
+        if missing:
+            failed.setdefault(name, f"vLLM's loader was not given {min(part.tensor for part in missing)}")
+    return failed
+
+
+def with_their_modules(failed: Collection[str], names: Iterable[str]) -> set[str]:
+    """vLLM's loader takes a module's parameters together."""
+    modules = {name.rpartition(".")[0] for name in failed}
+    return {name for name in names if name.rpartition(".")[0] in modules}
+
+
+def invented(
+    specs: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors with other values everywhere, the same each time: something for vLLM's loader to load."""
+    for name, shape in specs:
+        generator = torch.Generator(device).manual_seed(xxhash.xxh32_intdigest(name.encode()))
+        yield name, torch.randn(tuple(shape), generator=generator, dtype=dtype, device=device)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+class DeviceMemory:
+    """Mapped memory of another process as torch sees it."""
+
+    def __init__(self, address: int, size: int, device: torch.device) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+        memory = torch.as_tensor(self, device=device)
+        self._typed = {
+            name: memory.view(getattr(torch, name)) for name in ("float32", "bfloat16", "float16", "float64")
+        }
+
+    def view(self, dtype: str, geometry: Strided, offset: int) -> torch.Tensor:
+        typed = self._typed[dtype]
+        start = offset // typed.element_size() + geometry.offset
+        return torch.as_strided(typed, geometry.shape, geometry.strides, start)
+
+
+class Live:
+    """The parameters of one rank."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], reload: Reload, rank: int, device: torch.device) -> None:
+        self._parameters, self._reload, self._rank, self._device = parameters, reload, rank, device
+        self._receiver: Receiver | None = None
+        self._moves: Sequence[Move] = ()
+        self._reloaded: frozenset[str] = frozenset()
+        self._targets: dict[int, torch.Tensor] = {}
+        """By index: where a piece goes."""
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._wholes: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        self._version = -1
+
+    def open(
+        self, transport: str, plan: Plan, parameters: Sequence[Parameter], reloaded: Collection[str]
+    ) -> list[bytes]:
+        """Links, by trainer rank. `parameters` are those of the plan; `reloaded` are the tensors among them."""
+        self.close()
+        self._moves, self._reloaded = plan.incoming.get(self._rank, ()), frozenset(reloaded)
+        self._targets = {
+            index: self._parameters[move.parameter][slices(move.local_box)]
+            for index, move in enumerate(self._moves)
+            if move.parameter not in self._reloaded
+        }
+        senders = sorted({move.sender for move in self._moves})
+        receiver = self._receiver = self._make(transport, plan, parameters, senders)
+        receiver.start()
+        return [receiver.links.get(sender, b"") for sender in range(max(senders, default=-1) + 1)]
+
+    def _make(self, transport: str, plan: Plan, parameters: Sequence[Parameter], senders: Sequence[int]) -> Receiver:
+        index = self._device.index or 0
+        if transport == "cuda":
+            from slipstream.weights.transports.cuda import CudaReceiver
+            from slipstream.weights.transports.vmm import Vmm
+
+            return CudaReceiver(senders, lambda at, size: DeviceMemory(at, size, self._device), Vmm(index))
+        if transport == "nccl":
+            from slipstream.weights.transports.nccl import NcclReceiver
+
+            return NcclReceiver(plan, self._rank, senders, index, parameters)
+        raise TransferError(f"{transport!r} is no transport between devices")
+
+    def expect(self, version: int) -> None:
+        assert self._receiver is not None
+        self._receiver.expect(version)
+
+    def stage(self, version: int, indices: Collection[int]) -> int:
+        """All that can go wrong goes wrong here, while the old version serves. Returns the number of bytes."""
+        assert self._receiver is not None
+        num_bytes = self._receiver.wait(version, indices)
+        self._pairs, self._wholes = [], {}
+        for index in indices:
+            move, source = self._moves[index], self._receiver.source(index)
+            wanted = shape_of(move.tensor_box)
+            if tuple(source.shape[len(source.shape) - len(wanted) :]) != wanted:
+                raise TransferError(f"{move.tensor} came with shape {list(source.shape)}, the plan says {list(wanted)}")
+            if move.parameter in self._reloaded:
+                self._wholes.setdefault(move.parameter, []).append((move.local_box, source))
+            else:
+                self._pairs.append((self._targets[index], source))
+        self._version = version
+        return num_bytes
+
+    def apply(self, version: int) -> None:
+        """Between two steps: every piece into its place. When it returns, nothing is read any more."""
+        assert self._receiver is not None and self._version == version, (self._version, version)
+        for target, source in self._pairs:
+            target.copy_(source, non_blocking=True)
+        if self._wholes:
+            self._reload((name, _assembled(pieces)) for name, pieces in self._wholes.items())
+        self._wait_for_device()
+        self._pairs, self._wholes, self._version = [], {}, -1
+        self._receiver.done(version)
+
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]], reloaded: Collection[str]) -> None:
+        """As `apply`, for whole parameters in host memory."""
+        again = []
+        for name, tensor in tensors:
+            if name in reloaded:
+                again.append((name, tensor.to(self._device)))
+            else:
+                self._parameters[name].copy_(tensor, non_blocking=True)
+        if again:
+            self._reload(iter(again))
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def forget(self) -> None:
+        self._pairs, self._wholes, self._version = [], {}, -1
+        if self._receiver is not None:
+            self._receiver.abandon()
+
+    def close(self) -> None:
+        self._pairs, self._wholes, self._targets = [], {}, {}
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+
+def _assembled(pieces: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+    """A whole tensor from its rectangles."""
+    if len(pieces) == 1:
+        return pieces[0][1].clone()
+    shape = tuple(max(box[dim][1] for box, _ in pieces) for dim in range(len(pieces[0][0])))
+    whole = torch.empty(shape, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
+    for box, piece in pieces:
+        whole[slices(box)] = piece
+    return whole

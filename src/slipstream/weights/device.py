@@ -1,0 +1,238 @@
+"""Weights that lie in an accelerator's memory: which array, and which rectangle of it. Nothing is brought to the host.
+
+The planes that carry them (`transports/cuda.py`, `transports/nccl.py`) have no memory on the sender's side to write into,
+so the halves are other ones than those of `transports/base.py`:
+
+    trainer   DeviceSender.send(version, pieces)      tells the engine's rank where they are, or sends them
+    engine    Receiver.wait(version, indices)         they are within reach: mapped, or in a buffer of the rank's
+              Receiver.source(index)                  … and this is one
+
+A piece is written into the live parameter when the version is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from slipstream.errors import MappingError, TransferError
+from slipstream.types import Berths, Box, Parameter
+from slipstream.weights.checksum import pack_manifest
+from slipstream.weights.layout import intersect, shift, slices
+from slipstream.weights.plan import Move, Plan
+from slipstream.weights.source import Tensor
+from slipstream.weights.strided import Strided, geometry
+from slipstream.weights.transforms import View
+from slipstream.weights.transports.base import unpack_link
+from slipstream.weights.trees import MappedTensor
+
+PLANES = ("cuda", "nccl")
+"""Transports of weights that never leave the accelerators."""
+
+Find: TypeAlias = Callable[[Any], Any]
+"""From a tensor, as it is this time, to the array of one device that holds a rectangle of it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rectangle of one device's array: `cut(array)`, for JAX arrays (also traced), torch tensors and `Strided`."""
+
+    view: View
+    index: tuple[slice, ...]
+
+    def __call__(self, array: Any) -> Any:
+        return self.view(array)[self.index]
+
+
+@dataclass(frozen=True)
+class DevicePiece:
+    """A rectangle on its way. As long as the piece is kept, so is its memory."""
+
+    array: Any
+    """A JAX array on one device."""
+    cut: Cut
+    strides: Strided | None
+    """Where in the array it lies; None when it must be computed first."""
+
+
+class DeviceSender(Protocol):
+    @property
+    def note(self) -> str:
+        """What a report should say about the way that the bytes take; usually nothing."""
+        ...
+
+    def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        """In every update, also when there are no pieces for this rank. When it returns, they are as good as there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """The half in an engine's rank. Used by one thread at a time."""
+
+    @property
+    def links(self) -> Mapping[int, bytes]:
+        """By trainer rank."""
+        ...
+
+    def start(self) -> None:
+        """Trainer ranks may come from now on."""
+        ...
+
+    def expect(self, version: int) -> None:
+        """An update begins."""
+        ...
+
+    def wait(self, version: int, indices: Collection[int]) -> int:
+        """Returns, once all these pieces are within reach, the number of their bytes. Raises `TransferError` in the end."""
+        ...
+
+    def source(self, index: int) -> Any:
+        """A piece that has been waited for, as a torch tensor on the rank's device."""
+        ...
+
+    def done(self, version: int) -> None:
+        """Nothing of this version is read any more."""
+        ...
+
+    def abandon(self) -> None:
+        """The update is off. What it may still be doing is stopped; a later one begins with new links."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def on_accelerator(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all of them lie in the memory of NVIDIA devices that this process can address."""
+    return all(_platform(tensor) == "gpu" for tensor in tensors.values())
+
+
+def _platform(tensor: Any) -> str:
+    if isinstance(tensor, MappedTensor):
+        found = {_platform(leaf) for leaf in tensor.leaves}
+        return found.pop() if len(found) == 1 else "mixed"
+    if not hasattr(tensor, "addressable_shards"):
+        return "host"
+    return str(next(iter(tensor.sharding.device_set)).platform)
+
+
+def _leaves(tensor: Any) -> list[Any]:
+    return tensor.leaves if isinstance(tensor, MappedTensor) else [tensor]
+
+
+def locate(tensor: Tensor, box: Box) -> tuple[Find, Cut]:
+    """How to come by a rectangle of a tensor, this time and whenever a tensor of the same make comes."""
+    if isinstance(tensor, MappedTensor):
+        number, origin = next(
+            ((n, o) for n, o in enumerate(tensor.origins) if intersect(o.held.box, box) == box), (0, None)
+        )
+        if origin is not None:
+            find = _shard(origin.leaf, origin.shard)
+            index = slices(shift(box, origin.held.box))
+            return lambda t: find(t.origins[number].leaf), Cut(origin.held.view, index)
+    elif hasattr(tensor, "addressable_shards"):
+        for shard in _boxes(tensor):
+            if intersect(shard, box) == box:
+                return _shard(tensor, shard), Cut(View(), slices(shift(box, shard)))
+    raise MappingError(
+        f"{box} of a tensor of shape {list(tensor.shape)} is not in one piece on a device of this process"
+    )
+
+
+def _boxes(array: Any) -> list[Box]:
+    return [
+        tuple(s.indices(size)[:2] for s, size in zip(shard.index, array.shape, strict=True))
+        for shard in array.addressable_shards
+    ]
+
+
+def _shard(array: Any, box: Box) -> Find:
+    """That of the array's shards which is `box`."""
+    if len(array.sharding.device_set) == 1:
+        return lambda array: array
+    number = _boxes(array).index(box)
+    return lambda array: array.addressable_shards[number].data
+
+
+class DeviceOutbox:
+    """The sending half towards one engine, as `transfer.Outbox` is for planes through the host."""
+
+    def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, engine: str) -> None:
+        self._plan, self._rank, self._engine = plan, rank, engine
+        self._streams = [plan.stream(rank, r) for r in range(1 + max(p.rank for p in parameters))]
+        self._senders: dict[bytes, DeviceSender] = {}
+        self._known: dict[tuple[str, Box], tuple[Find, Cut, Strided | None]] = {}
+        self._pinned: list[Mapping[int, DevicePiece]] = []
+        """What engines may be reading: neither freed nor donated before they say that they are done."""
+        self.berths: Berths | None = None
+
+    @property
+    def note(self) -> str:
+        return ", ".join(sorted({sender.note for sender in self._senders.values()} - {""}))
+
+    def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
+        """As `Outbox.send`. Returns when every array is computed and the engine's ranks know where, or have them."""
+        import jax
+
+        assert self.berths is not None
+        sent = {name for name, made_of in self._plan.made_of.items() if not made_of <= unchanged}
+        manifests, num_bytes = [], 0
+        self._pinned = []
+        streams = [{i: move for i, move in stream.items() if move.parameter in sent} for stream in self._streams]
+        for moves in streams:
+            self._pinned.append({index: self._piece(tensors, move) for index, move in moves.items()})
+        jax.block_until_ready([piece.array for pieces in self._pinned for piece in pieces.values()])
+        for rank, (moves, pieces) in enumerate(zip(streams, self._pinned)):
+            if self._streams[rank]:  # also when nothing changed: a rank may be waiting to hear it
+                self._sender(rank).send(version, pieces)
+            manifests.append(pack_manifest(version, dict.fromkeys(pieces, 0)))
+            num_bytes += sum(self._plan.size_of(move) for move in moves.values())
+        return manifests, num_bytes
+
+    def _piece(self, tensors: Mapping[str, Tensor], move: Move) -> DevicePiece:
+        key, tensor = (move.tensor, move.tensor_box), tensors.get(move.tensor)
+        if tensor is None:
+            raise MappingError(
+                f"parameter {move.parameter} of the engine is made of {move.tensor} and others that came; a partial sync "
+                "must bring all the tensors of a parameter, or none"
+            )
+        if any(leaf.is_deleted() for leaf in _leaves(tensor)):
+            raise MappingError(f"{move.tensor} was donated or deleted before the sync; sync what the step returned")
+        if key not in self._known:
+            find, cut = locate(tensor, move.tensor_box)
+            self._known[key] = find, cut, geometry(cut, tuple(find(tensor).shape))
+        find, cut, strides = self._known[key]
+        return DevicePiece(find(tensor), cut, strides)
+
+    def _sender(self, rank: int) -> DeviceSender:
+        assert self.berths is not None
+        link = self.berths.links[rank][self._rank]
+        if link not in self._senders:
+            self._senders[link] = open_device_sender(
+                link, self._plan, self._streams[rank], f"{self._engine}, rank {rank}"
+            )
+        return self._senders[link]
+
+    def committed(self, unchanged: Set[str]) -> None:
+        """The engine is done reading."""
+        self._pinned = []
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        self._senders, self.berths = {}, None
+
+
+def open_device_sender(link: bytes, plan: Plan, moves: dict[int, Move], peer: str) -> DeviceSender:
+    match unpack_link(link)["transport"]:
+        case "cuda":
+            from slipstream.weights.transports.cuda import CudaSender
+
+            return CudaSender(link, peer)
+        case "nccl":
+            from slipstream.weights.transports.nccl import NcclSender
+
+            return NcclSender(link, plan, moves, peer)
+        case other:
+            raise TransferError(f"engine {peer}: {other!r} is no transport between devices; known: {', '.join(PLANES)}")

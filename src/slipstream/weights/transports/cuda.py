@@ -1,0 +1,415 @@
+"""`cuda`: trainer and engine on one host's GPUs. The engine reads the trainer's arrays where they lie: nothing is sent.
+
+Once per region of memory, the trainer passes a file descriptor over a Unix socket, and the engine's rank maps it, read-only. Of
+each piece it is then told the address, shape, strides and dtype, and copies it device to device, cast, transposed and cut on
+the way. The trainer's arrays are kept, and unchanged, until the engine has said that it has copied.
+
+    message = head, JSON (new regions, new shapes, which regions are gone), rows of (index, region, offset) as int64
+              + the new regions' file descriptors
+
+Where memory cannot be exported (JAX's `cuda_async` allocator), arrays are first copied into a buffer of our own that can be,
+and the sync's report says so. The socket is an abstract one, of Linux: a crash leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream.errors import TransferError
+from slipstream.weights.device import DevicePiece
+from slipstream.weights.strided import Strided
+from slipstream.weights.transports.base import fact, pack_link, unpack_link
+from slipstream.weights.transports.vmm import Driver, NotExportable, Region, Vmm
+
+DEADLINE_SECONDS = 30.0
+FDS_PER_MESSAGE = 100
+ALIGNMENT = 256
+_HEAD = struct.Struct("<4sqIII")
+_MAGIC = b"SSC1"
+_MAX_TEXT = 64 << 20
+_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+class Mapped(Protocol):
+    """An exported region as the reader's framework sees it."""
+
+    def view(self, dtype: str, geometry: Strided, offset: int) -> Any:
+        """`offset` in bytes, of the geometry's array."""
+        ...
+
+
+# --- the trainer's half ---
+
+
+class CudaSender:
+    def __init__(self, link: bytes, peer: str, driver: Driver | None = None) -> None:
+        facts = unpack_link(link)
+        self._peer, self._exports = peer, Exports(driver or Vmm())
+        self._told: set[int] = set()
+        """Indices whose shapes the reader knows."""
+        self._made: dict[int, Any] = {}
+        """Functions for pieces that are no view of an array, and must be computed."""
+        self._computed: list[Any] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(DEADLINE_SECONDS)
+        try:
+            self._socket.connect("\0" + fact(facts, "name", str))
+            self._socket.sendall(bytes.fromhex(fact(facts, "nonce", str)))
+        except (OSError, ValueError) as error:
+            self._socket.close()
+            raise TransferError(f"engine {peer} cannot be reached for mapped weights: {error}; is it alive?") from None
+
+    @property
+    def note(self) -> str:
+        return "staged" if self._exports.is_staged else ""
+
+    def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        if not pieces:
+            return
+        arrays: dict[int, tuple[Any, Strided]] = {}
+        for index, piece in pieces.items():
+            arrays[index] = (piece.array, piece.strides) if piece.strides else self._compute(index, piece)
+        self._computed = [array for index, (array, _) in arrays.items() if pieces[index].strides is None]
+        for array in self._computed:
+            array.block_until_ready()
+        whole = {id(array): array for array, _ in arrays.values()}
+        pointers = {key: (array.unsafe_buffer_pointer(), array.nbytes) for key, array in whole.items()}
+        found = self._exports.places(pointers.values())
+        places = {key: found.places[pointer] for key, (pointer, _) in pointers.items()}
+        rows = np.array([(i, *places[id(array)]) for i, (array, _) in arrays.items()], np.int64)
+        shapes = [
+            [i, np.dtype(array.dtype).name, geometry.offset, geometry.shape, geometry.strides]
+            for i, (array, geometry) in arrays.items()
+            if i not in self._told
+        ]
+        self._tell(version, found, shapes, rows)
+        self._told.update(arrays)
+
+    def _compute(self, index: int, piece: DevicePiece) -> tuple[Any, Strided]:
+        if index not in self._made:
+            import jax
+
+            self._made[index] = jax.jit(piece.cut)
+        array = self._made[index](piece.array)
+        return array, Strided.of(tuple(array.shape))
+
+    def _tell(self, version: int, found: Found, shapes: list[Any], rows: np.ndarray) -> None:
+        new = list(found.new.items())
+        batches = [new[i : i + FDS_PER_MESSAGE] for i in range(0, len(new), FDS_PER_MESSAGE)] or [[]]
+        try:
+            for number, batch in enumerate(batches):
+                last = number == len(batches) - 1
+                tree = {
+                    "regions": [[key, region.size] for key, (region, _) in batch],
+                    "gone": found.gone if not number else [],
+                }
+                text = json.dumps(tree | {"shapes": shapes if last else []}, separators=(",", ":")).encode()
+                data = rows.tobytes() if last else b""
+                fds = [fd for _, (_, fd) in batch]
+                head = _HEAD.pack(_MAGIC, version, len(text), len(data), len(fds))
+                socket.send_fds(self._socket, [head], fds)
+                self._socket.sendall(text + data)
+        except OSError as error:
+            raise TransferError(
+                f"engine {self._peer} went away while it was told of version {version}: {error}"
+            ) from None
+        finally:
+            for _, fd in found.new.values():
+                os.close(fd)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._exports.close()
+        self._computed = []
+
+
+@dataclass
+class Found:
+    """Where arrays are, in the reader's terms."""
+
+    places: dict[int, tuple[int, int]]
+    """By pointer: the region's number, and the offset in it."""
+    new: dict[int, tuple[Region, int]] = field(default_factory=dict)
+    """Regions that the reader has not seen yet, with file descriptors to pass on and close."""
+    gone: list[int] = field(default_factory=list)
+    """Numbers of regions that are no more."""
+
+
+class Exports:
+    """Regions that a reader has been shown, under numbers."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._numbers: dict[Region, int] = {}
+        self._next = 0
+        self._staging: Region | None = None
+        self.is_staged = False
+
+    def places(self, arrays: Collection[tuple[int, int]]) -> Found:
+        """Of arrays by pointer and size in bytes."""
+        if not self.is_staged:
+            try:
+                return self._in_place([pointer for pointer, _ in arrays])
+            except NotExportable:
+                self.is_staged = True
+        return self._staged(arrays)
+
+    def _in_place(self, pointers: Collection[int]) -> Found:
+        found, seen = Found({}), list[Region]()
+        for pointer in sorted(pointers):
+            # Sorted, so that the arrays of a region follow each other. Whether it is still the same is asked every time:
+            # an allocator may have given a region back, and got other memory at the same addresses.
+            if not seen or not seen[-1].base <= pointer < seen[-1].base + seen[-1].size:
+                seen.append(self._driver.region(pointer))
+            found.places[pointer] = (self._number(seen[-1], found), pointer - seen[-1].base)
+        for region in [r for r in self._numbers if r not in seen and any(_overlap(r, other) for other in seen)]:
+            found.gone.append(self._numbers.pop(region))
+        return found
+
+    def _staged(self, arrays: Collection[tuple[int, int]]) -> Found:
+        found, end = Found({}), 0
+        offsets = {}
+        for pointer, size in arrays:
+            offsets[pointer] = end
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        if self._staging is None or self._staging.size < end:
+            device = self._driver.region(next(iter(arrays))[0]).device
+            if self._staging is not None:
+                found.gone.append(self._numbers.pop(self._staging))
+                self._driver.free(self._staging)
+            self._staging = self._driver.allocate(end, device)
+        number = self._number(self._staging, found)
+        for pointer, size in arrays:
+            self._driver.copy(self._staging.base + offsets[pointer], pointer, size)
+            found.places[pointer] = (number, offsets[pointer])
+        return found
+
+    def _number(self, region: Region, found: Found) -> int:
+        if region not in self._numbers:
+            found.new[self._next] = (region, self._driver.export(region))
+            self._numbers[region] = self._next
+            self._next += 1
+        return self._numbers[region]
+
+    def close(self) -> None:
+        if self._staging is not None:
+            self._driver.free(self._staging)
+            self._staging = None
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    return a.base < b.base + b.size and b.base < a.base + a.size
+
+
+# --- the engine's half ---
+
+
+@dataclass
+class _Piece:
+    dtype: str
+    geometry: Strided
+
+
+class _Reader:
+    """A trainer rank's connection: a thread that maps what it is told of. `changed` guards all that it shares."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        driver: Driver,
+        wrap: Any,
+        changed: threading.Condition,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._socket, self._driver, self._wrap, self._changed, self._on_end = connection, driver, wrap, changed, on_end
+        self._regions: dict[int, tuple[int, int, Mapped]] = {}
+        self._pieces: dict[int, _Piece] = {}
+        self._rows: dict[int, tuple[int, int]] = {}
+        self.version = -1
+        self.error: Exception | None = None
+        threading.Thread(target=self._read, name="slipstream-mapped", daemon=True).start()
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._rows
+
+    def view(self, index: int) -> tuple[Any, int]:
+        """The piece, and its size in bytes. Called with `changed` held."""
+        piece, (number, offset) = self._pieces[index], self._rows[index]
+        if number not in self._regions:
+            raise TransferError(f"piece {index} is in region {number}, which was not shown")
+        size = self._regions[number][1]
+        itemsize = _DTYPES[piece.dtype]
+        if not 0 <= offset <= offset + piece.geometry.reach * itemsize <= size or offset % itemsize:
+            raise TransferError(f"piece {index} sticks out of its region of {size} bytes: {offset}, {piece.geometry}")
+        view = self._regions[number][2].view(piece.dtype, piece.geometry, offset)
+        return view, itemsize * int(np.prod(piece.geometry.shape))
+
+    def close(self) -> None:
+        """Forgets the trainer's memory. Called with `changed` held."""
+        self._rows = {}
+        for address, size, _ in self._regions.values():
+            self._driver.unmap(address, size)
+        self._regions = {}
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # its thread may be reading
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                head, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, FDS_PER_MESSAGE)
+                head += self._exactly(_HEAD.size - len(head)) if head else b""
+                if not head:
+                    raise EOFError
+                magic, version, text_size, data_size, num_fds = _HEAD.unpack(head)
+                if magic != _MAGIC or text_size > _MAX_TEXT or data_size > _MAX_TEXT or num_fds != len(fds):
+                    raise TransferError("the trainer's message on mapped weights cannot be read")
+                tree = json.loads(self._exactly(text_size))
+                rows = np.frombuffer(self._exactly(data_size), np.int64).reshape(-1, 3)
+                with self._changed:
+                    self._take(version, tree, rows, fds)
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self.error = error
+                self._on_end()
+
+    def _take(self, version: int, tree: dict[str, Any], rows: np.ndarray, fds: list[int]) -> None:
+        for number in tree["gone"]:
+            address, size, _ = self._regions.pop(number)
+            self._driver.unmap(address, size)
+        for (number, size), fd in zip(tree["regions"], fds, strict=True):
+            address = self._driver.map(fd, size)
+            self._regions[number] = (address, size, self._wrap(address, size))
+        for index, dtype, offset, shape, strides in tree["shapes"]:
+            if dtype not in _DTYPES or min((offset, *shape, *strides), default=0) < 0:
+                raise TransferError(f"piece {index} has dtype {dtype!r}, offset {offset}, strides {strides}")
+            self._pieces[index] = _Piece(dtype, Strided(tuple(shape), tuple(strides), offset))
+        if len(rows):
+            self._rows = {int(index): (int(number), int(offset)) for index, number, offset in rows}
+            self.version = version
+
+    def _exactly(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            part = self._socket.recv(size - len(parts))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+
+class CudaReceiver:
+    """See `weights.device.Receiver`. `wrap` makes of an address and a size what the reader's framework can view."""
+
+    def __init__(self, senders: Collection[int], wrap: Any, driver: Driver, deadline: float = DEADLINE_SECONDS) -> None:
+        self._driver, self._wrap, self._deadline = driver, wrap, deadline
+        name, self._nonce = f"slipstream-{secrets.token_hex(16)}", secrets.token_bytes(32)
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind("\0" + name)
+        self._server.listen(len(senders))
+        link = pack_link("cuda", name=name, nonce=self._nonce.hex())
+        self.links: Mapping[int, bytes] = dict.fromkeys(senders, link)
+        self._changed = threading.Condition()
+        self._readers: list[_Reader] = []
+        self._sources: dict[int, Any] = {}
+        """While there are any, nothing is unmapped."""
+        self._lost: Exception | None = None
+        """Why a trainer rank's connection ended, since the update began."""
+        self._closed = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="slipstream-mapped-door", daemon=True).start()
+
+    def expect(self, version: int) -> None:
+        with self._changed:
+            self._sources, self._lost = {}, None
+
+    def wait(self, version: int, indices: Collection[int]) -> int:
+        until, num_bytes = time.monotonic() + self._deadline, 0
+        with self._changed:
+            while missing := [i for i in indices if not any(r.version == version and i in r for r in self._readers)]:
+                if isinstance(self._lost, (EOFError, OSError)):
+                    raise TransferError(f"the trainer went away before all of version {version} was within reach")
+                if self._lost is not None:
+                    raise TransferError(f"what the trainer said of version {version} cannot be used: {self._lost}")
+                if not self._changed.wait(until - time.monotonic()):
+                    raise TransferError(
+                        f"{len(missing)} piece(s) of version {version} were not shown within {self._deadline:g} s; is the "
+                        "trainer alive?"
+                    )
+            for reader in self._readers:
+                for index in indices:
+                    if reader.version == version and index in reader:
+                        self._sources[index], size = reader.view(index)
+                        num_bytes += size
+        return num_bytes
+
+    def source(self, index: int) -> Any:
+        return self._sources[index]
+
+    def done(self, version: int) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        with self._changed:
+            self._sources = {}
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Of trainers that are gone nothing stays mapped: it would not be free, even though they are dead."""
+        if not self._sources:
+            for reader in [r for r in self._readers if r.error is not None]:
+                self._lost = reader.error
+                reader.close()
+                self._readers.remove(reader)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes whoever waits at the door
+        self._server.close()
+        with self._changed:
+            self._closed = True
+            for reader in self._readers:
+                reader.close()
+            self._readers, self._sources = [], {}
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                _check_user(connection)
+                connection.settimeout(self._deadline)
+                if not secrets.compare_digest(connection.recv(32, socket.MSG_WAITALL), self._nonce):
+                    raise TransferError("wrong nonce")
+                connection.settimeout(None)
+            except (OSError, TransferError):
+                connection.close()
+                continue
+            with self._changed:
+                if self._closed:
+                    connection.close()
+                    return
+                self._readers.append(_Reader(connection, self._driver, self._wrap, self._changed, self._sweep))
+
+
+def _check_user(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        raise TransferError(f"a process of user {user} asked for the weights of user {os.getuid()}")

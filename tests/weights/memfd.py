@@ -1,0 +1,98 @@
+"""A driver of device memory whose device is this host: regions are memory files. What the `cuda` transport does with file
+descriptors, sockets and addresses is then what it does with a GPU's."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from slipstream.weights.strided import Strided
+from slipstream.weights.transports.vmm import NotExportable, Region
+
+_identities = itertools.count(1)
+
+
+class Memfd:
+    """`exportable`: whether memory that it did not allocate can be shown."""
+
+    def __init__(self) -> None:
+        self.owned: dict[Region, tuple[int, mmap.mmap]] = {}
+        self.mapped: dict[int, mmap.mmap] = {}
+        self.num_maps = 0
+
+    def allocate(self, size: int, device: int = 0) -> Region:
+        fd = os.memfd_create("region")
+        os.ftruncate(fd, size)
+        memory = mmap.mmap(fd, size)
+        region = Region(_address(memory), size, next(_identities), device)
+        self.owned[region] = (fd, memory)
+        return region
+
+    def region(self, pointer: int) -> Region:
+        for region in self.owned:
+            if region.base <= pointer < region.base + region.size:
+                return region
+        return Region(pointer, 1, 0, 0)  # memory of somebody else's
+
+    def export(self, region: Region) -> int:
+        if region not in self.owned:
+            raise NotExportable("not ours")
+        return os.dup(self.owned[region][0])
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        ctypes.memmove(target, source, size)
+
+    def free(self, region: Region) -> None:
+        fd, _ = self.owned.pop(region)
+        os.close(fd)
+
+    def map(self, fd: int, size: int) -> int:
+        try:
+            memory = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fd)
+        self.mapped[_address(memory)] = memory
+        self.num_maps += 1
+        return _address(memory)
+
+    def unmap(self, address: int, size: int) -> None:
+        del self.mapped[address]
+
+
+class HostMemory:
+    """Mapped memory, for the reader."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self._bytes = np.frombuffer((ctypes.c_char * size).from_address(address), np.uint8)
+
+    def view(self, dtype: str, geometry: Strided, offset: int) -> np.ndarray:
+        kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+        start = offset + geometry.offset * kind.itemsize
+        flat = self._bytes[start : start + self._bytes[start:].size // kind.itemsize * kind.itemsize].view(kind)
+        return np.lib.stride_tricks.as_strided(flat, geometry.shape, [s * kind.itemsize for s in geometry.strides])
+
+
+class FakeArray:
+    """An array in a region, with what the transport asks of a JAX array."""
+
+    def __init__(self, region: Region, offset: int, values: np.ndarray) -> None:
+        self.shape, self.dtype, self.nbytes = values.shape, values.dtype, values.nbytes
+        self._pointer = region.base + offset
+        ctypes.memmove(self._pointer, np.ascontiguousarray(values).ctypes.data, values.nbytes)
+
+    def unsafe_buffer_pointer(self) -> int:
+        return self._pointer
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def as_list(array: Any) -> Any:
+    return np.asarray(array, np.float32).tolist()

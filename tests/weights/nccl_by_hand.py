@@ -1,0 +1,94 @@
+"""Both halves of the `nccl` transport by hand: a trainer's arrays as pieces, and what must lie on each rank in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from slipstream.types import Box
+from slipstream.weights import families
+from slipstream.weights.families.live import vllm_parameters
+from slipstream.weights.image import numpy_dtype
+from slipstream.weights.layout import shift, slices, split, whole
+from slipstream.weights.plan import Source, make_plan
+from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True)
+class Piece:
+    array: jax.Array
+    box: Box
+
+    def cut(self, array):
+        return array[slices(self.box)]
+
+
+class Model:
+    """A tiny model of `config`, live in vLLM's layout on `tp` ranks, trained by `trainers` ranks that share rows."""
+
+    def __init__(self, tp=1, trainers=1, dtype="bfloat16", source="float32", config=None, most=1 << 20):
+        self.config = config or tiny_config("qwen2", vocab_size=70, tie_word_embeddings=True)
+        self.specs, self.dtype, self.source = families.tensors(self.config), dtype, source
+        self.parameters = vllm_parameters(self.config, tp)
+        self.shards = {t.name: self._shards(t.shape, trainers) for t in self.specs}
+        sources = {t.name: Source(t.shape, source, tuple(enumerate(self.shards[t.name]))) for t in self.specs}
+        self.plan = make_plan(sources, self.specs, self.parameters, dtype, most)
+
+    @staticmethod
+    def _shards(shape, trainers):
+        box = whole(shape)
+        if shape[0] % trainers:
+            return [box] * trainers
+        return [split(box, 0, rank, trainers) for rank in range(trainers)]
+
+    def weights(self, seed):
+        rng = np.random.default_rng(seed)
+        kind = numpy_dtype(self.source)
+        return {t.name: rng.standard_normal(t.shape, np.float32).astype(kind) for t in self.specs}
+
+    def pieces(self, weights, trainer, rank, only=lambda move: True, device=None):
+        """What a trainer rank has for an engine rank, by index."""
+        arrays = {}
+        found = {}
+        for index, move in self.plan.stream(trainer, rank).items():
+            if only(move):
+                shard = self.shards[move.tensor][trainer]
+                if move.tensor not in arrays:
+                    arrays[move.tensor] = jax.device_put(jnp.asarray(weights[move.tensor][slices(shard)]), device)
+                found[index] = Piece(arrays[move.tensor], shift(move.tensor_box, shard))
+        return found
+
+    def expected(self, weights, rank, before=None, only=lambda move: True):
+        """Every parameter of a rank, moved by numpy; what does not come is as it was `before`, at first zero."""
+        kind = numpy_dtype(self.dtype)
+        local = {
+            p.name: np.zeros(p.shape, kind) if before is None else before[p.name].copy()
+            for p in self.parameters
+            if p.rank == rank
+        }
+        for move in self.plan.incoming[rank]:
+            if only(move):
+                target = local[move.parameter][slices(move.local_box)]
+                target[...] = weights[move.tensor][slices(move.tensor_box)].astype(kind).reshape(target.shape)
+        return local
+
+
+def staged(receiver, model, rank):
+    """What a receiver holds, as bits: bfloat16 and numpy do not know each other in torch."""
+    import torch
+
+    found = {}
+    for p in model.parameters:
+        if p.rank == rank:
+            bits = receiver.view(p.name).contiguous().flatten().view(torch.uint8)
+            found[p.name] = bits.cpu().numpy().view(numpy_dtype(model.dtype)).reshape(p.shape)
+    return found
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name

@@ -1,0 +1,473 @@
+"""Mapped memory from a trainer to an engine's rank, with a stand-in for the GPU's driver: the messages, the mappings and what
+becomes of them when either side goes away. (`tests/gpu` has the real driver.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.engines.vllm.live import Live, invented, prove, with_their_modules
+from slipstream.errors import MappingError, TransferError
+from slipstream.types import Berths
+from slipstream.weights import families, source
+from slipstream.weights.checksum import unpack_manifest
+from slipstream.weights.device import Cut, DeviceOutbox, DevicePiece, locate, on_accelerator
+from slipstream.weights.families.live import vllm_parameters, written_parameters
+from slipstream.weights.plan import make_plan
+from slipstream.weights.strided import Strided
+from slipstream.weights.trainers import maxtext, tunix
+from slipstream.weights.transforms import View
+from slipstream.weights.transports import choose, cuda
+from tests.tiny import random_params, tiny_config
+from tests.weights.memfd import FakeArray, HostMemory, Memfd
+
+
+@pytest.fixture
+def reader() -> Iterator[cuda.CudaReceiver]:
+    receiver = cuda.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
+    receiver.start()
+    yield receiver
+    receiver.close()
+
+
+def sender_to(receiver: cuda.CudaReceiver, driver: Memfd) -> cuda.CudaSender:
+    return cuda.CudaSender(receiver.links[0], "engine-0, rank 0", driver)
+
+
+def piece(array: FakeArray, strides: Strided | None = None) -> DevicePiece:
+    return DevicePiece(array, Cut(View(), ()), strides or Strided.of(array.shape))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_pieces_are_seen_where_they_lie_cut_and_transposed(reader: cuda.CudaReceiver) -> None:
+    driver = Memfd()
+    region = driver.allocate(1 << 20)
+    a = np.arange(12, dtype=np.float32).reshape(3, 4)
+    b = np.arange(6).astype(ml_dtypes.bfloat16)
+    arrays = FakeArray(region, 256, a), FakeArray(region, 1024, b)
+    sender = sender_to(reader, driver)
+    reader.expect(1)
+    sender.send(
+        1,
+        {
+            0: piece(arrays[0]),
+            2: piece(arrays[0], Strided.of((3, 4)).transpose((1, 0))[(slice(1, 3),)]),
+            5: piece(arrays[1]),
+        },
+    )
+    assert reader.wait(1, [0, 2, 5]) == 48 + 24 + 12
+    np.testing.assert_array_equal(reader.source(0), a)
+    np.testing.assert_array_equal(reader.source(2), a.T[1:3])
+    np.testing.assert_array_equal(reader.source(5), b)
+    sender.close()
+
+
+def test_a_region_is_mapped_once_and_what_moved_is_found(reader: cuda.CudaReceiver) -> None:
+    driver, far = Memfd(), reader._driver
+    region = driver.allocate(1 << 16)
+    sender = sender_to(reader, driver)
+    for version in range(1, 12):
+        values = np.full((4,), version, np.float32)
+        reader.expect(version)
+        sender.send(version, {0: piece(FakeArray(region, 64 * version, values))})
+        reader.wait(version, [0])
+        np.testing.assert_array_equal(reader.source(0), values)
+        reader.done(version)
+    assert far.num_maps == 1  # type: ignore[attr-defined]
+    sender.close()
+
+
+def test_other_memory_at_the_same_address_is_mapped_anew(reader: cuda.CudaReceiver) -> None:
+    driver, far = Memfd(), reader._driver
+    old = driver.allocate(1 << 16)
+    sender = sender_to(reader, driver)
+    sender.send(1, {0: piece(FakeArray(old, 0, np.ones(4, np.float32)))})
+    reader.wait(1, [0])
+    reader.done(1)
+    fd, memory = driver.owned.pop(old)
+    fresh = os.memfd_create("other")
+    os.ftruncate(fresh, old.size)
+    os.pwrite(fresh, np.full(4, 7, np.float32).tobytes(), 0)
+    again = old._replace(identity=old.identity + 1000)
+    driver.owned[again] = (fresh, memory)
+    sender.send(2, {0: piece(FakeArray(again, 0, np.zeros(4, np.float32)))})
+    reader.wait(2, [0])
+    np.testing.assert_array_equal(reader.source(0), np.full(4, 7, np.float32))
+    assert far.num_maps == 2 and len(far.mapped) == 1  # type: ignore[attr-defined]
+    os.close(fd)
+    sender.close()
+
+
+def test_more_regions_than_a_message_carries(reader: cuda.CudaReceiver) -> None:
+    driver = Memfd()
+    arrays = {i: FakeArray(driver.allocate(4096), 0, np.full(3, i, np.float32)) for i in range(250)}
+    sender = sender_to(reader, driver)
+    sender.send(3, {i: piece(array) for i, array in arrays.items()})
+    reader.wait(3, range(250))
+    assert [float(reader.source(i)[0]) for i in range(250)] == [float(i) for i in range(250)]
+    sender.close()
+
+
+def test_memory_that_cannot_be_exported_is_staged_and_the_report_says_so(reader: cuda.CudaReceiver) -> None:
+    driver = Memfd()
+    sender = sender_to(reader, driver)
+    for version, size in ((1, 5), (2, 5), (3, 50_000)):  # the last needs a larger buffer
+        values = [np.random.default_rng(version + k).normal(size=size).astype(np.float32) for k in range(3)]
+        arrays = [jnp.asarray(v) for v in values]
+        first = 3 * (version == 3)  # a piece has the same shape each time
+        sender.send(version, {first + i: piece(a) for i, a in enumerate(arrays)})  # type: ignore[arg-type]
+        reader.wait(version, range(first, first + 3))
+        for i, v in enumerate(values):
+            np.testing.assert_array_equal(reader.source(first + i), v)
+        reader.done(version)
+    assert sender.note == "staged" and len(driver.owned) == 1
+    assert len(reader._driver.mapped) == 1  # type: ignore[attr-defined]
+    sender.close()
+    assert not driver.owned
+
+
+# --- when something goes wrong ---
+
+
+def test_a_trainer_that_goes_leaves_nothing_mapped(reader: cuda.CudaReceiver) -> None:
+    driver, far = Memfd(), reader._driver
+    sender = sender_to(reader, driver)
+    sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))})
+    reader.wait(1, [0])
+    assert float(reader.source(0)[0]) == 1.0
+    sender.close()
+    time.sleep(0.05)
+    assert far.mapped  # type: ignore[attr-defined]  # it is being read
+    reader.done(1)
+    until(lambda: not far.mapped)  # type: ignore[attr-defined]
+
+
+def test_a_trainer_that_goes_before_all_was_said_is_an_error_at_once(reader: cuda.CudaReceiver) -> None:
+    driver = Memfd()
+    sender = sender_to(reader, driver)
+    reader.expect(1)
+    sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))})
+    reader.wait(1, [0])
+    reader.done(1)
+    reader.expect(2)
+    sender.close()
+    with pytest.raises(TransferError, match="went away before all of version 2"):
+        reader.wait(2, [0])
+
+
+def test_a_silent_trainer_is_an_error_after_the_deadline() -> None:
+    receiver = cuda.CudaReceiver([0], HostMemory, Memfd(), deadline=0.05)
+    receiver.start()
+    with pytest.raises(TransferError, match=r"2 piece\(s\) of version 4 were not shown within 0.05 s"):
+        receiver.wait(4, [0, 1])
+    receiver.close()
+
+
+def test_an_engine_that_is_gone_is_named(reader: cuda.CudaReceiver) -> None:
+    driver = Memfd()
+    sender, array = sender_to(reader, driver), FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32))
+    reader.close()
+    with pytest.raises(TransferError, match="engine engine-0, rank 0"):
+        for version in range(100):
+            sender.send(version, {0: piece(array)})
+            time.sleep(0.01)
+    with pytest.raises(TransferError, match="engine engine-0, rank 0 cannot be reached for mapped weights"):
+        sender_to(reader, driver)
+
+
+def test_who_does_not_know_the_nonce_is_not_let_in(reader: cuda.CudaReceiver) -> None:
+    name = json.loads(reader.links[0])["name"]
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect("\0" + name)
+        stranger.sendall(bytes(32))
+        assert stranger.recv(1) == b""
+    assert not reader._readers
+
+
+@pytest.mark.parametrize(
+    ("rows", "shapes"),
+    [
+        ([(0, 0, 4096 - 8)], [[0, "float32", 0, [4], [1]]]),  # beyond the end
+        ([(0, 0, 0)], [[0, "float32", 1000, [4, 8], [8, 1]]]),
+        ([(0, 7, 0)], [[0, "float32", 0, [4], [1]]]),  # a region that nobody showed
+        ([(0, 0, 2)], [[0, "float32", 0, [4], [1]]]),  # not aligned
+        ([(0, 0, -8)], [[0, "float32", 0, [4], [1]]]),
+    ],
+)
+def test_places_outside_the_region_are_refused(reader: cuda.CudaReceiver, rows: Any, shapes: Any) -> None:
+    driver = Memfd()
+    region, sender = driver.allocate(4096), sender_to(reader, driver)
+    found = cuda.Found({}, {0: (region, driver.export(region))})
+    sender._tell(1, found, shapes, np.array(rows, np.int64))
+    with pytest.raises(TransferError, match=r"sticks out of its region|was not shown"):
+        reader.wait(1, [0])
+    sender.close()
+
+
+@given(st.binary(min_size=1, max_size=200), st.booleans())
+def test_noise_on_the_line_is_an_error_and_never_a_hang(noise: bytes, with_head: bool) -> None:
+    receiver = cuda.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
+    receiver.start()
+    sender = sender_to(receiver, Memfd())
+    head = cuda._HEAD.pack(b"SSC1", 1, max(0, len(noise) - 24), 24 * (len(noise) >= 24), 0) if with_head else b""
+    sender._socket.sendall(head + noise)
+    sender.close()
+    with pytest.raises(TransferError, match=r"went away|cannot be used"):
+        receiver.wait(1, [10**6])
+    receiver.close()
+
+
+TRAINER = """
+import sys, time
+import numpy as np
+from slipstream.weights.transports import cuda
+from tests.weights.memfd import FakeArray, Memfd
+from tests.weights.test_cuda import piece
+driver = Memfd()
+sender = cuda.CudaSender(sys.argv[1].encode(), "engine", driver)
+sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.full(4, 3, np.float32)))})
+print("sent", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_memory_of_a_killed_trainer_can_be_read_to_the_end_and_is_then_let_go(reader: cuda.CudaReceiver) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", TRAINER, reader.links[0].decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=Path(__file__).parents[2]) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"sent\n"
+        reader.wait(1, [0])
+        process.send_signal(signal.SIGKILL)
+    np.testing.assert_array_equal(reader.source(0), np.full(4, 3, np.float32))
+    reader.done(1)
+    until(lambda: not reader._driver.mapped)  # type: ignore[attr-defined]
+
+
+# --- whole updates: JAX arrays into torch parameters ---
+
+
+class TorchMemory(HostMemory):
+    def view(self, dtype: str, geometry: Strided, offset: int) -> Any:
+        array = super().view(dtype, geometry, offset)
+        if dtype == "bfloat16":
+            return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(array.copy())
+
+
+def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype: torch.dtype, failed: Any = ()) -> Any:
+    """A rank's live parameters, full of NaN, its links, and the tensors that went through the loader."""
+    parameters = vllm_parameters(config, tp)
+    live = {p.name: torch.full(p.shape, float("nan"), dtype=dtype) for p in parameters if p.rank == rank}
+    loaded: dict[str, Any] = {}
+    held = Live(live, lambda weights: loaded.update(weights), rank, torch.device("cpu"))
+
+    def make(*_: Any) -> Any:
+        return cuda.CudaReceiver([0], TorchMemory, Memfd(), deadline=5.0)
+
+    monkeypatch.setattr(held, "_make", make)
+    written, reloaded = written_parameters(config, tp, failed)
+    return live, held, held.open("cuda", plan, written, reloaded), loaded
+
+
+def naive(config: Any, tensors: Any, tp: int, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    found = {}
+    for p in vllm_parameters(config, tp):
+        if p.rank == rank:
+            whole = torch.full(p.shape, float("nan"), dtype=dtype)
+            for part in p.parts:
+                box = tuple(slice(*r) for r in part.tensor_box)
+                values = torch.from_numpy(np.asarray(tensors[part.tensor], np.float32)[box].copy()).to(dtype)
+                at = whole[tuple(slice(*r) for r in part.local_box)]
+                at.copy_(values.reshape(at.shape))
+            found[p.name] = whole
+    return found
+
+
+def assert_bits(live: Any, expected: Any) -> None:
+    for name, wanted in expected.items():
+        kind = torch.int16 if wanted.element_size() == 2 else torch.int32
+        nan = torch.isnan(wanted)
+        assert torch.equal(torch.isnan(live[name]), nan), name  # padding is left alone
+        assert torch.equal(live[name][~nan].view(kind), wanted[~nan].view(kind)), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "mistral"]
+)
+def test_an_update_reaches_the_fused_parameters_of_every_rank(
+    family: str, tp: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    config = tiny_config(family)
+    kind = getattr(torch, dtype)
+    info = written_parameters(config, tp, ())[0]
+    params = random_params(config)
+    tensors = source.named_tensors(jax.tree.map(jnp.asarray, params))
+    plan = make_plan(source.describe(tensors), families.tensors(config), info, dtype)
+    ranks = [rank_of(config, tp, rank, plan, monkeypatch, kind) for rank in range(tp)]
+    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox.berths = Berths(tuple(tuple(links) for _, _, links, _ in ranks), b"")
+    for version, scale in ((1, 1.0), (2, -0.5)):
+        tensors = {name: jnp.asarray(np.asarray(t) * scale) for name, t in tensors.items()}
+        manifests, num_bytes = outbox.send(tensors, set(), version)
+        assert num_bytes == plan.num_bytes
+        for rank, (live, held, _, _) in enumerate(ranks):
+            indices = unpack_manifest(manifests[rank], version, len(plan.incoming[rank]))
+            held.stage(version, indices)
+            held.apply(version)
+            assert_bits(live, naive(config, tensors, tp, rank, kind))
+        outbox.committed(set())
+    outbox.close()
+
+
+def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    config = tiny_config("llama")
+    info = written_parameters(config, 1, ())[0]
+    tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
+    plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32")
+    live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
+    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox.berths = Berths((tuple(links),), b"")
+    unchanged = {t.name for t in families.tensors(config)} - {"model.layers.0.self_attn.k_proj.weight"}
+    manifests, num_bytes = outbox.send(tensors, unchanged, 1)
+    indices = unpack_manifest(manifests[0], 1, len(plan.incoming[0]))
+    held.stage(1, indices)
+    held.apply(1)
+    written = {name for name, tensor in live.items() if not torch.isnan(tensor).all()}
+    assert written == {"model.layers.0.self_attn.qkv_proj.weight"}
+    assert num_bytes == live["model.layers.0.self_attn.qkv_proj.weight"].nbytes
+    outbox.close()
+
+
+def test_parameters_that_failed_the_proof_go_through_the_loader_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    config = tiny_config("qwen2")
+    failed = {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.qkv_proj.bias"}
+    info, reloaded = written_parameters(config, 2, failed)
+    assert reloaded == {f"model.layers.0.self_attn.{x}_proj.{y}" for x in "qkv" for y in ("weight", "bias")}
+    tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
+    plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32", bucket_bytes=1 << 9)
+    live, held, links, loaded = rank_of(config, 2, 1, plan, monkeypatch, torch.float32, failed)
+    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox.berths = Berths(((), tuple(links)), b"")
+    outbox._streams[0] = {}
+    manifests, _ = outbox.send(tensors, set(), 1)
+    held.stage(1, unpack_manifest(manifests[1], 1, len(plan.incoming[1])))
+    held.apply(1)
+    assert loaded.keys() == reloaded
+    for name, tensor in loaded.items():
+        np.testing.assert_array_equal(tensor.numpy(), np.asarray(tensors[name]))
+    expected = naive(config, tensors, 2, 1, torch.float32)
+    assert_bits(live, {n: t for n, t in expected.items() if n not in failed})
+    assert all(torch.isnan(live[n]).all() for n in failed)
+    outbox.close()
+
+
+@pytest.mark.parametrize("mapping", [tunix, maxtext])
+def test_trees_of_other_libraries_are_read_where_they_lie(mapping: Any) -> None:
+    """Transposed and cut by strides; what is turned or scaled is computed on the device first."""
+    from tests.weights.test_trees import hf_tensors, maxtext_tree, tunix_tree
+
+    config = tiny_config("llama")
+    hf = hf_tensors(config)
+    tree = tunix_tree(config, hf) if mapping is tunix else maxtext_tree(config, hf, scanned=True)
+    tensors = mapping(config).tensors(jax.tree.map(jnp.asarray, tree))
+    for name, tensor in tensors.items():
+        for box in tensor.boxes():  # type: ignore[attr-defined]
+            find, cut = locate(tensor, box)
+            np.testing.assert_array_equal(np.asarray(cut(find(tensor))), source.read(tensor, box), err_msg=name)
+
+
+def test_a_sharded_array_is_found_shard_by_shard() -> None:
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("one device only")
+    mesh = jax.sharding.Mesh(np.array(devices[:2]), ("x",))
+    array = jax.device_put(jnp.arange(32.0).reshape(8, 4), jax.sharding.NamedSharding(mesh, jax.P("x")))
+    find, cut = locate(array, ((5, 7), (1, 3)))
+    assert find(array).devices() == {devices[1]}
+    np.testing.assert_array_equal(np.asarray(cut(find(array))), np.asarray(array)[5:7, 1:3])
+    with pytest.raises(MappingError, match="is not in one piece"):
+        locate(array, ((2, 6), (0, 4)))
+
+
+def test_a_donated_array_is_named() -> None:
+    config = tiny_config("llama")
+    info = written_parameters(config, 1, ())[0]
+    tensors = source.named_tensors(jax.tree.map(jnp.array, random_params(config)))
+    plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32")
+    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox.berths = Berths(((b"{}",),), b"")
+    tensors["model.norm.weight"].delete()  # type: ignore[attr-defined]
+    with pytest.raises(MappingError, match=r"model.norm.weight was donated or deleted before the sync"):
+        outbox.send(tensors, set(), 1)
+
+
+def test_mapped_memory_is_chosen_for_arrays_on_a_gpu_of_the_same_host() -> None:
+    from slipstream.weights.transports import host_identity
+
+    offered = ("cuda", "nccl", "shm")
+    assert choose("e", offered, host_identity(), 1, None, on_gpu=True) == "cuda"
+    assert choose("e", offered, host_identity(), 1, None, on_gpu=False) == "shm"
+    assert choose("e", offered, "elsewhere", 1, None, on_gpu=True) == "nccl"
+    with pytest.raises(TransferError, match="the trainer's weights are not all on a GPU"):
+        choose("e", offered, host_identity(), 1, "cuda", on_gpu=False)
+    assert not on_accelerator({"w": jnp.ones(3)})
+
+
+# --- the proof ---
+
+
+def loaded_model(config: Any, tp: int, rank: int) -> dict[str, torch.Tensor]:
+    specs = [(t.name, t.shape) for t in families.tensors(config)]
+    tensors = {name: t.numpy() for name, t in invented(specs, torch.float32, torch.device("cpu"))}
+    return {n: torch.nan_to_num(t) for n, t in naive(config, tensors, tp, rank, torch.float32).items()}
+
+
+def proof(config: Any, live: Any, tp: int = 1, rank: int = 0) -> dict[str, str]:
+    specs = [(t.name, t.shape) for t in families.tensors(config)]
+    own = [p for p in vllm_parameters(config, tp) if p.rank == rank]
+    return prove(live, own, invented(specs, torch.float32, torch.device("cpu")))
+
+
+def test_the_proof_passes_what_is_right_and_names_what_is_not() -> None:
+    config = tiny_config("qwen2")
+    for tp, rank in ((1, 0), (2, 0), (2, 1)):
+        assert proof(config, loaded_model(config, tp, rank), tp, rank) == {}
+    live = loaded_model(config, 1, 0)
+    qkv, norm = "model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"
+    live[qkv][[0, 1]] = live[qkv][[1, 0]]  # two rows swapped
+    live[norm] = live[norm][:-1]
+    live["model.extra"] = torch.ones(3)
+    del live["model.layers.0.input_layernorm.weight"]
+    found = proof(config, live)
+    assert found.keys() == {qkv, norm, "model.extra", "model.layers.0.input_layernorm.weight"}
+    assert "does not hold model.layers.1.self_attn.q_proj.weight" in found[qkv]
+    assert "it has shape" in found[norm] and "no tensor" in found["model.extra"]
+    assert with_their_modules({qkv}, live) == {qkv, qkv.replace("weight", "bias")}
