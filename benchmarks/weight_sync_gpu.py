@@ -84,31 +84,29 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         (root / "config.json").write_text(json.dumps(config.to_hf()))
-        with slipstream.launch(
-            root, engine=options, run_dir=root / "run", transport="cuda", start_timeout=400
-        ) as bridge:
+        with slipstream.launch(root, engine=options, run_dir=root / "run", start_timeout=400):
             console.print("  vLLM has started")
             copy = raw_copy(versions["bfloat16"])
-            for dtype in ("bfloat16", "float32"):
-                lane = "cuda" if dtype == "bfloat16" else "cuda, float32 to bfloat16"
+            with slipstream.connect(root / "run", transport="cuda") as bridge:
+                for dtype in ("bfloat16", "float32"):
+                    lane = "cuda" if dtype == "bfloat16" else "cuda, float32 to bfloat16"
+                    for step in range(rounds + 2):
+                        report = bridge.sync(versions[dtype][step % 2])
+                        if step >= 2:
+                            take(lane, []).append(timings(report))
+                            take("copy", []).append({"transfer": copy()})
+                check(bridge)
+            with attempt(result, "NCCL", console), slipstream.connect(root / "run", transport="nccl") as bridge:
                 for step in range(rounds + 2):
-                    report = bridge.sync(versions[dtype][step % 2])
-                    if step >= 2:
-                        take(lane, []).append(timings(report))
-                    if dtype == "bfloat16":
-                        take("copy", []).append({"transfer": copy()})
-            check(bridge, "cuda")
-            with attempt(result, "nccl", console), slipstream.connect(root / "run", transport="nccl") as other:
-                for step in range(rounds + 2):
-                    report = other.sync(versions["bfloat16"][step % 2])
+                    report = bridge.sync(versions["bfloat16"][step % 2])
                     if step >= 2:
                         take("nccl", []).append(timings(report))
-                check(other, "nccl")
+                check(bridge)
     with attempt(result, "raw NCCL", console):
-        from nccl_raw import broadcast_seconds
+        from nccl_raw import measure as raw_nccl
 
-        for seconds in broadcast_seconds(num_bytes, rounds):
-            take("broadcast", []).append({"transfer": seconds})
+        for how, rate in raw_nccl(num_bytes, rounds).items():
+            take(how, []).append({"transfer": num_bytes / rate / 1e9})
     if native:
         with attempt(result, "vLLM's own NCCL transfer", console):
             for seconds in vllm_native(config, python, rounds):
@@ -153,7 +151,7 @@ def timings(report: slipstream.SyncReport) -> dict[str, float]:
     }
 
 
-def check(bridge: slipstream.Bridge, transport: str) -> None:
+def check(bridge: slipstream.Bridge) -> None:
     """It still serves, with weights that came this way."""
     status = bridge.status()
     assert status.engines[0].state == "ready", status
@@ -250,6 +248,7 @@ NAMES = {
     "native": "(c) vLLM's own NCCL transfer",
     "copy": "(d) raw device copy",
     "broadcast": "(e) raw NCCL broadcast",
+    "send": "    raw NCCL send and receive",
 }
 
 

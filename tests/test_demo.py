@@ -30,7 +30,7 @@ SMALL = TrainConfig(
     grpo=GrpoConfig(prompts=8, group=8, max_tokens=4),
     engine=EngineConfig(max_concurrency=64, max_model_len=16),
 )
-METRICS = Metrics(loss=-0.1, ratio=1.0, clip_share=0.0, kl=0.0, entropy=0.7, gradient_norm=2.0)
+METRICS = Metrics(loss=-0.1, ratio=1.0, clip_share=0.0, kl=0.0, entropy=0.7, gap=0.0, gradient_norm=2.0)
 SYNC = SyncReport(7, 1000, 0.0, 0.001, 0.001, 0.001, 0.0035, ())
 STEP = StepRecord(20, 6, 0.25, 0.125, 1000, METRICS, PhaseSeconds(0.0, 0.5, 0.0, 0.1, 0.004), SYNC)
 EVALUATION = Evaluation(20, 7, 0.5, 0.625, 0.375, 0.75)

@@ -205,6 +205,8 @@ class TrainConfig:
     seed: int = 0
     engines: int = 1
     """Engine processes; 0 generates in the trainer's own process."""
+    take_turns: bool = False
+    """Trainer and engines share the devices: engines sleep while the trainer trains, and give it their memory."""
     task: TaskConfig = field(default_factory=TaskConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_concurrency=256))

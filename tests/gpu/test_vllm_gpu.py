@@ -56,10 +56,17 @@ def test_a_direct_write_is_what_vllms_loader_makes_bit_for_bit(tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = write_config(tmp_path_factory.mktemp("model"), config_of())
     run_dir = tmp_path_factory.mktemp("run") / "run"
     with slipstream.launch(directory, engine=engine_options(), run_dir=run_dir, start_timeout=300) as it:
+        yield it
+
+
+@pytest.fixture
+def bridge(fleet: Any) -> Iterator[Any]:
+    """A trainer: a fleet takes updates from one at a time, so each test has its own."""
+    with slipstream.connect(fleet.run_dir) as it:
         yield it
 
 
@@ -88,16 +95,13 @@ def test_what_did_not_change_is_not_read(bridge: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", ["nccl", "shm"])
-def test_the_same_weights_by_other_ways(bridge: Any, transport: str) -> None:
-    with slipstream.connect(bridge.run_dir, transport=transport) as other:
-        for seed in (20, 21, 22):
-            params = jax.tree.map(jnp.asarray, random_params(config_of(), seed))
-            report = other.sync(params)
-            assert report.engines[0].transport == transport
-            assert other.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(params, PROMPTS[0])
-    params = jax.tree.map(jnp.asarray, random_params(config_of(), 23))
-    assert bridge.sync(params).engines[0].transport == "cuda"
-    assert bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(params, PROMPTS[0])
+def test_the_same_weights_by_other_ways(fleet: Any, transport: str) -> None:
+    for way, seeds in ((transport, (20, 21, 22)), ("cuda", (23, 24))):
+        with slipstream.connect(fleet.run_dir, transport=way) as bridge:
+            for seed in seeds:
+                params = jax.tree.map(jnp.asarray, random_params(config_of(), seed))
+                assert bridge.sync(params).engines[0].transport == way
+                assert bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(params, PROMPTS[0])
 
 
 def test_samples_are_those_that_their_seeds_say_alone_or_in_a_batch(bridge: Any) -> None:
@@ -204,27 +208,28 @@ def other_trainer(run_dir: str, transport: str, then: str = "", **variables: str
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
 
 
-def test_memory_that_cannot_be_exported_is_staged(bridge: Any) -> None:
-    with other_trainer(bridge.run_dir, "cuda", XLA_PYTHON_CLIENT_ALLOCATOR="cuda_async") as process:
+def test_memory_that_cannot_be_exported_is_staged(fleet: Any) -> None:
+    with other_trainer(fleet.run_dir, "cuda", XLA_PYTHON_CLIENT_ALLOCATOR="cuda_async") as process:
         assert process.stdout is not None and process.stdout.readline() == "cuda, staged\n"
         process.kill()
-    assert bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(random_params(config_of(), 32), PROMPTS[0])
+    assert fleet.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(random_params(config_of(), 32), PROMPTS[0])
 
 
 @pytest.mark.parametrize("transport", ["cuda", "nccl"])
 @pytest.mark.parametrize("then", ["idle", "busy"])
-def test_a_killed_trainer_leaves_the_engine_serving_and_its_memory_free(bridge: Any, transport: str, then: str) -> None:
+def test_a_killed_trainer_leaves_the_engine_serving_and_its_memory_free(fleet: Any, transport: str, then: str) -> None:
     before = memory_in_use()
-    with other_trainer(bridge.run_dir, transport, then) as process:
+    with other_trainer(fleet.run_dir, transport, then) as process:
         assert process.stdout is not None and process.stdout.readline() == f"{transport}\n"
         time.sleep(0.5)
         assert memory_in_use() > before + (2 << 30)
         process.send_signal(signal.SIGKILL)
     until(lambda: memory_in_use() < before + (1 << 30))
-    assert len(bridge.generate(PROMPTS, GREEDY)) == 3
+    assert len(fleet.generate(PROMPTS, GREEDY)) == 3
     params = jax.tree.map(jnp.asarray, random_params(config_of(), 40))
-    until(lambda: synced(bridge, params), 60.0)
-    assert bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(params, PROMPTS[0])
+    with slipstream.connect(fleet.run_dir) as bridge:
+        until(lambda: synced(bridge, params), 60.0)
+    assert fleet.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(params, PROMPTS[0])
 
 
 def synced(bridge: Any, params: Any) -> bool:

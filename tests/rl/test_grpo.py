@@ -75,7 +75,7 @@ def test_the_shape_of_a_batch_does_not_depend_on_what_was_sampled():
 
 
 def naive_objective(logprobs, batch, clip):
-    sequences, ratios, clipped, kl, entropy = [], [], [], [], []
+    sequences, ratios, clipped, kl, entropy, gap = [], [], [], [], [], []
     for i, advantage in enumerate(batch.advantages.tolist()):
         gains = []
         for t in range(batch.mask.shape[1]):
@@ -88,9 +88,10 @@ def naive_objective(logprobs, batch, clip):
             ratios.append(ratio)
             clipped.append(bounded * advantage < ratio * advantage)
             kl.append(ratio - 1 - log_ratio)
+            gap.append(abs(log_ratio))
             entropy.append(-float(logprobs[i, t]))
         sequences.append(sum(gains) / len(gains))
-    return [-statistics.mean(sequences), *map(statistics.mean, (ratios, clipped, kl, entropy))]
+    return [-statistics.mean(sequences), *map(statistics.mean, (ratios, clipped, kl, entropy, gap))]
 
 
 def test_objective_equals_the_naive_one(batch):

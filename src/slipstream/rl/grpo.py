@@ -61,6 +61,8 @@ class Objective(NamedTuple):
     """KL(engine ‖ θ), estimated as the mean of ρ − 1 − log ρ, which is never negative."""
     entropy: jax.Array
     """In nats per token, estimated as the mean of −log π_θ over the sampled tokens."""
+    gap: jax.Array
+    """Mean |log ρ|: how far the trainer's logprobs are from the engine's. 0 when both compute the same policy alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Metrics:
     clip_share: float
     kl: float
     entropy: float
+    gap: float
     gradient_norm: float
 
 
@@ -121,6 +124,7 @@ def objective(logprobs: jax.Array, batch: Batch, clip: float) -> Objective:
         clip_share=token_mean(clipped),
         kl=token_mean(ratio - 1 - log_ratio),
         entropy=token_mean(-logprobs),
+        gap=token_mean(jnp.abs(log_ratio)),
     )
 
 

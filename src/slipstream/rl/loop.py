@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +33,7 @@ from slipstream.rl.records import (
 )
 from slipstream.rl.tasks import Split, Task, task_named
 from slipstream.rl.tokens import Codec, init_small
-from slipstream.types import Completion, SamplingParams
+from slipstream.types import Completion, MemoryReport, SamplingParams
 
 RECENT_STEPS = 10
 """Steps over whose mean accuracy `target_accuracy` is judged."""
@@ -83,11 +83,23 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) ->
         batch = grpo.make_batch(completions, grpo.advantages(rewards), config.grpo.max_tokens)
         watch.lap("reward")
 
+        memory: dict[str, int] = {}
+        if config.take_turns:
+            memory["generating"] = _in_use(bridge.memory())
+            memory["training"] = _in_use(bridge.sleep())
+            watch.lap("sleep")
+
         params, opt_state, metrics = jax.block_until_ready(train_step(params, opt_state, batch))
         watch.lap("train")
 
+        if config.take_turns:
+            memory["syncing"] = _in_use(bridge.wake("weights"))
+            watch.lap("wake")
         report = bridge.sync(params)
         watch.lap("sync")
+        if config.take_turns:
+            memory["woken"] = _in_use(bridge.wake())
+            watch.lap("wake")
 
         accuracy = float((rewards >= 1).mean())
         yield StepRecord(
@@ -99,6 +111,7 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) ->
             metrics=grpo.Metrics(**{name: float(value) for name, value in metrics.items()}),
             seconds=PhaseSeconds(**watch.laps),
             sync=report,
+            memory=memory,
         )
         recent.append(accuracy)
         done = step >= config.steps or _reached(config, step, recent)
@@ -139,6 +152,10 @@ def require_version(completions: Sequence[Completion], version: int) -> None:
                 f"{completion.sample_index} of prompt {completion.prompt_index} came from version(s) {found} on engine "
                 f"{completion.engine!r}; is another trainer syncing to the same fleet?"
             )
+
+
+def _in_use(engines: Mapping[str, MemoryReport]) -> int:
+    return sum(report.in_use for report in engines.values())
 
 
 def _starting_params(config: TrainConfig, model: ModelConfig, model_dir: Path) -> decoder.Params:

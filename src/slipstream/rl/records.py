@@ -37,10 +37,14 @@ class PhaseSeconds:
     """Forward, backward and optimiser, until the new weights are computed."""
     sync: float
     """Until every engine generates with the new weights."""
+    sleep: float = 0.0
+    """Putting engines to sleep before training."""
+    wake: float = 0.0
+    """Waking them again, before and after the sync."""
 
     @property
     def total(self) -> float:
-        return self.prepare + self.generate + self.reward + self.train + self.sync
+        return self.prepare + self.generate + self.reward + self.train + self.sync + self.sleep + self.wake
 
 
 class Stopwatch:
@@ -51,8 +55,9 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
+        """Two laps of one name are added."""
         now = time.perf_counter()
-        self.laps[name] = now - self._last
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
 
 
@@ -74,6 +79,8 @@ class StepRecord:
     seconds: PhaseSeconds
     sync: SyncReport
     """Of the update that ended the step."""
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Where trainer and engines take turns: bytes that engines held, at each point of the step."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from slipstream.weights.transports import shm
 
 STOP_SECONDS = 5.0
 LOG_LINES = 30
+_CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
 
 
 def new_run_dir() -> Path:
@@ -98,8 +100,11 @@ class ProcessGroup:
             time.sleep(0.02)
 
     def _log_tail(self, name: str) -> str:
+        """The last lines, and before them what went wrong further up: processes of an engine's own may have said it first."""
         lines = (self.run_dir / f"{name}.log").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_LINES:])
+        above, tail = lines[:-LOG_LINES], lines[-LOG_LINES:]
+        causes = list(dict.fromkeys(line for line in above if _CAUSE.search(line)))[-3:]
+        return "\n".join([*causes, *(["…"] if causes else []), *tail])
 
 
 def _options(config: GatewayConfig) -> list[str]:

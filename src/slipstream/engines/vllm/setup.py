@@ -61,8 +61,9 @@ def make_llm(directory: Path, model: ModelConfig, options: EngineConfig, has_wei
     if on_cpu or options.kv_cache_tokens:
         tokens = options.kv_cache_tokens or options.max_concurrency * length
         arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(model, options, tokens, block)
-    else:
-        arguments["gpu_memory_utilization"] = options.memory_share
+    if not on_cpu:
+        # What must be free when it starts. Where the KV cache has a size, that is all that vLLM makes of it.
+        arguments["gpu_memory_utilization"] = 0.01 if options.kv_cache_tokens else options.memory_share
     if on_cpu:
         arguments["async_scheduling"] = False  # nothing to hide behind: the scheduler's core is one of the workers'
     else:
