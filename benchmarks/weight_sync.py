@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gpu", action="store_true", help="a JAX trainer and vLLM on one GPU: see weight_sync_gpu.py")
+    parser.add_argument("--native", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--shapes", default="0.1B,1.2B,8B", help="with --gpu: of the ladder 0.1B, 1.2B, 8B")
     parser.add_argument("--vllm-python", default=sys.executable, help="with --gpu: interpreter that has vLLM")
     arguments = parser.parse_args()
@@ -58,7 +59,7 @@ def main() -> None:
         import weight_sync_gpu
 
         shapes = arguments.shapes.split(",")
-        results = weight_sync_gpu.run(shapes, [weight_sync_gpu.MAIN], arguments.repeats, arguments.vllm_python)
+        results = weight_sync_gpu.run(shapes, [weight_sync_gpu.MAIN] if arguments.native else [], arguments.repeats, arguments.vllm_python)
         return save(arguments.json, results)
     results = measure(arguments.layers, arguments.tp, arguments.repeats)
     show(results, Console())

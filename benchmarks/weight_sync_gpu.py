@@ -107,6 +107,7 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
 
         for how, rate in raw_nccl(num_bytes, rounds).items():
             take(how, []).append({"transfer": num_bytes / rate / 1e9})
+    console.print({lane: {k: round(1e3 * median(rows, k), 3) for k in rows[0]} for lane, rows in result["seconds"].items()})
     if native:
         with attempt(result, "vLLM's own NCCL transfer", console):
             for seconds in vllm_native(config, python, rounds):
@@ -191,7 +192,7 @@ def vllm_native(config: ModelConfig, python: str, rounds: int) -> list[float]:
             command,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=100,
             env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         )
     lines = [line for line in done.stdout.splitlines() if line.startswith("native> ")]

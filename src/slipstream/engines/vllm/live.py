@@ -140,7 +140,7 @@ class Live:
         if transport == "nccl":
             from slipstream.weights.transports.nccl import NcclReceiver
 
-            return NcclReceiver(plan, self._rank, senders, index, parameters)
+            return NcclReceiver(plan, self._rank, senders, index, parameters, how="broadcast")
         raise TransferError(f"{transport!r} is no transport between devices")
 
     def expect(self, version: int) -> None:
