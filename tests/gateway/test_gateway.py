@@ -91,10 +91,15 @@ async def stage(fleet, version, names):
     return await fleet.staged()
 
 
+async def commit(fleet, version, in_flight="keep"):
+    await fleet.commit(version, in_flight)
+    return await fleet.committed()
+
+
 async def update(fleet, version, names, drop_failed=False):
     begun = await begin(fleet, version, names, drop_failed)
     await stage(fleet, version, begun)
-    return await fleet.commit(version, "keep")
+    return await commit(fleet, version)
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -397,7 +402,7 @@ async def test_every_policy_for_running_requests_reaches_the_engine(address, fle
         for version, policy in enumerate(get_args(InFlight), start=1):
             await fleet.refresh()
             await stage(fleet, version, await begin(fleet, version, ["a"]))
-            await fleet.commit(version, policy)
+            await commit(fleet, version, policy)
         assert a.policies == ["keep", "finish", "recompute", "requeue"]
 
 
@@ -438,7 +443,7 @@ async def test_a_second_trainer_must_wait(address, fleet):
         await stage(fleet, 1, ["a"])
         with pytest.raises(UpdateInProgress, match="another trainer"):
             await update(other, 1, ["a"])
-        await fleet.commit(1, "keep")
+        await commit(fleet, 1)
     await other.close()
 
 
@@ -457,7 +462,7 @@ async def test_wrong_steps_of_an_update_are_typed_errors(address, fleet):
         with pytest.raises(UnknownVersion, match="no checksums came for engine 'a'"):
             await stage(fleet, 1, [])
         with pytest.raises(SlipstreamError):
-            await fleet.commit(1, "keep")
+            await commit(fleet, 1)
         await fleet.rollback(1)
         await update(fleet, 1, ["a"])
 

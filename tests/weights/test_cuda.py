@@ -191,9 +191,7 @@ def test_an_engine_that_is_gone_is_named(reader: cuda.CudaReceiver) -> None:
     sender, array = sender_to(reader, driver), FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32))
     reader.close()
     with pytest.raises(TransferError, match="engine engine-0, rank 0"):
-        for version in range(100):
-            sender.send(version, {0: piece(array)})
-            time.sleep(0.01)
+        sender.send(1, {0: piece(array)})
     with pytest.raises(TransferError, match="engine engine-0, rank 0 cannot be reached for mapped weights"):
         sender_to(reader, driver)
 
@@ -222,7 +220,9 @@ def test_places_outside_the_region_are_refused(reader: cuda.CudaReceiver, rows: 
     region, sender = driver.allocate(4096), sender_to(reader, driver)
     found = cuda.Found({}, {0: (region, driver.export(region))})
     sender._tell(1, found, shapes, np.array(rows, np.int64))
-    with pytest.raises(TransferError, match=r"sticks out of its region|was not shown"):
+    with pytest.raises(TransferError, match=r"cannot read version 1: .*(sticks out of its region|was not shown)"):
+        sender._hear(1)
+    with pytest.raises(TransferError, match=r"cannot be used: .*(sticks out of its region|was not shown)"):
         reader.wait(1, [0])
     sender.close()
 
@@ -285,7 +285,7 @@ def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype:
     held = Live(live, lambda weights: loaded.update(weights), rank, torch.device("cpu"))
 
     def make(*_: Any) -> Any:
-        return cuda.CudaReceiver([0], TorchMemory, Memfd(), deadline=5.0)
+        return cuda.CudaReceiver([0], TorchMemory, Memfd(), deadline=5.0, check=held.stage)
 
     monkeypatch.setattr(held, "_make", make)
     written, reloaded = written_parameters(config, tp, failed)
@@ -338,11 +338,30 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
         assert num_bytes == plan.num_bytes
         for rank, (live, held, _, _) in enumerate(ranks):
             indices = unpack_manifest(manifests[rank], version, len(plan.incoming[rank]))
-            held.stage(version, indices)
-            held.apply(version)
+            held.apply(version, indices)
             assert_bits(live, naive(config, tensors, tp, rank, kind))
         outbox.committed(set())
     outbox.close()
+
+
+def test_pieces_that_the_plan_does_not_know_are_refused_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    config = tiny_config("llama")
+    info = written_parameters(config, 1, ())[0]
+    tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
+    plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32")
+    live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
+    driver = Memfd()
+    region = driver.allocate(1 << 16)
+    for index, shape, why in ((10_000, (3,), "is not in the plan"), (0, (3, 5), "came with shape")):
+        sender = cuda.CudaSender(links[0], "engine-0, rank 0", driver)
+        with pytest.raises(TransferError, match=f"engine-0, rank 0 cannot read version 1: .*{why}"):
+            sender.send(1, {index: piece(FakeArray(region, 0, np.zeros(shape, np.float32)))})
+        sender.close()
+    with pytest.raises(TransferError, match=r"has 0 piece\(s\) of version -1 within reach, not the 1 of version 1"):
+        held.apply(1, [0])
+    assert all(torch.isnan(tensor).all() for tensor in live.values())
+    held.close()
 
 
 def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +376,7 @@ def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     unchanged = {t.name for t in families.tensors(config)} - {"model.layers.0.self_attn.k_proj.weight"}
     manifests, num_bytes = outbox.send(tensors, unchanged, 1)
     indices = unpack_manifest(manifests[0], 1, len(plan.incoming[0]))
-    held.stage(1, indices)
-    held.apply(1)
+    held.apply(1, indices)
     written = {name for name, tensor in live.items() if not torch.isnan(tensor).all()}
     assert written == {"model.layers.0.self_attn.qkv_proj.weight"}
     assert num_bytes == live["model.layers.0.self_attn.qkv_proj.weight"].nbytes
@@ -378,8 +396,7 @@ def test_parameters_that_failed_the_proof_go_through_the_loader_whole(monkeypatc
     outbox.berths = Berths(((), tuple(links)), b"")
     outbox._streams[0] = {}
     manifests, _ = outbox.send(tensors, set(), 1)
-    held.stage(1, unpack_manifest(manifests[1], 1, len(plan.incoming[1])))
-    held.apply(1)
+    held.apply(1, unpack_manifest(manifests[1], 1, len(plan.incoming[1])))
     assert loaded.keys() == reloaded
     for name, tensor in loaded.items():
         np.testing.assert_array_equal(tensor.numpy(), np.asarray(tensors[name]))

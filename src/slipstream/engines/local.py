@@ -33,6 +33,7 @@ class LocalFleet:
         self._num_completions = self._num_requests = 0
         self._begun: dict[str, Berths] = {}
         self._staged: dict[str, StageReport] = {}
+        self._committed: dict[str, CommitReport] = {}
 
     async def status(self) -> FleetStatus:
         info, asleep = self._engine.describe(), await self._asleep()
@@ -102,8 +103,11 @@ class LocalFleet:
     async def staged(self) -> dict[str, StageReport]:
         return self._staged
 
-    async def commit(self, version: int, in_flight: InFlight) -> dict[str, CommitReport]:
-        return {self._name: await self._engine.commit(version, in_flight)}
+    async def commit(self, version: int, in_flight: InFlight) -> None:
+        self._committed = {self._name: await self._engine.commit(version, in_flight)}
+
+    async def committed(self) -> dict[str, CommitReport]:
+        return self._committed
 
     async def rollback(self, version: int) -> None:
         await self._engine.rollback(version)

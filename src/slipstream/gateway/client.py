@@ -128,8 +128,10 @@ class GatewayFleet:
         reply = await self._read("stage")
         return {name: convert.stage_report_from_pb(r) for name, r in reply.staged.engines.items()}
 
-    async def commit(self, version: int, in_flight: InFlight) -> dict[str, CommitReport]:
+    async def commit(self, version: int, in_flight: InFlight) -> None:
         await self._write(pb.UpdateStep(commit=pb.Commit(version=version, in_flight=in_flight)))
+
+    async def committed(self) -> dict[str, CommitReport]:
         reply = await self._read("commit")
         return {name: convert.commit_report_from_pb(r) for name, r in reply.committed.engines.items()}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from slipstream.errors import MappingError, TransferError
 from slipstream.types import Berths, Box, Parameter
@@ -56,6 +56,9 @@ class DevicePiece:
 
 
 class DeviceSender(Protocol):
+    is_certain: ClassVar[bool]
+    """`send` returns only once the rank has said that it has all it needs."""
+
     @property
     def note(self) -> str:
         """What a report should say about the way that the bytes take; usually nothing."""
@@ -117,6 +120,11 @@ def _platform(tensor: Any) -> str:
     return str(next(iter(tensor.sharding.device_set)).platform)
 
 
+def is_ready(tensor: Any) -> bool:
+    """Whether it is computed; arrays of the host's always are. One that was deleted will not get better by waiting."""
+    return all(leaf.is_deleted() or leaf.is_ready() for leaf in _leaves(tensor) if hasattr(leaf, "is_ready"))
+
+
 def _leaves(tensor: Any) -> list[Any]:
     return tensor.leaves if isinstance(tensor, MappedTensor) else [tensor]
 
@@ -166,6 +174,11 @@ class DeviceOutbox:
         self._pinned: list[Mapping[int, DevicePiece]] = []
         """What engines may be reading: neither freed nor donated before they say that they are done."""
         self.berths: Berths | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether `send` has every rank's word that it can read what was sent."""
+        return all(sender.is_certain for sender in self._senders.values())
 
     @property
     def note(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from slipstream.errors import FleetChanged, MappingError, Unsupported
 from slipstream.types import Berths, CommitReport, EngineInfo, EngineSync, InFlight, Offer, StageReport, SyncReport
 from slipstream.weights import source, transports
-from slipstream.weights.device import PLANES, DeviceOutbox, on_accelerator
+from slipstream.weights.device import PLANES, DeviceOutbox, is_ready, on_accelerator
 from slipstream.weights.layout import whole
 from slipstream.weights.plan import Plan, Source, make_plan
 from slipstream.weights.source import Tensor
@@ -28,7 +28,8 @@ from slipstream.weights.unchanged import Memory
 class Fleet(Protocol):
     """What an update needs of the engines, behind a gateway or in this process. Keys are engine names.
 
-    `begin` and `stage` send; `begun` and `staged` wait for the answers, in that order."""
+    `begin`, `stage` and `commit` send; `begun`, `staged` and `committed` wait for the answers, in that order. A step that
+    follows one that failed does nothing, so it may be sent before the answer to that one has come."""
 
     async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None: ...
 
@@ -38,7 +39,9 @@ class Fleet(Protocol):
 
     async def staged(self) -> dict[str, StageReport]: ...
 
-    async def commit(self, version: int, in_flight: InFlight) -> dict[str, CommitReport]: ...
+    async def commit(self, version: int, in_flight: InFlight) -> None: ...
+
+    async def committed(self) -> dict[str, CommitReport]: ...
 
     async def rollback(self, version: int) -> None: ...
 
@@ -130,11 +133,17 @@ class Publisher:
             sent = await self._send(routes, tensors, unchanged, version)
             handed_over = time.perf_counter()
             await self._fleet.stage(version, {name: [[m] for m in manifests] for name, (manifests, _) in sent.items()})
+            # Where the ranks themselves have said that they have it, nothing is left to learn before the commit.
+            certain = predicted and all(route.outbox.is_certain for route in routes.values())
+            if certain:
+                await self._fleet.commit(version, in_flight)
             if predicted:
                 self._compare(routes, await self._fleet.begun())
             stages = await self._fleet.staged()
             staged = time.perf_counter()
-            commits = await self._fleet.commit(version, in_flight)
+            if not certain:
+                await self._fleet.commit(version, in_flight)
+            commits = await self._fleet.committed()
         except BaseException:
             self._drop(*routes)  # who knows what is still being written: the next update takes other memory
             await asyncio.shield(self._fleet.rollback(version))
@@ -170,7 +179,8 @@ class Publisher:
         version: int,
     ) -> dict[str, tuple[list[bytes], int]]:
         """Manifests and bytes by engine; to all engines at once, unless there is too little to send for that to pay."""
-        if all(transports.is_quick(route.transport, route.plan.num_bytes) for route in routes.values()):
+        quick = all(transports.is_quick(route.transport, route.plan.num_bytes) for route in routes.values())
+        if quick and all(is_ready(tensor) for tensor in tensors.values()):
             return {n: route.outbox.send(tensors, unchanged[n], version) for n, route in routes.items()}
         sends = [asyncio.to_thread(route.outbox.send, tensors, unchanged[n], version) for n, route in routes.items()]
         return dict(zip(routes, await asyncio.gather(*sends)))

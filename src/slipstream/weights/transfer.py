@@ -58,6 +58,7 @@ class Outbox:
         """What the engine answered last, or, after a commit, what it will answer next."""
 
     note = ""
+    is_certain = False
 
     def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent

@@ -43,6 +43,9 @@ class Delivery(Protocol):
     num_ranks: int
     num_bytes: int
     transports: tuple[str, ...]
+    is_one_call: bool
+    """Whether `load` is a single call to the workers, which vLLM makes between two steps by itself: then nothing need stop
+    them."""
 
     async def begin(self, serving: int, version: int, offer: Offer) -> Berths: ...
 
@@ -76,6 +79,8 @@ class Delivery(Protocol):
 
 
 class Reloaded:
+    is_one_call = False
+
     def __init__(self, name: str, model: ModelConfig, dtype: str, call: Call, has_checkpoint: bool) -> None:
         self._name, self._dtype, self._call = name, dtype, call
         self._has_weights = self._has_checkpoint = has_checkpoint
@@ -165,6 +170,8 @@ class Reloaded:
 class Direct(Reception):
     """`failed` are the live parameters that did not pass the proof, and why."""
 
+    is_one_call = True
+
     def __init__(
         self,
         name: str,
@@ -189,6 +196,8 @@ class Direct(Reception):
         self._places: dict[str, list[Place]] = {}
         """Of parameters that came through shared memory with the update under way."""
         self._staged = -1
+        self._indices: list[list[int]] = []
+        """Of the pieces that were staged, per rank."""
 
     async def begin(self, serving: int, version: int, offer: Offer) -> Berths:
         if offer.transport not in PLANES:
@@ -232,18 +241,18 @@ class Direct(Reception):
         sums, sent, num_bytes = self._manifests(update, manifests, self.num_ranks)
         self._check_whole(update, sent)
         self._check_complete(sent)
-        if num_bytes or self._transport == "nccl":  # there a rank waits for the trainer's word in any case
+        self._indices = [sorted(indices) for indices in sums]
+        # Over `cuda` the trainer has each rank's own word already. Over `nccl` a rank waits for it, even if nothing comes.
+        if self._transport == "nccl":
             try:
-                await self._call("slipstream_stage", version, [sorted(indices) for indices in sums])
+                await self._call("slipstream_stage", version, self._indices)
             except SlipstreamError:
                 raise
             except Exception as error:
                 raise TransferError(
                     f"engine {self._name!r}: version {version} did not arrive: {_last_line(error)}"
                 ) from None
-        with self._lock:
-            update = self._current(version)  # a rollback may have come meanwhile
-        update.slots = dict.fromkeys(sent, 0)
+        super().check(version)  # a rollback may have come meanwhile
         self._staged = version
         return StageReport(num_bytes, time.perf_counter() - start)
 
@@ -263,9 +272,7 @@ class Direct(Reception):
             ]
             answers = await self._call("slipstream_write", places, self._dtype, sorted(self._reloaded))
         else:
-            with self._lock:
-                sent = self._current(version).slots
-            answers = await self._call("slipstream_apply", version if sent else -1)
+            answers = await self._call("slipstream_apply", version, self._indices)
         self._has_weights = True
         return answers[0][0], max(seconds for _, seconds in answers)
 

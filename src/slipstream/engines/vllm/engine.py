@@ -186,7 +186,10 @@ class VllmEngine:
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
         called = time.perf_counter()
-        async with self._turn, self._still():
+        # A call to the workers falls between two steps anyway. Where one call does it all, and nothing is left to do before
+        # the next step, the steps are not stopped.
+        stop = not self._delivery.is_one_call or in_flight == "recompute"
+        async with self._turn, self._still() if stop else self._runs.held_back():
             boundary = time.perf_counter()
             self._delivery.check(version)
             try:
@@ -207,7 +210,9 @@ class VllmEngine:
             if in_flight == "recompute":
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
             swapped = time.perf_counter()
-        return CommitReport(swapped - boundary, boundary - called, seconds)
+        if stop:
+            return CommitReport(swapped - boundary, boundary - called, seconds)
+        return CommitReport(seconds, swapped - called - seconds, seconds)
 
     async def _restore(self) -> None:
         try:

@@ -35,6 +35,7 @@ class Extension:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    _sleep_saved_buffers: dict[str, torch.Tensor]
 
     def slipstream_install(self, owner: int, names: Sequence[str]) -> dict[str, int]:
         """Once, after the model is loaded. `owner` is the process that hosts the engine; without it there is no reason to
@@ -125,14 +126,14 @@ class Extension:
 
     def slipstream_stage(self, version: int, indices: Sequence[Sequence[int]]) -> int:
         """Returns once these pieces, listed by rank, are within reach; the number of their bytes."""
-        return self._slipstream_live.stage(version, indices[self._slipstream_rank])
+        return self._slipstream_live.receive(version, indices[self._slipstream_rank])
 
-    def slipstream_apply(self, version: int) -> tuple[dict[str, int], float]:
-        """Writes a staged version (-1: there is nothing to write). What every request has drawn so far, and the seconds that
-        writing took."""
-        drawn, start = self.slipstream_drawn(), time.perf_counter()
-        if version >= 0:
-            self._slipstream_live.apply(version)
+    def slipstream_apply(self, version: int, indices: Sequence[Sequence[int]]) -> tuple[dict[str, int], float]:
+        """Writes these pieces, listed by rank, of a staged version. What every request has drawn so far, and the seconds that
+        writing took. Both in one call, so that no step comes between them."""
+        start, drawn = time.perf_counter(), self.slipstream_drawn()
+        if any(indices):
+            self._slipstream_live.apply(version, indices[self._slipstream_rank])
         return drawn, time.perf_counter() - start
 
     def slipstream_write(
@@ -162,7 +163,16 @@ class Extension:
             allocator.pointer_to_data = everything
 
     def slipstream_wake(self, tags: Sequence[str]) -> None:
-        self.wake_up(list(tags))  # type: ignore[attr-defined]
+        """As vLLM's own `wake_up`, which after a sleep of level 2 writes the model's buffers whatever is woken: while the
+        weights sleep, there is no memory behind them."""
+        buffers = self._sleep_saved_buffers
+        if "weights" not in tags:
+            self._sleep_saved_buffers = {}
+        try:
+            self.wake_up(list(tags))  # type: ignore[attr-defined]
+        finally:
+            if "weights" not in tags:
+                self._sleep_saved_buffers = buffers
 
     def slipstream_in_use(self) -> int:
         """Bytes of device memory behind the weights and the KV cache."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import xxhash
@@ -101,7 +102,7 @@ class DeviceMemory:
 
 
 class Live:
-    """The parameters of one rank."""
+    """The parameters of one rank. `stage` may be called by a thread of its own; all else between two steps."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], reload: Reload, rank: int, device: torch.device) -> None:
         self._parameters, self._reload, self._rank, self._device = parameters, reload, rank, device
@@ -110,8 +111,8 @@ class Live:
         self._reloaded: frozenset[str] = frozenset()
         self._targets: dict[int, torch.Tensor] = {}
         """By index: where a piece goes."""
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._wholes: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        self._staged: dict[int, torch.Tensor] = {}
+        """By index: what goes there."""
         self._version = -1
 
     def open(
@@ -136,7 +137,8 @@ class Live:
             from slipstream.weights.transports.cuda import CudaReceiver
             from slipstream.weights.transports.vmm import Vmm
 
-            return CudaReceiver(senders, lambda at, size: DeviceMemory(at, size, self._device), Vmm(index))
+            wrap = partial(DeviceMemory, device=self._device)
+            return CudaReceiver(senders, wrap, Vmm(index), check=self.stage)
         if transport == "nccl":
             from slipstream.weights.transports.nccl import NcclReceiver
 
@@ -147,32 +149,45 @@ class Live:
         assert self._receiver is not None
         self._receiver.expect(version)
 
-    def stage(self, version: int, indices: Collection[int]) -> int:
-        """All that can go wrong goes wrong here, while the old version serves. Returns the number of bytes."""
+    def receive(self, version: int, indices: Collection[int]) -> int:
+        """Waits until these pieces are within reach, and stages them. Returns the number of their bytes."""
         assert self._receiver is not None
         num_bytes = self._receiver.wait(version, indices)
-        self._pairs, self._wholes = [], {}
-        for index in indices:
-            move, source = self._moves[index], self._receiver.source(index)
-            wanted = shape_of(move.tensor_box)
-            if tuple(source.shape[len(source.shape) - len(wanted) :]) != wanted:
-                raise TransferError(f"{move.tensor} came with shape {list(source.shape)}, the plan says {list(wanted)}")
-            if move.parameter in self._reloaded:
-                self._wholes.setdefault(move.parameter, []).append((move.local_box, source))
-            else:
-                self._pairs.append((self._targets[index], source))
-        self._version = version
+        self.stage(version, {index: self._receiver.source(index) for index in indices})
         return num_bytes
 
-    def apply(self, version: int) -> None:
-        """Between two steps: every piece into its place. When it returns, nothing is read any more."""
-        assert self._receiver is not None and self._version == version, (self._version, version)
-        for target, source in self._pairs:
-            target.copy_(source, non_blocking=True)
-        if self._wholes:
-            self._reload((name, _assembled(pieces)) for name, pieces in self._wholes.items())
+    def stage(self, version: int, pieces: Mapping[int, torch.Tensor]) -> None:
+        """All that can go wrong goes wrong here, while the old version serves. Trainer ranks may come one by one."""
+        for index, piece in pieces.items():
+            if not 0 <= index < len(self._moves):
+                raise TransferError(f"piece {index} is not in the plan, which has {len(self._moves)} for this rank")
+            wanted = shape_of(self._moves[index].tensor_box)
+            if tuple(piece.shape[piece.dim() - len(wanted) :]) != wanted:
+                tensor = self._moves[index].tensor
+                raise TransferError(f"{tensor} came with shape {list(piece.shape)}, the plan says {list(wanted)}")
+        if version != self._version:
+            self._version, self._staged = version, {}
+        self._staged = {**self._staged, **pieces}
+
+    def apply(self, version: int, indices: Collection[int]) -> None:
+        """Between two steps: every piece into its place. When it returns, nothing is read any more. Raises before anything is
+        written, unless exactly these pieces of this version are staged."""
+        assert self._receiver is not None
+        if self._version != version or self._staged.keys() != set(indices):
+            raise TransferError(
+                f"rank {self._rank} has {len(self._staged)} piece(s) of version {self._version} within reach, not the "
+                f"{len(indices)} of version {version} that are to be written"
+            )
+        wholes: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for index, piece in self._staged.items():
+            if index in self._targets:
+                self._targets[index].copy_(piece, non_blocking=True)
+            else:
+                wholes.setdefault(self._moves[index].parameter, []).append((self._moves[index].local_box, piece))
+        if wholes:
+            self._reload((name, _assembled(pieces)) for name, pieces in wholes.items())
         self._wait_for_device()
-        self._pairs, self._wholes, self._version = [], {}, -1
+        self._staged, self._version = {}, -1
         self._receiver.done(version)
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], reloaded: Collection[str]) -> None:
@@ -192,12 +207,12 @@ class Live:
             torch.cuda.current_stream(self._device).synchronize()
 
     def forget(self) -> None:
-        self._pairs, self._wholes, self._version = [], {}, -1
+        self._staged, self._version = {}, -1
         if self._receiver is not None:
             self._receiver.abandon()
 
     def close(self) -> None:
-        self._pairs, self._wholes, self._targets = [], {}, {}
+        self._staged, self._version, self._targets = {}, -1, {}
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

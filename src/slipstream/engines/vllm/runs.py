@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,9 +43,21 @@ class Runs:
         self.gate = asyncio.Event()
         """While it is closed, no sample begins."""
         self.gate.set()
+        self._booked = asyncio.Event()
+        """While it is cleared, it is being found out which version drew what: nothing is taken from vLLM's answers."""
+        self._booked.set()
         self._ids = itertools.count()
         self._tasks: dict[Job, dict[asyncio.Task[None], Sample]] = {}
         """All that is unfinished."""
+
+    @contextlib.asynccontextmanager
+    async def held_back(self) -> AsyncIterator[None]:
+        """Answers of vLLM's wait, until their versions are known."""
+        self._booked.clear()
+        try:
+            yield
+        finally:
+            self._booked.set()
 
     def start(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
@@ -102,6 +114,7 @@ class Runs:
         outputs = self._llm.generate(prompt, params, run.id, priority=sample.ticket.priority)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                await self._booked.wait()
                 if sample.ticket.is_scoring:
                     words.take_scores(sample, output, run.versions[0][0])
                 else:

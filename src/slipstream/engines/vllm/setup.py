@@ -36,7 +36,12 @@ def make_llm(directory: Path, model: ModelConfig, options: EngineConfig, has_wei
     on_cpu = compat.is_cpu()
     if on_cpu:
         _prepare_cpu(model, options)
+    elif options.dtype == "float32":
+        _set(
+            {"TRITON_F32_DEFAULT": "ieee"}
+        )  # else its attention kernel rounds to TF32: 3 digits, where 7 were asked for
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     block = _BLOCK["cpu" if on_cpu else "gpu"]
@@ -70,7 +75,8 @@ def make_llm(directory: Path, model: ModelConfig, options: EngineConfig, has_wei
         arguments["enable_sleep_mode"] = True
     if options.prefill_tokens:
         arguments["max_num_batched_tokens"] = options.prefill_tokens
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    # As for vLLM's own `LLM`: rollouts are large batches, and its defaults for servers make small steps of them.
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
 
 def _prepare_cpu(model: ModelConfig, options: EngineConfig) -> None:

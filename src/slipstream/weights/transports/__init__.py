@@ -28,7 +28,7 @@ SMALL_BYTES = 8 << 20
 
 def is_quick(transport: str, num_bytes: int) -> bool:
     """Whether moving this much takes no longer than handing it to a thread: then an event loop may do it itself."""
-    return transport in ("memory", "shm") and num_bytes <= SMALL_BYTES
+    return transport == "cuda" or (transport in ("memory", "shm") and num_bytes <= SMALL_BYTES)
 
 
 def invitation(transport: str) -> str:

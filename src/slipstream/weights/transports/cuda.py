@@ -6,6 +6,7 @@ the way. The trainer's arrays are kept, and unchanged, until the engine has said
 
     message = head, JSON (new regions, new shapes, which regions are gone), rows of (index, region, offset) as int64
               + the new regions' file descriptors
+    answer  = 0 and nothing, once all of it is mapped and found to fit; or the length of an error and its text
 
 Where memory cannot be exported (JAX's `cuda_async` allocator), arrays are first copied into a buffer of our own that can be,
 and the sync's report says so. The socket is an abstract one, of Linux: a crash leaves nothing behind."""
@@ -22,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
@@ -36,9 +37,14 @@ DEADLINE_SECONDS = 30.0
 FDS_PER_MESSAGE = 100
 ALIGNMENT = 256
 _HEAD = struct.Struct("<4sqIII")
+_ANSWER = struct.Struct("<I")
 _MAGIC = b"SSC1"
-_MAX_TEXT = 64 << 20
+_MAX_TEXT, _MAX_ERROR = 64 << 20, 4096
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+Shown: TypeAlias = Callable[[int, Mapping[int, Any]], None]
+"""Takes a version, and pieces of it by index; raises if they are not what they should be."""
 
 
 class Mapped(Protocol):
@@ -53,6 +59,8 @@ class Mapped(Protocol):
 
 
 class CudaSender:
+    is_certain: ClassVar[bool] = True
+
     def __init__(self, link: bytes, peer: str, driver: Driver | None = None) -> None:
         facts = unpack_link(link)
         self._peer, self._exports = peer, Exports(driver or Vmm())
@@ -94,6 +102,7 @@ class CudaSender:
             if i not in self._told
         ]
         self._tell(version, found, shapes, rows)
+        self._hear(version)
         self._told.update(arrays)
 
     def _compute(self, index: int, piece: DevicePiece) -> tuple[Any, Strided]:
@@ -127,6 +136,18 @@ class CudaSender:
         finally:
             for _, fd in found.new.values():
                 os.close(fd)
+
+    def _hear(self, version: int) -> None:
+        """The rank's word that it can read all it was told of."""
+        try:
+            (size,) = _ANSWER.unpack(_exactly(self._socket, _ANSWER.size))
+            text = _exactly(self._socket, size).decode(errors="replace") if size else ""
+        except (OSError, EOFError) as error:
+            raise TransferError(
+                f"engine {self._peer} did not say that it can read version {version}: {error or 'it went away'}"
+            ) from None
+        if text:
+            raise TransferError(f"engine {self._peer} cannot read version {version}: {text}")
 
     def close(self) -> None:
         self._socket.close()
@@ -230,21 +251,20 @@ class _Reader:
         driver: Driver,
         wrap: Any,
         changed: threading.Condition,
+        on_shown: Shown,
         on_end: Callable[[], None],
     ) -> None:
-        self._socket, self._driver, self._wrap, self._changed, self._on_end = connection, driver, wrap, changed, on_end
+        self._socket, self._driver, self._wrap, self._changed = connection, driver, wrap, changed
+        self._on_shown, self._on_end = on_shown, on_end
         self._regions: dict[int, tuple[int, int, Mapped]] = {}
         self._pieces: dict[int, _Piece] = {}
         self._rows: dict[int, tuple[int, int]] = {}
-        self.version = -1
         self.error: Exception | None = None
         threading.Thread(target=self._read, name="slipstream-mapped", daemon=True).start()
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._rows
-
-    def view(self, index: int) -> tuple[Any, int]:
-        """The piece, and its size in bytes. Called with `changed` held."""
+    def _view(self, index: int) -> Any:
+        if index not in self._pieces:
+            raise TransferError(f"piece {index} has no shape")
         piece, (number, offset) = self._pieces[index], self._rows[index]
         if number not in self._regions:
             raise TransferError(f"piece {index} is in region {number}, which was not shown")
@@ -252,8 +272,7 @@ class _Reader:
         itemsize = _DTYPES[piece.dtype]
         if not 0 <= offset <= offset + piece.geometry.reach * itemsize <= size or offset % itemsize:
             raise TransferError(f"piece {index} sticks out of its region of {size} bytes: {offset}, {piece.geometry}")
-        view = self._regions[number][2].view(piece.dtype, piece.geometry, offset)
-        return view, itemsize * int(np.prod(piece.geometry.shape))
+        return self._regions[number][2].view(piece.dtype, piece.geometry, offset)
 
     def close(self) -> None:
         """Forgets the trainer's memory. Called with `changed` held."""
@@ -269,18 +288,23 @@ class _Reader:
         try:
             while True:
                 head, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, FDS_PER_MESSAGE)
-                head += self._exactly(_HEAD.size - len(head)) if head else b""
                 if not head:
                     raise EOFError
+                head += _exactly(self._socket, _HEAD.size - len(head))
                 magic, version, text_size, data_size, num_fds = _HEAD.unpack(head)
                 if magic != _MAGIC or text_size > _MAX_TEXT or data_size > _MAX_TEXT or num_fds != len(fds):
                     raise TransferError("the trainer's message on mapped weights cannot be read")
-                tree = json.loads(self._exactly(text_size))
-                rows = np.frombuffer(self._exactly(data_size), np.int64).reshape(-1, 3)
+                tree = json.loads(_exactly(self._socket, text_size))
+                rows = np.frombuffer(_exactly(self._socket, data_size), np.int64).reshape(-1, 3)
                 with self._changed:
                     self._take(version, tree, rows, fds)
                     self._changed.notify_all()
+                if len(rows):
+                    self._socket.sendall(_ANSWER.pack(0))
         except Exception as error:
+            with contextlib.suppress(OSError):
+                text = str(error).encode()[:_MAX_ERROR] or type(error).__name__.encode()
+                self._socket.sendall(_ANSWER.pack(len(text)) + text)
             with self._changed:
                 self.error = error
                 self._on_end()
@@ -297,24 +321,24 @@ class _Reader:
                 raise TransferError(f"piece {index} has dtype {dtype!r}, offset {offset}, strides {strides}")
             self._pieces[index] = _Piece(dtype, Strided(tuple(shape), tuple(strides), offset))
         if len(rows):
-            self._rows = {int(index): (int(number), int(offset)) for index, number, offset in rows}
-            self.version = version
-
-    def _exactly(self, size: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            part = self._socket.recv(size - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
+            self._rows = {index: (number, offset) for index, number, offset in rows.tolist()}
+            views = {index: self._view(index) for index in self._rows}
+            self._on_shown(version, views)
 
 
 class CudaReceiver:
-    """See `weights.device.Receiver`. `wrap` makes of an address and a size what the reader's framework can view."""
+    """See `weights.device.Receiver`. `wrap` makes of an address and a size what the reader's framework can view. `check` is
+    called with the pieces that a trainer rank shows, before it is told that all is well."""
 
-    def __init__(self, senders: Collection[int], wrap: Any, driver: Driver, deadline: float = DEADLINE_SECONDS) -> None:
-        self._driver, self._wrap, self._deadline = driver, wrap, deadline
+    def __init__(
+        self,
+        senders: Collection[int],
+        wrap: Any,
+        driver: Driver,
+        deadline: float = DEADLINE_SECONDS,
+        check: Shown | None = None,
+    ) -> None:
+        self._driver, self._wrap, self._deadline, self._check = driver, wrap, deadline, check
         name, self._nonce = f"slipstream-{secrets.token_hex(16)}", secrets.token_bytes(32)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind("\0" + name)
@@ -323,8 +347,8 @@ class CudaReceiver:
         self.links: Mapping[int, bytes] = dict.fromkeys(senders, link)
         self._changed = threading.Condition()
         self._readers: list[_Reader] = []
-        self._sources: dict[int, Any] = {}
-        """While there are any, nothing is unmapped."""
+        self._version, self._sources = -1, dict[int, Any]()
+        """What has been shown of an update. While there is any, nothing is unmapped."""
         self._lost: Exception | None = None
         """Why a trainer rank's connection ended, since the update began."""
         self._closed = False
@@ -333,13 +357,19 @@ class CudaReceiver:
         threading.Thread(target=self._accept, name="slipstream-mapped-door", daemon=True).start()
 
     def expect(self, version: int) -> None:
-        with self._changed:
-            self._sources, self._lost = {}, None
+        """Nothing to prepare: an update has begun when a trainer rank shows it."""
+
+    def _shown(self, version: int, views: Mapping[int, Any]) -> None:
+        if self._check is not None:
+            self._check(version, views)
+        if version != self._version:
+            self._version, self._sources, self._lost = version, {}, None
+        self._sources |= views
 
     def wait(self, version: int, indices: Collection[int]) -> int:
-        until, num_bytes = time.monotonic() + self._deadline, 0
+        until = time.monotonic() + self._deadline
         with self._changed:
-            while missing := [i for i in indices if not any(r.version == version and i in r for r in self._readers)]:
+            while missing := [i for i in indices if self._version != version or i not in self._sources]:
                 if isinstance(self._lost, (EOFError, OSError)):
                     raise TransferError(f"the trainer went away before all of version {version} was within reach")
                 if self._lost is not None:
@@ -349,12 +379,7 @@ class CudaReceiver:
                         f"{len(missing)} piece(s) of version {version} were not shown within {self._deadline:g} s; is the "
                         "trainer alive?"
                     )
-            for reader in self._readers:
-                for index in indices:
-                    if reader.version == version and index in reader:
-                        self._sources[index], size = reader.view(index)
-                        num_bytes += size
-        return num_bytes
+            return sum(self._sources[i].nbytes for i in indices)
 
     def source(self, index: int) -> Any:
         return self._sources[index]
@@ -364,7 +389,7 @@ class CudaReceiver:
 
     def abandon(self) -> None:
         with self._changed:
-            self._sources = {}
+            self._version, self._sources = -1, {}
             self._sweep()
 
     def _sweep(self) -> None:
@@ -405,7 +430,19 @@ class CudaReceiver:
                 if self._closed:
                     connection.close()
                     return
-                self._readers.append(_Reader(connection, self._driver, self._wrap, self._changed, self._sweep))
+                self._readers.append(
+                    _Reader(connection, self._driver, self._wrap, self._changed, self._shown, self._sweep)
+                )
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = connection.recv(size - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
 
 
 def _check_user(connection: socket.socket) -> None:

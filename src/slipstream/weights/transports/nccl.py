@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -61,6 +61,7 @@ class NcclSender:
     `peer` is the receiver's name in errors. One thread calls `send`; `close` may come from another."""
 
     note = ""
+    is_certain: ClassVar[bool] = False
 
     def __init__(
         self,
