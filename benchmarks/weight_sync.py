@@ -59,7 +59,9 @@ def main() -> None:
         import weight_sync_gpu
 
         shapes = arguments.shapes.split(",")
-        results = weight_sync_gpu.run(shapes, [weight_sync_gpu.MAIN] if arguments.native else [], arguments.repeats, arguments.vllm_python)
+        results = weight_sync_gpu.run(
+            shapes, [weight_sync_gpu.MAIN] if arguments.native else [], arguments.repeats, arguments.vllm_python
+        )
         return save(arguments.json, results)
     results = measure(arguments.layers, arguments.tp, arguments.repeats)
     show(results, Console())

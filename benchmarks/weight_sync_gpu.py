@@ -60,9 +60,11 @@ def run(shapes: list[str], native: list[str], rounds: int, python: str) -> dict[
     }
     for name in shapes:
         console.print(f"[bold]{name}")
-        found["shapes"][name] = measure(SHAPES[name], name in native, rounds, python, console)
+        shape = found["shapes"][name] = measure(SHAPES[name], name in native, rounds, python, console)
+        console.print(table(name, shape, found["device"]))
     found["targets"] = targets(found["shapes"])
-    console.print(*tables(found))
+    for what, value, bound, passed in found["targets"]:
+        console.print(f"{'PASS' if passed else 'FAIL'}  {what}: {value:.2f} (target {bound})")
     return found
 
 
@@ -107,7 +109,6 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
 
         for how, rate in raw_nccl(num_bytes, rounds).items():
             take(how, []).append({"transfer": num_bytes / rate / 1e9})
-    console.print({lane: {k: round(1e3 * median(rows, k), 3) for k in rows[0]} for lane, rows in result["seconds"].items()})
     if native:
         with attempt(result, "vLLM's own NCCL transfer", console):
             for seconds in vllm_native(config, python, rounds):
@@ -253,26 +254,23 @@ NAMES = {
 }
 
 
-def tables(found: dict[str, Any]) -> list[Any]:
-    parts: list[Any] = []
-    for name, shape in found["shapes"].items():
-        size = shape["num_bytes"]
-        title = f"{name}: {size / 1e9:.2f} GB in {shape['tensors']} tensors, bfloat16, on one {found['device']}"
-        table = Table("", "sync", "transfer", "GB/s", "pause", "plan", "send", "stage", "commit", title=title)
-        for lane, label in NAMES.items():
-            if rows := shape["seconds"].get(lane):
-                cells = [
-                    f"{1e3 * median(rows, k):.2f}" if any(k in r for r in rows) else "" for k in ("sync", "transfer")
-                ]
-                cells.append(f"{size / median(rows, 'transfer') / 1e9:,.0f}")
-                more = ("pause", "plan", "send", "stage", "commit")
-                cells += [f"{1e3 * median(rows, k):.2f}" if any(k in r for r in rows) else "" for k in more]
-                table.add_row(label, *cells)
-        parts.append(table)
-        parts += [f"FAIL  {what}: {why}" for what, why in shape["failed"].items()]
-    for what, value, bound, passed in found["targets"]:
-        parts.append(f"{'PASS' if passed else 'FAIL'}  {what}: {value:.2f} (target {bound})")
-    return [part for pair in zip(parts, ["\n"] * len(parts)) for part in pair]
+def table(name: str, shape: dict[str, Any], device: str) -> Table:
+    size = shape["num_bytes"]
+    title = f"{name}: {size / 1e9:.2f} GB in {shape['tensors']} tensors, bfloat16, on one {device}; ms"
+    found = Table("", "sync", "transfer", "GB/s", "pause", "plan", "send", "stage", "commit", title=title)
+    for lane, label in NAMES.items():
+        if rows := shape["seconds"].get(lane):
+
+            def cell(key: str, rows: Any = rows) -> str:
+                return f"{1e3 * median(rows, key):.2f}" if key in rows[0] else ""
+
+            speed = f"{size / median(rows, 'transfer') / 1e9:,.0f}"
+            found.add_row(
+                label, cell("sync"), cell("transfer"), speed, *map(cell, ("pause", "plan", "send", "stage", "commit"))
+            )
+    for what, why in shape["failed"].items():
+        found.add_row(f"{what} failed", why)
+    return found
 
 
 if __name__ == "__main__":

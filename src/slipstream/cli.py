@@ -210,7 +210,13 @@ def status(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="HF directory of a model for vLLM: say which of its parameters are written to directly."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="With --model: what vLLM holds it in.")] = "float32",
+) -> None:
     """Say what this machine has, what is wrong, and how to mend it. Exit code 1 when something is wrong."""
     from rich.console import Console
     from rich.markup import escape
@@ -220,7 +226,7 @@ def doctor() -> None:
 
     table = Table("", "subject", "found", "what to do")
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
-    findings = list(examine())
+    findings = list(examine(model, dtype))
     for finding in findings:
         table.add_row(marks[finding.verdict], finding.subject, escape(finding.found), escape(finding.fix))
     Console().print(table)

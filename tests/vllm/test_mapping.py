@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.observe import doctor
 from tests.tiny import tiny_config, write_config
 from tests.vllm.real import PYTHON, needs_vllm
 
@@ -33,16 +34,16 @@ def models(root: Path) -> list[Path]:
     return [write_config(root / family, tiny_config(family, **shape)) for family in FAMILIES]
 
 
-def ranks(python: str, tp: int, device: str, dtype: str, directories: list[Path]) -> list[list[dict[str, Any]]]:
+def ranks(python: str, tp: int, dtype: str, directories: list[Path]) -> list[list[dict[str, Any]]]:
     """What each rank says of each model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = str(Path(__file__).with_name("rank.py"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": f"ranks-{port}"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(tp):
-        command = [python, script, str(rank), str(tp), str(port), device, dtype, *map(str, directories)]
+        options = ["--rank", str(rank), "--tp", str(tp), "--port", str(port), "--dtype", dtype]
+        command = [python, "-m", "slipstream.engines.vllm.proof", *options, *map(str, directories)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
     try:
@@ -57,10 +58,19 @@ def ranks(python: str, tp: int, device: str, dtype: str, directories: list[Path]
             process.kill()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_vllms_loader_puts_everything_where_the_plan_writes_it(tp: int, tmp_path: Path) -> None:
-    for answers in ranks(PYTHON, tp, "cpu", "float32", models(tmp_path)):
+def test_vllms_loader_puts_everything_where_the_plan_writes_it(tmp_path: Path) -> None:
+    """At TP 2, where there is more to get wrong. (`tests/gpu` has TP 1, and what vLLM does to weights on a GPU.)"""
+    for answers in ranks(PYTHON, 2, "float32", models(tmp_path)):
         assert len(answers) == len(FAMILIES)
         for family, answer in zip(FAMILIES, answers):
             assert answer["failed"] == {}, (family, answer["parameters"])
             assert answer["differing"] == [] and len(answer["parameters"]) > 10, family
+
+
+def test_doctor_says_what_is_written_to_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_VLLM_PYTHON", PYTHON)
+    model = write_config(tmp_path / "tiny", tiny_config("llama", hidden_size=128, head_dim=32))
+    (finding,) = doctor._mapping(model, "float32")
+    assert (finding.verdict, finding.found) == ("ok", "15 of 15 of tiny are written to directly")
+    (finding,) = doctor._mapping(tmp_path / "nowhere", "float32")
+    assert finding.verdict == "wrong" and "vLLM cannot make nowhere" in finding.found

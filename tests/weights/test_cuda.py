@@ -273,8 +273,8 @@ class TorchMemory(HostMemory):
     def view(self, dtype: str, geometry: Strided, offset: int) -> Any:
         array = super().view(dtype, geometry, offset)
         if dtype == "bfloat16":
-            return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-        return torch.from_numpy(array.copy())
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
 
 
 def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype: torch.dtype, failed: Any = ()) -> Any:

@@ -97,17 +97,17 @@ class Fleet:
 
 def test_buckets_by_hand():
     sizes = {0: 10, 1: 640, 2: 20, 5: 600, 6: 64, 7: 5}
-    # Staged bytes fill a bucket of 640; moves of 10 bytes and more are messages of their own.
+    # Staged bytes fill a bucket of 640; moves of 160 bytes and more are messages of their own.
     assert buckets_of(sizes, set(), 640) == [
-        Bucket((0,), ()),
+        Bucket((), (0,)),
         Bucket((1,), ()),
-        Bucket((2, 5), ()),
-        Bucket((6,), (7,)),
+        Bucket((5,), (2,)),
+        Bucket((), (6, 7)),
     ]
-    assert buckets_of(sizes, {1, 5}, 640) == [Bucket((0, 1, 2, 5, 6), (7,))]
+    assert buckets_of(sizes, {1, 5}, 640) == [Bucket((1, 5), (0, 2)), Bucket((), (6, 7))]
     assert buckets_of({3: 5_000}, set(), 640) == [Bucket((3,), ())]
     assert buckets_of(dict.fromkeys(range(9), 640), set(range(9)), 640) == [
-        Bucket((0, 1, 2, 3), ()), Bucket((4, 5, 6, 7), ()), Bucket((8,), ()),
+        Bucket((0, 1), ()), Bucket((2, 3), ()), Bucket((4, 5), ()), Bucket((6, 7), ()), Bucket((8,), ()),
     ]  # fmt: skip
     assert buckets_of({}, set(), 640) == []
 

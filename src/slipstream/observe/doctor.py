@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from slipstream.config import EngineConfig
@@ -25,13 +28,16 @@ class Finding:
     fix: str = ""
 
 
-def examine() -> Iterator[Finding]:
-    """All checks in turn. A check that fails itself is a finding too."""
-    for check in (_python, _packages, _devices, _shared_memory, _cores, _vllm, _remote):
+def examine(model: Path | None = None, dtype: str = "") -> Iterator[Finding]:
+    """All checks in turn. A check that fails itself is a finding too. `model` is one that vLLM is to serve."""
+    checks = {c.__name__: c for c in (_python, _packages, _devices, _shared_memory, _cores, _vllm, _remote)}
+    if model is not None:
+        checks["mapping"] = partial(_mapping, model, dtype)
+    for name, check in checks.items():
         try:
             yield from check()
         except Exception as error:
-            yield Finding(check.__name__.strip("_"), "wrong", f"{type(error).__name__}: {error}", "please report this")
+            yield Finding(name.strip("_"), "wrong", f"{type(error).__name__}: {error}", "please report this")
 
 
 def _python() -> Iterator[Finding]:
@@ -104,6 +110,27 @@ def _vllm() -> Iterator[Finding]:
     else:
         why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
         yield Finding("vLLM", "wrong", f"{python}: {why}", "slipstream setup vllm --cpu, or name another with python=…")
+
+
+def _mapping(model: Path, dtype: str) -> Iterator[Finding]:
+    """Which of the model's parameters a trainer's weights are written into directly, on a GPU."""
+    python = interpreter(EngineConfig(kind="vllm"))
+    command = [python, "-m", "slipstream.engines.vllm.proof", *(["--dtype", dtype] if dtype else []), str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not answers:
+        why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        yield Finding(
+            "live parameters", "wrong", f"vLLM cannot make {model.name}: {why}", "look at the model's directory"
+        )
+        return
+    (answer,) = answers
+    good = len(answer["parameters"]) - len(answer["failed"])
+    yield Finding(
+        "live parameters", "ok", f"{good} of {len(answer['parameters'])} of {model.name} are written to directly"
+    )
+    for name, why in answer["failed"].items():
+        yield Finding(name, "note", why, "it goes through vLLM's own loader, with its module: slower, and as right")
 
 
 def _remote() -> Iterator[Finding]:

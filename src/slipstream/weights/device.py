@@ -20,7 +20,7 @@ from slipstream.types import Berths, Box, Parameter
 from slipstream.weights.checksum import pack_manifest
 from slipstream.weights.layout import intersect, shift, slices
 from slipstream.weights.plan import Move, Plan
-from slipstream.weights.source import Tensor
+from slipstream.weights.source import Tensor, is_jax_array
 from slipstream.weights.strided import Strided, geometry
 from slipstream.weights.transforms import View
 from slipstream.weights.transports.base import unpack_link
@@ -115,9 +115,13 @@ def _platform(tensor: Any) -> str:
     if isinstance(tensor, MappedTensor):
         found = {_platform(leaf) for leaf in tensor.leaves}
         return found.pop() if len(found) == 1 else "mixed"
-    if not hasattr(tensor, "addressable_shards"):
+    if not is_jax_array(tensor):
         return "host"
     return str(next(iter(tensor.sharding.device_set)).platform)
+
+
+def is_deleted(tensor: Any) -> bool:
+    return any(leaf.is_deleted() for leaf in _leaves(tensor))
 
 
 def is_ready(tensor: Any) -> bool:
@@ -139,7 +143,7 @@ def locate(tensor: Tensor, box: Box) -> tuple[Find, Cut]:
             find = _shard(origin.leaf, origin.shard)
             index = slices(shift(box, origin.held.box))
             return lambda t: find(t.origins[number].leaf), Cut(origin.held.view, index)
-    elif hasattr(tensor, "addressable_shards"):
+    elif is_jax_array(tensor):
         for shard in _boxes(tensor):
             if intersect(shard, box) == box:
                 return _shard(tensor, shard), Cut(View(), slices(shift(box, shard)))
@@ -169,6 +173,7 @@ class DeviceOutbox:
     def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, engine: str) -> None:
         self._plan, self._rank, self._engine = plan, rank, engine
         self._streams = [plan.stream(rank, r) for r in range(1 + max(p.rank for p in parameters))]
+        self._sizes = [{i: plan.size_of(move) for i, move in stream.items()} for stream in self._streams]
         self._senders: dict[bytes, DeviceSender] = {}
         self._known: dict[tuple[str, Box], tuple[Find, Cut, Strided | None]] = {}
         self._pinned: list[Mapping[int, DevicePiece]] = []
@@ -200,7 +205,7 @@ class DeviceOutbox:
             if self._streams[rank]:  # also when nothing changed: a rank may be waiting to hear it
                 self._sender(rank).send(version, pieces)
             manifests.append(pack_manifest(version, dict.fromkeys(pieces, 0)))
-            num_bytes += sum(self._plan.size_of(move) for move in moves.values())
+            num_bytes += sum(self._sizes[rank][index] for index in moves)
         return manifests, num_bytes
 
     def _piece(self, tensors: Mapping[str, Tensor], move: Move) -> DevicePiece:
@@ -210,7 +215,7 @@ class DeviceOutbox:
                 f"parameter {move.parameter} of the engine is made of {move.tensor} and others that came; a partial sync "
                 "must bring all the tensors of a parameter, or none"
             )
-        if any(leaf.is_deleted() for leaf in _leaves(tensor)):
+        if is_deleted(tensor):
             raise MappingError(f"{move.tensor} was donated or deleted before the sync; sync what the step returned")
         if key not in self._known:
             find, cut = locate(tensor, move.tensor_box)

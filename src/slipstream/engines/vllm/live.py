@@ -49,7 +49,7 @@ def prove(
         for name, part in parts.get(tensor_name, ()):
             found = live[name][slices(part.local_box)]
             wanted = tensor[slices(part.tensor_box)].to(found.device, found.dtype).reshape(found.shape)
-            if not torch.equal(_bits(found), _bits(wanted)):
+            if not same_bits(found, wanted):
                 failed.setdefault(
                     name, f"it does not hold {tensor_name}{list(part.tensor_box)} where the plan writes it"
                 )
@@ -75,8 +75,9 @@ def invented(
         yield name, torch.randn(tuple(shape), generator=generator, dtype=dtype, device=device)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = _BITS[a.element_size()]
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 class DeviceMemory:
@@ -109,6 +110,7 @@ class Live:
         self._receiver: Receiver | None = None
         self._moves: Sequence[Move] = ()
         self._reloaded: frozenset[str] = frozenset()
+        self._shapes: list[tuple[int, ...]] = []
         self._targets: dict[int, torch.Tensor] = {}
         """By index: where a piece goes."""
         self._staged: dict[int, torch.Tensor] = {}
@@ -121,6 +123,7 @@ class Live:
         """Links, by trainer rank. `parameters` are those of the plan; `reloaded` are the tensors among them."""
         self.close()
         self._moves, self._reloaded = plan.incoming.get(self._rank, ()), frozenset(reloaded)
+        self._shapes = [shape_of(move.tensor_box) for move in self._moves]
         self._targets = {
             index: self._parameters[move.parameter][slices(move.local_box)]
             for index, move in enumerate(self._moves)
@@ -161,8 +164,8 @@ class Live:
         for index, piece in pieces.items():
             if not 0 <= index < len(self._moves):
                 raise TransferError(f"piece {index} is not in the plan, which has {len(self._moves)} for this rank")
-            wanted = shape_of(self._moves[index].tensor_box)
-            if tuple(piece.shape[piece.dim() - len(wanted) :]) != wanted:
+            wanted = self._shapes[index]
+            if piece.shape != wanted and piece.shape[piece.dim() - len(wanted) :] != wanted:
                 tensor = self._moves[index].tensor
                 raise TransferError(f"{tensor} came with shape {list(piece.shape)}, the plan says {list(wanted)}")
         if version != self._version:

@@ -39,6 +39,8 @@ ALIGNMENT = 256
 _HEAD = struct.Struct("<4sqIII")
 _ANSWER = struct.Struct("<I")
 _MAGIC = b"SSC1"
+_MOST_VIEWS = 8
+"""Kept per piece."""
 _MAX_TEXT, _MAX_ERROR = 64 << 20, 4096
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -91,11 +93,9 @@ class CudaSender:
         self._computed = [array for index, (array, _) in arrays.items() if pieces[index].strides is None]
         for array in self._computed:
             array.block_until_ready()
-        whole = {id(array): array for array, _ in arrays.values()}
-        pointers = {key: (array.unsafe_buffer_pointer(), array.nbytes) for key, array in whole.items()}
-        found = self._exports.places(pointers.values())
-        places = {key: found.places[pointer] for key, (pointer, _) in pointers.items()}
-        rows = np.array([(i, *places[id(array)]) for i, (array, _) in arrays.items()], np.int64)
+        pointers = {id(array): array.unsafe_buffer_pointer() for array, _ in arrays.values()}
+        found = self._exports.places({pointers[id(array)]: array for array, _ in arrays.values()})
+        rows = np.array([(i, *found.places[pointers[id(array)]]) for i, (array, _) in arrays.items()], np.int64)
         shapes = [
             [i, np.dtype(array.dtype).name, geometry.offset, geometry.shape, geometry.strides]
             for i, (array, geometry) in arrays.items()
@@ -177,11 +177,11 @@ class Exports:
         self._staging: Region | None = None
         self.is_staged = False
 
-    def places(self, arrays: Collection[tuple[int, int]]) -> Found:
-        """Of arrays by pointer and size in bytes."""
+    def places(self, arrays: Mapping[int, Any]) -> Found:
+        """Of arrays by pointer."""
         if not self.is_staged:
             try:
-                return self._in_place([pointer for pointer, _ in arrays])
+                return self._in_place(arrays)
             except NotExportable:
                 self.is_staged = True
         return self._staged(arrays)
@@ -198,20 +198,20 @@ class Exports:
             found.gone.append(self._numbers.pop(region))
         return found
 
-    def _staged(self, arrays: Collection[tuple[int, int]]) -> Found:
+    def _staged(self, arrays: Mapping[int, Any]) -> Found:
         found, end = Found({}), 0
-        offsets = {}
-        for pointer, size in arrays:
+        offsets, sizes = {}, {pointer: int(array.nbytes) for pointer, array in arrays.items()}
+        for pointer, size in sizes.items():
             offsets[pointer] = end
             end += -(-size // ALIGNMENT) * ALIGNMENT
         if self._staging is None or self._staging.size < end:
-            device = self._driver.region(next(iter(arrays))[0]).device
+            device = self._driver.region(next(iter(arrays))).device
             if self._staging is not None:
                 found.gone.append(self._numbers.pop(self._staging))
                 self._driver.free(self._staging)
             self._staging = self._driver.allocate(end, device)
         number = self._number(self._staging, found)
-        for pointer, size in arrays:
+        for pointer, size in sizes.items():
             self._driver.copy(self._staging.base + offsets[pointer], pointer, size)
             found.places[pointer] = (number, offsets[pointer])
         return found
@@ -258,14 +258,15 @@ class _Reader:
         self._on_shown, self._on_end = on_shown, on_end
         self._regions: dict[int, tuple[int, int, Mapped]] = {}
         self._pieces: dict[int, _Piece] = {}
-        self._rows: dict[int, tuple[int, int]] = {}
+        self._views: dict[tuple[int, int, int], Any] = {}
+        """Of pieces at places where they were seen before: a trainer's arrays come back to the same few."""
         self.error: Exception | None = None
         threading.Thread(target=self._read, name="slipstream-mapped", daemon=True).start()
 
-    def _view(self, index: int) -> Any:
+    def _view(self, index: int, number: int, offset: int) -> Any:
         if index not in self._pieces:
             raise TransferError(f"piece {index} has no shape")
-        piece, (number, offset) = self._pieces[index], self._rows[index]
+        piece = self._pieces[index]
         if number not in self._regions:
             raise TransferError(f"piece {index} is in region {number}, which was not shown")
         size = self._regions[number][1]
@@ -276,7 +277,7 @@ class _Reader:
 
     def close(self) -> None:
         """Forgets the trainer's memory. Called with `changed` held."""
-        self._rows = {}
+        self._views = {}
         for address, size, _ in self._regions.values():
             self._driver.unmap(address, size)
         self._regions = {}
@@ -313,6 +314,8 @@ class _Reader:
         for number in tree["gone"]:
             address, size, _ = self._regions.pop(number)
             self._driver.unmap(address, size)
+        if tree["gone"] or tree["shapes"]:
+            self._views = {}
         for (number, size), fd in zip(tree["regions"], fds, strict=True):
             address = self._driver.map(fd, size)
             self._regions[number] = (address, size, self._wrap(address, size))
@@ -321,9 +324,15 @@ class _Reader:
                 raise TransferError(f"piece {index} has dtype {dtype!r}, offset {offset}, strides {strides}")
             self._pieces[index] = _Piece(dtype, Strided(tuple(shape), tuple(strides), offset))
         if len(rows):
-            self._rows = {index: (number, offset) for index, number, offset in rows.tolist()}
-            views = {index: self._view(index) for index in self._rows}
-            self._on_shown(version, views)
+            if len(self._views) > _MOST_VIEWS * len(self._pieces):
+                self._views = {}
+            shown = {}
+            for index, number, offset in rows.tolist():
+                key = index, number, offset
+                if key not in self._views:
+                    self._views[key] = self._view(*key)
+                shown[index] = self._views[key]
+            self._on_shown(version, shown)
 
 
 class CudaReceiver:

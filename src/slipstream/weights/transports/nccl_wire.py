@@ -16,16 +16,17 @@ from slipstream.weights.plan import Move, Plan
 from slipstream.weights.transports.base import fact, pack_link, unpack_link
 from slipstream.weights.transports.nccl_pair import HOWS, ID_BYTES, How
 
-BUCKET = 64 << 20
-"""Bytes of a bucket that are staged, on either side."""
+BUCKET = 256 << 20
+"""Bytes of a bucket that are staged, on either side. Large, because a message costs NCCL more than a copy on the device costs
+us."""
 
 DEADLINE = 30.0
 IN_FLIGHT = 2
 """Buckets: while one is sent, the next is packed."""
 
-LARGE_SHARE = 64
+LARGE_SHARE = 4
 """A move of at least this part of a bucket is a message of its own."""
-_MOST_BUCKETS = 4
+_MOST_BUCKETS = 2
 """A bucket with moves that nobody stages has up to this many times its size."""
 
 lost: list[object] = []
