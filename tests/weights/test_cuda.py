@@ -121,6 +121,20 @@ def test_other_memory_at_the_same_address_is_mapped_anew(reader: cuda.CudaReceiv
     sender.close()
 
 
+def test_memory_that_is_no_longer_used_is_let_go(reader: cuda.CudaReceiver) -> None:
+    """Allocators that take memory for each array give it back, too; as long as it is mapped it is not free."""
+    driver, far = Memfd(), reader._driver
+    sender = sender_to(reader, driver)
+    for version in range(1, 9):
+        region = driver.allocate(4096)
+        sender.send(version, {0: piece(FakeArray(region, 0, np.full(4, version, np.float32)))})
+        reader.wait(version, [0])
+        assert float(reader.source(0)[0]) == version
+        reader.done(version)
+        assert len(far.mapped) <= cuda.IDLE_TURNS  # type: ignore[attr-defined]
+    sender.close()
+
+
 def test_more_regions_than_a_message_carries(reader: cuda.CudaReceiver) -> None:
     driver = Memfd()
     arrays = {i: FakeArray(driver.allocate(4096), 0, np.full(3, i, np.float32)) for i in range(250)}

@@ -196,6 +196,8 @@ class Direct(Reception):
         self._places: dict[str, list[Place]] = {}
         """Of parameters that came through shared memory with the update under way."""
         self._staged = -1
+        self._is_torn = False
+        """A load was begun, and it is not known that it ended well, or that it changed nothing."""
         self._indices: list[list[int]] = []
         """Of the pieces that were staged, per rank."""
 
@@ -266,6 +268,7 @@ class Direct(Reception):
 
     async def load(self, version: int) -> tuple[dict[str, int], float]:
         self.check(version)
+        self._is_torn = True
         if self._inbox.is_updating:
             places = [
                 [name, [[file, offset, list(shape)] for file, offset, shape in at]] for name, at in self._places.items()
@@ -273,13 +276,16 @@ class Direct(Reception):
             answers = await self._call("slipstream_write", places, self._dtype, sorted(self._reloaded))
         else:
             answers = await self._call("slipstream_apply", version, self._indices)
-        self._has_weights = True
-        return answers[0][0], max(seconds for _, seconds in answers)
+        self._is_torn = any(why == "" for *_, why in answers)
+        if refusals := [why for *_, why in answers if why]:
+            raise TransferError(refusals[0])
+        self._has_weights, self._is_torn = True, False
+        return answers[0][0], max(seconds for _, seconds, _ in answers)
 
     async def restore(self) -> None:
         """There is no second copy. All that can be checked was checked when the version was staged; what is left is a device
         that fails, and it serves nobody any more."""
-        if self._has_weights:
+        if self._has_weights and self._is_torn:
             raise EngineFailure("the old weights were overwritten in part, and there is no copy of them")
 
     def finish(self, version: int) -> None:

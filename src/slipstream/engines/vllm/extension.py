@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from slipstream.engines.vllm import noise
 from slipstream.engines.vllm.compat import external_id
-from slipstream.engines.vllm.live import Live, invented, prove, with_their_modules
+from slipstream.engines.vllm.live import Live, NothingWritten, invented, prove, with_their_modules
 from slipstream.engines.vllm.sampler import TwofoldSampler
 from slipstream.model.config import ModelConfig
 from slipstream.weights import families
@@ -128,22 +128,25 @@ class Extension:
         """Returns once these pieces, listed by rank, are within reach; the number of their bytes."""
         return self._slipstream_live.receive(version, indices[self._slipstream_rank])
 
-    def slipstream_apply(self, version: int, indices: Sequence[Sequence[int]]) -> tuple[dict[str, int], float]:
+    def slipstream_apply(self, version: int, indices: Sequence[Sequence[int]]) -> tuple[dict[str, int], float, str]:
         """Writes these pieces, listed by rank, of a staged version. What every request has drawn so far, and the seconds that
-        writing took. Both in one call, so that no step comes between them."""
-        start, drawn = time.perf_counter(), self.slipstream_drawn()
-        if any(indices):
-            self._slipstream_live.apply(version, indices[self._slipstream_rank])
-        return drawn, time.perf_counter() - start
+        writing took: both in one call, so that no step comes between them. And why nothing was written, if so."""
+        start, drawn, why = time.perf_counter(), self.slipstream_drawn(), ""
+        try:
+            if any(indices):
+                self._slipstream_live.apply(version, indices[self._slipstream_rank])
+        except NothingWritten as error:
+            why = str(error)
+        return drawn, time.perf_counter() - start, why
 
     def slipstream_write(
         self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]
-    ) -> tuple[dict[str, int], float]:
+    ) -> tuple[dict[str, int], float, str]:
         """The same, for parameters in shared memory: `(name, per rank (file, offset, shape))`."""
         drawn, kind, start = self.slipstream_drawn(), getattr(torch, dtype), time.perf_counter()
         own = [(name, *at[self._slipstream_rank]) for name, at in places]
         self._slipstream_live.write(((n, self._slipstream_tensor(f, o, s, kind)) for n, f, o, s in own), reloaded)
-        return drawn, time.perf_counter() - start
+        return drawn, time.perf_counter() - start, ""
 
     def slipstream_forget(self) -> None:
         self._slipstream_live.forget()

@@ -80,6 +80,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
+class NothingWritten(TransferError):
+    """A version cannot be applied, and the live parameters are as they were."""
+
+
 class DeviceMemory:
     """Mapped memory of another process as torch sees it."""
 
@@ -173,11 +177,11 @@ class Live:
         self._staged = {**self._staged, **pieces}
 
     def apply(self, version: int, indices: Collection[int]) -> None:
-        """Between two steps: every piece into its place. When it returns, nothing is read any more. Raises before anything is
-        written, unless exactly these pieces of this version are staged."""
+        """Between two steps: every piece into its place. When it returns, nothing is read any more. Raises `NothingWritten`
+        unless exactly these pieces of this version are staged."""
         assert self._receiver is not None
         if self._version != version or self._staged.keys() != set(indices):
-            raise TransferError(
+            raise NothingWritten(
                 f"rank {self._rank} has {len(self._staged)} piece(s) of version {self._version} within reach, not the "
                 f"{len(indices)} of version {version} that are to be written"
             )

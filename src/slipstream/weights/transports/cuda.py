@@ -35,6 +35,8 @@ from slipstream.weights.transports.vmm import Driver, NotExportable, Region, Vmm
 
 DEADLINE_SECONDS = 30.0
 FDS_PER_MESSAGE = 100
+IDLE_TURNS = 2
+"""A region that held nothing in so many syncs is no longer shown. If it comes back, it is shown again."""
 ALIGNMENT = 256
 _HEAD = struct.Struct("<4sqIII")
 _ANSWER = struct.Struct("<I")
@@ -173,7 +175,9 @@ class Exports:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._numbers: dict[Region, int] = {}
-        self._next = 0
+        self._used: dict[Region, int] = {}
+        """In which turn last."""
+        self._next = self._turn = 0
         self._staging: Region | None = None
         self.is_staged = False
 
@@ -188,14 +192,26 @@ class Exports:
 
     def _in_place(self, pointers: Collection[int]) -> Found:
         found, seen = Found({}), list[Region]()
-        for pointer in sorted(pointers):
-            # Sorted, so that the arrays of a region follow each other. Whether it is still the same is asked every time:
-            # an allocator may have given a region back, and got other memory at the same addresses.
-            if not seen or not seen[-1].base <= pointer < seen[-1].base + seen[-1].size:
-                seen.append(self._driver.region(pointer))
-            found.places[pointer] = (self._number(seen[-1], found), pointer - seen[-1].base)
-        for region in [r for r in self._numbers if r not in seen and any(_overlap(r, other) for other in seen)]:
+        self._turn += 1
+        try:
+            for pointer in sorted(pointers):
+                # Sorted, so that the arrays of a region follow each other. Whether it is still the same is asked every
+                # time: an allocator may have given a region back, and got other memory at the same addresses.
+                if not seen or not seen[-1].base <= pointer < seen[-1].base + seen[-1].size:
+                    seen.append(self._driver.region(pointer))
+                found.places[pointer] = (self._number(seen[-1], found), pointer - seen[-1].base)
+        except NotExportable:
+            for region, fd in found.new.values():
+                os.close(fd)
+                del self._numbers[region]
+            raise
+        self._used |= dict.fromkeys(seen, self._turn)
+        # What a reader has mapped is not free, even after the trainer's allocator has let go of it.
+        idle = [r for r in self._numbers if r not in seen]
+        old = [r for r in idle if self._turn - self._used[r] >= IDLE_TURNS or any(_overlap(r, new) for new in seen)]
+        for region in old:
             found.gone.append(self._numbers.pop(region))
+            del self._used[region]
         return found
 
     def _staged(self, arrays: Mapping[int, Any]) -> Found:
@@ -286,6 +302,7 @@ class _Reader:
         self._socket.close()
 
     def _read(self) -> None:
+        fds: list[int] = []
         try:
             while True:
                 head, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, FDS_PER_MESSAGE)
@@ -303,6 +320,8 @@ class _Reader:
                 if len(rows):
                     self._socket.sendall(_ANSWER.pack(0))
         except Exception as error:
+            for fd in fds:  # those that were not mapped
+                os.close(fd)
             with contextlib.suppress(OSError):
                 text = str(error).encode()[:_MAX_ERROR] or type(error).__name__.encode()
                 self._socket.sendall(_ANSWER.pack(len(text)) + text)
@@ -316,8 +335,10 @@ class _Reader:
             self._driver.unmap(address, size)
         if tree["gone"] or tree["shapes"]:
             self._views = {}
-        for (number, size), fd in zip(tree["regions"], fds, strict=True):
-            address = self._driver.map(fd, size)
+        if len(tree["regions"]) != len(fds):
+            raise TransferError(f"{len(tree['regions'])} regions were announced, {len(fds)} came")
+        for number, size in tree["regions"]:
+            address = self._driver.map(fds.pop(0), size)
             self._regions[number] = (address, size, self._wrap(address, size))
         for index, dtype, offset, shape, strides in tree["shapes"]:
             if dtype not in _DTYPES or min((offset, *shape, *strides), default=0) < 0:

@@ -1,0 +1,285 @@
+"""Direct delivery into vLLM's workers, with ranks of torch on CPU in their place and a stand-in for the GPU's driver: what the
+engine's process decides, apart from vLLM. (`tests/vllm` has the workers of a real one, `tests/gpu` all of it.)"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from slipstream.engines.vllm.delivery import Direct
+from slipstream.engines.vllm.live import Live, NothingWritten
+from slipstream.errors import (
+    ChecksumMismatch,
+    EngineFailure,
+    FleetChanged,
+    TransferError,
+    UnknownVersion,
+    UpdateInProgress,
+    VersionError,
+)
+from slipstream.types import Offer
+from slipstream.weights import families, source
+from slipstream.weights.device import DeviceOutbox
+from slipstream.weights.families.live import vllm_parameters, written_parameters
+from slipstream.weights.plan import Plan, make_plan
+from slipstream.weights.transports import cuda
+from tests.tiny import random_params, tiny_config
+from tests.weights.by_hand import HandUpdate
+from tests.weights.memfd import Memfd
+from tests.weights.test_cuda import TorchMemory, assert_bits, naive
+
+CONFIG = tiny_config("qwen2")
+TP = 2
+
+
+class Workers:
+    """Two ranks, called as vLLM calls its workers."""
+
+    def __init__(self, failed: Sequence[str] = ()) -> None:
+        self.calls: list[str] = []
+        self.broken = False
+        self.loaded: list[dict[str, torch.Tensor]] = [{}, {}]
+        self._maps: dict[str, mmap.mmap] = {}
+        self._parameters, self._reloaded = written_parameters(CONFIG, TP, failed)
+        self.live, self.ranks = [], []
+        for rank in range(TP):
+            own = [p for p in vllm_parameters(CONFIG, TP) if p.rank == rank]
+            self.live.append({p.name: torch.full(p.shape, float("nan")) for p in own})
+            held = Live(self.live[-1], self.loaded[rank].update, rank, torch.device("cpu"))
+            held._make = lambda *_, held=held: cuda.CudaReceiver([0], TorchMemory, Memfd(), 5.0, held.stage)  # type: ignore[method-assign]
+            self.ranks.append(held)
+
+    async def __call__(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append(method)
+        if self.broken and method in ("slipstream_apply", "slipstream_write"):
+            raise RuntimeError("the device is gone")
+        return [getattr(self, method)(rank, *args) for rank in range(TP)]
+
+    def slipstream_open(self, rank: int, transport: str, plan: bytes, failed: Sequence[str]) -> list[bytes]:
+        return self.ranks[rank].open(transport, Plan.from_bytes(plan), self._parameters, self._reloaded)
+
+    def slipstream_apply(self, rank: int, version: int, indices: Any) -> tuple[dict[str, int], float, str]:
+        try:
+            if any(indices):
+                self.ranks[rank].apply(version, indices[rank])
+        except NothingWritten as error:
+            return {}, 0.0, str(error)
+        return {"s0": 3}, 0.0, ""
+
+    def slipstream_map(self, rank: int, files: Sequence[str]) -> None:
+        for file in files:
+            with open(file, "r+b") as opened:
+                self._maps[file] = mmap.mmap(opened.fileno(), 0)
+
+    def slipstream_write(self, rank: int, places: Any, dtype: str, reloaded: Any) -> tuple[dict[str, int], float, str]:
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, at in places:
+                file, offset, shape = at[rank]
+                count = int(torch.Size(shape).numel())
+                memory = torch.frombuffer(self._maps[file], dtype=torch.float32, count=count, offset=offset)
+                yield name, memory.reshape(shape)
+
+        self.ranks[rank].write(tensors(), reloaded)
+        return {"s0": 3}, 0.0, ""
+
+    def slipstream_forget(self, rank: int) -> None:
+        self.ranks[rank].forget()
+
+
+class Trainer:
+    """One process that sends over `cuda`, step by step."""
+
+    def __init__(self, delivery: Direct) -> None:
+        self.delivery, self.serving = delivery, -1
+        self.tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(CONFIG)))
+        specs = families.tensors(CONFIG)
+        self.plan = make_plan(source.describe(self.tensors), specs, delivery.parameters, "float32")
+        self.outbox = DeviceOutbox(self.plan, delivery.parameters, 0, "engine-0")
+        self.fresh = True
+
+    async def stage(self, version: int, unchanged: set[str] | None = None) -> None:
+        offer = Offer(self.plan.to_bytes(), self.plan.fingerprint, "cuda", self.fresh)
+        self.outbox.berths = await self.delivery.begin(self.serving, version, offer)
+        self.fresh = False
+        manifests, _ = self.outbox.send(self.tensors, unchanged or set(), version)
+        await self.delivery.stage(version, [[m] for m in manifests])
+
+    async def commit(self, version: int) -> dict[str, int]:
+        drawn, _ = await self.delivery.load(version)
+        self.delivery.finish(version)
+        self.serving = version
+        return drawn
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    return Workers()
+
+
+def direct(workers: Workers, has_weights: bool = False, failed: dict[str, str] | None = None) -> Direct:
+    return Direct("engine-0", CONFIG, "float32", TP, workers, failed or {}, has_weights)
+
+
+def assert_serves(workers: Workers, tensors: Any, padded: bool = False) -> None:
+    """`padded`: what nothing fills is zero, and not what it was."""
+    for rank in range(TP):
+        expected = naive(CONFIG, tensors, TP, rank, torch.float32)
+        assert_bits(workers.live[rank], {n: torch.nan_to_num(t) if padded else t for n, t in expected.items()})
+
+
+def test_versions_reach_every_rank_and_only_one_call_is_made_for_each(workers: Workers) -> None:
+    async def scenario() -> None:
+        trainer = Trainer(direct(workers))
+        await trainer.stage(1)
+        assert workers.calls == ["slipstream_open"]
+        assert all(torch.isnan(t).all() for live in workers.live for t in live.values())  # nothing before the commit
+        assert await trainer.commit(1) == {"s0": 3}
+        assert_serves(workers, trainer.tensors)
+        for version in (2, 3):
+            trainer.tensors = {n: jnp.asarray(t) * -version for n, t in trainer.tensors.items()}
+            workers.calls.clear()
+            await trainer.stage(version)
+            await trainer.commit(version)
+            assert workers.calls == ["slipstream_apply"]
+            assert_serves(workers, trainer.tensors)
+        everything = {t.name for t in families.tensors(CONFIG)}
+        await trainer.stage(4, everything)
+        await trainer.commit(4)
+        assert_serves(workers, trainer.tensors)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_rollback_leaves_what_serves_and_the_next_update_has_new_links(workers: Workers) -> None:
+    async def scenario() -> None:
+        delivery = direct(workers)
+        trainer = Trainer(delivery)
+        await trainer.stage(1)
+        await trainer.commit(1)
+        old = trainer.tensors
+        trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
+        await trainer.stage(2)
+        await delivery.rollback(2)
+        await delivery.rollback(2)
+        with pytest.raises(UnknownVersion):
+            await delivery.load(2)
+        assert not delivery.is_updating
+        assert_serves(workers, old)
+        trainer.outbox.close()
+        await trainer.stage(3)
+        assert workers.calls.count("slipstream_open") == 2
+        await trainer.commit(3)
+        assert_serves(workers, trainer.tensors)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_steps_that_do_not_fit_are_refused(workers: Workers) -> None:
+    async def scenario() -> None:
+        delivery = direct(workers)
+        trainer = Trainer(delivery)
+        with pytest.raises(FleetChanged, match="needs every tensor"):
+            await trainer.stage(1, {"model.norm.weight"})
+        await delivery.rollback(1)
+        trainer.outbox.close()
+        offer = Offer(trainer.plan.to_bytes(), trainer.plan.fingerprint, "cuda")
+        with pytest.raises(VersionError):
+            await delivery.begin(5, 5, offer)
+        await delivery.begin(-1, 1, offer)
+        for transport in ("cuda", "shm"):
+            with pytest.raises(UpdateInProgress):
+                await delivery.begin(-1, 2, Offer(offer.plan, offer.fingerprint, transport))
+        with pytest.raises(ChecksumMismatch, match="manifests for 1 of 2"):
+            await delivery.stage(1, [[]])
+        with pytest.raises(UnknownVersion):
+            await delivery.stage(7, [[], []])
+        await delivery.rollback(1)
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_does_not_have_it_writes_nothing_and_the_old_version_goes_on(workers: Workers) -> None:
+    async def scenario() -> None:
+        delivery = direct(workers)
+        trainer = Trainer(delivery)
+        await trainer.stage(1)
+        await trainer.commit(1)
+        old = trainer.tensors
+        trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
+        await trainer.stage(2)
+        for rank in workers.ranks:
+            rank.forget()
+        with pytest.raises(TransferError, match=r"has 0 piece\(s\) of version -1 within reach"):
+            await delivery.load(2)
+        await delivery.restore()  # there is nothing to restore
+        assert_serves(workers, old)
+        await delivery.rollback(2)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["one rank refuses", "the device fails"])
+def test_weights_that_may_be_torn_are_not_served(workers: Workers, how: str) -> None:
+    async def scenario() -> None:
+        delivery = direct(workers, has_weights=True)
+        trainer = Trainer(delivery)
+        await trainer.stage(1)
+        if how == "one rank refuses":
+            workers.ranks[1].forget()
+        workers.broken = how == "the device fails"
+        with pytest.raises((TransferError, RuntimeError)):
+            await delivery.load(1)
+        with pytest.raises(EngineFailure, match="overwritten in part"):
+            await delivery.restore()
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_same_through_shared_memory(workers: Workers) -> None:
+    async def scenario() -> None:
+        delivery = direct(workers)
+        for version in (1, 2, 3):
+            params = jax.tree.map(lambda a, v=version: jnp.asarray(a) * v, random_params(CONFIG))
+            update = HandUpdate(params, families.tensors(CONFIG), delivery.parameters, "float32", version, "shm")
+            berths = await delivery.begin(version - 1, version, update.offer)
+            with pytest.raises(UpdateInProgress):
+                await delivery.begin(version - 1, version, Offer(update.offer.plan, update.offer.fingerprint, "cuda"))
+            await delivery.stage(version, update.send(berths))
+            await delivery.load(version)
+            delivery.finish(version)
+            assert_serves(workers, source.named_tensors(params), padded=True)
+        delivery.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_failed_the_proof_goes_through_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    failed = {f"model.layers.0.self_attn.qkv_proj.{x}": "it is elsewhere" for x in ("weight", "bias")}
+    workers = Workers(list(failed))
+
+    async def scenario() -> None:
+        trainer = Trainer(direct(workers, failed=failed))
+        await trainer.stage(1)
+        await trainer.commit(1)
+        for rank in range(TP):
+            assert len(workers.loaded[rank]) == 6
+            for name, tensor in workers.loaded[rank].items():
+                assert torch.equal(tensor, torch.tensor(trainer.tensors[name].tolist())), name
+            expected = naive(CONFIG, trainer.tensors, TP, rank, torch.float32)
+            assert_bits(workers.live[rank], {n: t for n, t in expected.items() if n not in failed})
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
