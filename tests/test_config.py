@@ -29,6 +29,7 @@ def test_defaults_file_and_overrides(tmp_path):
         ("steps=many", "steps must be of type int, got 'many'"),
         ("steps=true", "steps must be of type int"),
         ("steps=0", "steps must be at least 1"),
+        ("engine.memory_share=1.5", "memory_share is a share of a device's memory, at most 1; got 1.5"),
         ("grpo=5", "grpo is a section"),
         ("seed.x=5", "seed must be of type int"),
         ("grpo.clip=1.5", "clip must be in"),

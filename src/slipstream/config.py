@@ -80,6 +80,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
         _at_least(self, decode_steps=0, speculative_tokens=1, memory_share=0.0)
+        if self.memory_share > 1:
+            raise ConfigError(f"memory_share is a share of a device's memory, at most 1; got {self.memory_share}")
         if self.kind == "vllm":
             self._check_vllm()
         if self.kind == "remote":

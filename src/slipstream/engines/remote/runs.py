@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
+from slipstream.engines.errands import Errands
 from slipstream.engines.remote import words
 from slipstream.engines.remote.client import Client
 from slipstream.engines.remote.server import Server
-from slipstream.engines.sequence import Failed, Job, Sample, Ticket
+from slipstream.engines.sequence import Failed, Sample
 from slipstream.errors import EngineFailure, EngineLost, SlipstreamError
 
 
@@ -33,7 +34,7 @@ class Run:
         self.task.cancel()
 
 
-class Runs:
+class Runs(Errands):
     """`salt` names a version as nobody else would: a prompt that carries it finds nothing in the prefix cache that another
     version has put there. `verify` raises unless the server still has the weights that we think it has; `lose` hears of a
     server that is gone."""
@@ -47,35 +48,11 @@ class Runs:
         verify: Callable[[], Awaitable[None]],
         lose: Callable[[EngineLost], None],
     ) -> None:
+        super().__init__()
         self._client, self._server, self._salt = client, server, salt
         self._verify, self._lose = verify, lose
         self._slots = asyncio.Semaphore(limit)
-        self.version = -1
-        """Under which requests begin."""
         self.running: set[Run] = set()
-        self.gate = asyncio.Event()
-        """While it is closed, no request begins."""
-        self.gate.set()
-        self._tasks: dict[Job, dict[asyncio.Task[None], Sample]] = {}
-        """All that is unfinished."""
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            tasks = self._tasks.setdefault(ticket.job, {})
-            for sample in ticket.samples():
-                task = asyncio.create_task(self._run(sample))
-                tasks[task] = sample
-                task.add_done_callback(lambda task, job=ticket.job: self._forget(job, task))  # type: ignore[misc]
-
-    def cancel(self, job: Job) -> None:
-        for task in list(self._tasks.get(job, ())):
-            task.cancel()
-
-    def fail(self, error: SlipstreamError) -> None:
-        """Everything unfinished ends with `error`."""
-        for job, tasks in list(self._tasks.items()):
-            job.deliver([Failed(sample.ticket, error) for sample in tasks.values()])
-            self.cancel(job)
 
     async def cut_off(self, keep: bool) -> None:
         """Returns when no request of ours is in the server's hands. The gate must be closed."""
@@ -83,11 +60,6 @@ class Runs:
             run.cut_off(keep)
         while self.running:
             await asyncio.sleep(0.001)
-
-    def _forget(self, job: Job, task: asyncio.Task[None]) -> None:
-        self._tasks[job].pop(task)
-        if not self._tasks[job]:
-            del self._tasks[job]
 
     async def _run(self, sample: Sample) -> None:
         """From the first token to the last."""

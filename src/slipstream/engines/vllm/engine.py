@@ -284,7 +284,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self.ended.set()
-        self._runs.close(EngineLost(f"engine {self._name!r} was closed before this was finished"))
+        self._runs.fail(EngineLost(f"engine {self._name!r} was closed before this was finished"))
         await asyncio.to_thread(self._llm.shutdown)
         self._delivery.close()
 

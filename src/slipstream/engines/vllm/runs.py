@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.engines.sequence import Failed, Job, Sample, Ticket
+from slipstream.engines.errands import Errands
+from slipstream.engines.sequence import Failed, Sample
 from slipstream.engines.vllm import compat, words
-from slipstream.errors import EngineFailure, EngineLost, SlipstreamError
+from slipstream.errors import EngineFailure, SlipstreamError
 
 
 @dataclass(eq=False)
@@ -31,24 +32,18 @@ class Run:
         self.task.cancel()
 
 
-class Runs:
+class Runs(Errands):
     """`explain` makes one of our errors of one of vLLM's."""
 
     def __init__(self, llm: Any, explain: Callable[[str, Exception], SlipstreamError], on_gpu: bool) -> None:
+        super().__init__()
         self._llm, self._explain, self._on_gpu = llm, explain, on_gpu
-        self.version = -1
-        """Under which samples begin."""
         self.running: dict[str, Run] = {}
         """What vLLM has, by the ids that it knows them by."""
-        self.gate = asyncio.Event()
-        """While it is closed, no sample begins."""
-        self.gate.set()
         self._booked = asyncio.Event()
         """While it is cleared, it is being found out which version drew what: nothing is taken from vLLM's answers."""
         self._booked.set()
         self._ids = itertools.count()
-        self._tasks: dict[Job, dict[asyncio.Task[None], Sample]] = {}
-        """All that is unfinished."""
 
     @contextlib.asynccontextmanager
     async def held_back(self) -> AsyncIterator[None]:
@@ -58,29 +53,6 @@ class Runs:
             yield
         finally:
             self._booked.set()
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            tasks = self._tasks.setdefault(ticket.job, {})
-            for sample in ticket.samples():
-                task = asyncio.create_task(self._run(sample))
-                tasks[task] = sample
-                task.add_done_callback(lambda task, job=ticket.job: self._forget(job, task))  # type: ignore[misc]
-
-    def cancel(self, job: Job) -> None:
-        for task in list(self._tasks.get(job, ())):
-            task.cancel()
-
-    def close(self, lost: EngineLost) -> None:
-        """Everything unfinished fails with `lost`."""
-        for job, tasks in list(self._tasks.items()):
-            job.deliver([Failed(sample.ticket, lost) for sample in tasks.values()])
-            self.cancel(job)
-
-    def _forget(self, job: Job, task: asyncio.Task[None]) -> None:
-        self._tasks[job].pop(task)
-        if not self._tasks[job]:
-            del self._tasks[job]
 
     async def _run(self, sample: Sample) -> None:
         """From the first token to the last."""

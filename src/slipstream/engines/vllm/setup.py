@@ -37,9 +37,8 @@ def make_llm(directory: Path, model: ModelConfig, options: EngineConfig, has_wei
     if on_cpu:
         _prepare_cpu(model, options)
     elif options.dtype == "float32":
-        _set(
-            {"TRITON_F32_DEFAULT": "ieee"}
-        )  # else its attention kernel rounds to TF32: 3 digits, where 7 were asked for
+        # Else its attention kernel rounds to TF32: three digits, where seven were asked for.
+        _set({"TRITON_F32_DEFAULT": "ieee"})
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM

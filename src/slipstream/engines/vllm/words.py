@@ -60,9 +60,8 @@ def scoring_params(sample: Sample, on_gpu: bool) -> Any:
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={noise.SEED: 0}
-        if on_gpu
-        else None,  # it draws nothing, but rows without a seed stop the others' way
+        # It draws nothing; but a batch with a row that has no seed is drawn in vLLM's way.
+        extra_args={noise.SEED: 0} if on_gpu else None,
     )
 
 
