@@ -426,8 +426,10 @@ def test_leaving_a_generation_closes_the_connections(directory: Path, script: Sc
             await waiting
         await batches.aclose()
         await until(lambda: script.open == 0)
+        assert waiting.cancelled() and not engine.ended.is_set()
 
     with_engine(directory, script, scenario)
+    assert script.open == 0
 
 
 def test_no_more_requests_than_agreed_are_open(directory: Path, script: Script) -> None:
@@ -467,6 +469,8 @@ def test_a_server_that_dies_unasked_is_noticed(
     async def scenario(engine: RemoteEngine) -> None:
         await asyncio.to_thread(script.stop)
         await asyncio.wait_for(engine.ended.wait(), 30)
+        with pytest.raises(EngineLost, match=r"is closed, or the vLLM server at .* is gone"):
+            await engine.score([PROMPT])
 
     with_engine(directory, script, scenario)
 

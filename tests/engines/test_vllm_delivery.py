@@ -128,6 +128,18 @@ def direct(workers: Workers, has_weights: bool = False, failed: dict[str, str] |
     return Direct("engine-0", CONFIG, "float32", TP, workers, failed or {}, has_weights)
 
 
+async def with_a_second_version_staged(workers: Workers) -> tuple[Direct, Trainer, Any]:
+    """And the tensors of the first, which serves."""
+    delivery = direct(workers)
+    trainer = Trainer(delivery)
+    await trainer.stage(1)
+    await trainer.commit(1)
+    old = trainer.tensors
+    trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
+    await trainer.stage(2)
+    return delivery, trainer, old
+
+
 def assert_serves(workers: Workers, tensors: Any, padded: bool = False) -> None:
     """`padded`: what nothing fills is zero, and not what it was."""
     for rank in range(TP):
@@ -161,13 +173,7 @@ def test_versions_reach_every_rank_and_only_one_call_is_made_for_each(workers: W
 
 def test_a_rollback_leaves_what_serves_and_the_next_update_has_new_links(workers: Workers) -> None:
     async def scenario() -> None:
-        delivery = direct(workers)
-        trainer = Trainer(delivery)
-        await trainer.stage(1)
-        await trainer.commit(1)
-        old = trainer.tensors
-        trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
-        await trainer.stage(2)
+        delivery, trainer, old = await with_a_second_version_staged(workers)
         await delivery.rollback(2)
         await delivery.rollback(2)
         with pytest.raises(UnknownVersion):
@@ -210,13 +216,7 @@ def test_steps_that_do_not_fit_are_refused(workers: Workers) -> None:
 
 def test_a_rank_that_does_not_have_it_writes_nothing_and_the_old_version_goes_on(workers: Workers) -> None:
     async def scenario() -> None:
-        delivery = direct(workers)
-        trainer = Trainer(delivery)
-        await trainer.stage(1)
-        await trainer.commit(1)
-        old = trainer.tensors
-        trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
-        await trainer.stage(2)
+        delivery, trainer, old = await with_a_second_version_staged(workers)
         for rank in workers.ranks:
             rank.forget()
         with pytest.raises(TransferError, match=r"has 0 piece\(s\) of version -1 within reach"):

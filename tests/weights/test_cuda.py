@@ -35,6 +35,7 @@ from slipstream.weights.strided import Strided
 from slipstream.weights.trainers import maxtext, tunix
 from slipstream.weights.transforms import View
 from slipstream.weights.transports import choose, cuda
+from slipstream.weights.transports.exports import IDLE_TURNS, Found
 from tests.tiny import random_params, tiny_config
 from tests.weights.memfd import FakeArray, HostMemory, Memfd
 
@@ -131,7 +132,7 @@ def test_memory_that_is_no_longer_used_is_let_go(reader: cuda.CudaReceiver) -> N
         reader.wait(version, [0])
         assert float(reader.source(0)[0]) == version
         reader.done(version)
-        assert len(far.mapped) <= cuda.IDLE_TURNS  # type: ignore[attr-defined]
+        assert len(far.mapped) <= IDLE_TURNS  # type: ignore[attr-defined]
     sender.close()
 
 
@@ -232,7 +233,7 @@ def test_who_does_not_know_the_nonce_is_not_let_in(reader: cuda.CudaReceiver) ->
 def test_places_outside_the_region_are_refused(reader: cuda.CudaReceiver, rows: Any, shapes: Any) -> None:
     driver = Memfd()
     region, sender = driver.allocate(4096), sender_to(reader, driver)
-    found = cuda.Found({}, {0: (region, driver.export(region))})
+    found = Found({}, {0: (region, driver.export(region))})
     sender._tell(1, found, shapes, np.array(rows, np.int64))
     with pytest.raises(TransferError, match=r"cannot read version 1: .*(sticks out of its region|was not shown)"):
         sender._hear(1)
@@ -289,6 +290,13 @@ class TorchMemory(HostMemory):
         if dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
+
+
+def planned(config: Any) -> tuple[Any, dict[str, Any], Any]:
+    """What one rank takes, a tree on JAX's device, and the plan from the one to the other, in float32."""
+    info = written_parameters(config, 1, ())[0]
+    tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
+    return info, tensors, make_plan(source.describe(tensors), families.tensors(config), info, "float32")
 
 
 def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype: torch.dtype, failed: Any = ()) -> Any:
@@ -361,9 +369,7 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
 def test_pieces_that_the_plan_does_not_know_are_refused_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "Vmm", Memfd)
     config = tiny_config("llama")
-    info = written_parameters(config, 1, ())[0]
-    tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
-    plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32")
+    _, _, plan = planned(config)
     live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
     driver = Memfd()
     region = driver.allocate(1 << 16)
@@ -381,9 +387,7 @@ def test_pieces_that_the_plan_does_not_know_are_refused_and_nothing_is_written(m
 def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "Vmm", Memfd)
     config = tiny_config("llama")
-    info = written_parameters(config, 1, ())[0]
-    tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
-    plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32")
+    info, tensors, plan = planned(config)
     live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
     outbox = DeviceOutbox(plan, info, 0, "engine-0")
     outbox.berths = Berths((tuple(links),), b"")

@@ -71,7 +71,7 @@ class Mark:
 
 
 def pair_over(monkeypatch, fake, rank=0, how="send", deadline=0.05, stop=None):
-    monkeypatch.setattr(nccl_pair, "_modules", lambda: (fake.raw, fake.core, fake.cuda))
+    monkeypatch.setattr(nccl_pair, "modules", lambda: (fake.raw, fake.core, fake.cuda))
     return NcclPair(bytes(128), rank, 0, how, "engine 'e0' rank 1", deadline, stop or threading.Event())
 
 
@@ -159,5 +159,5 @@ def test_a_group_is_ended_also_when_a_call_in_it_fails(monkeypatch):
 
 def test_the_version_in_words(monkeypatch):
     fake = Fake()
-    monkeypatch.setattr(nccl_pair, "_modules", lambda: (fake.raw, fake.core, fake.cuda))
+    monkeypatch.setattr(nccl_pair, "modules", lambda: (fake.raw, fake.core, fake.cuda))
     assert nccl_pair.NCCL.version() == "2.30.7"

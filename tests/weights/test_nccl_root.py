@@ -59,7 +59,7 @@ class Fake:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Fake:
     made = Fake()
-    monkeypatch.setattr(nccl_pair, "_modules", lambda: (made.raw, made.core, made.cuda))
+    monkeypatch.setattr(nccl_pair, "modules", lambda: (made.raw, made.core, made.cuda))
     monkeypatch.setattr(nccl_root, "_device", lambda: jax.local_devices()[0])
     return made
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from slipstream.errors import Unsupported, UpdateInProgress
+from slipstream.errors import NotReady, UnknownVersion, Unsupported, UpdateInProgress
 from slipstream.types import InFlight, MemoryTag
 
 
@@ -26,6 +26,20 @@ def check_tags(tags: Sequence[MemoryTag] | None) -> None:
     for tag in tags or ():
         if tag not in known:
             raise Unsupported(f"nothing is named {tag!r}; wake takes {' and '.join(known)}")
+
+
+def check_not_dropped(engine: str, tags: Sequence[MemoryTag] | None, asleep: Mapping[MemoryTag, int]) -> None:
+    """Weights that sleep level 2 has dropped cannot be woken by name. `asleep` has the level of what sleeps."""
+    if asleep.get("weights") == 2 and tags is not None and "weights" in tags:
+        raise weights_dropped(engine)
+
+
+def weights_dropped(engine: str) -> NotReady:
+    return NotReady(f"engine {engine!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them")
+
+
+def not_staged(engine: str, version: int) -> UnknownVersion:
+    return UnknownVersion(f"engine {engine!r} has not staged version {version}: begin and stage it first")
 
 
 def never_finish(engine: str, is_paused: bool) -> Unsupported:

@@ -19,8 +19,8 @@ from slipstream.errors import MappingError, TransferError
 from slipstream.types import Berths, Box, Parameter
 from slipstream.weights.checksum import pack_manifest
 from slipstream.weights.layout import intersect, shift, slices
-from slipstream.weights.plan import Move, Plan
-from slipstream.weights.source import Tensor, is_jax_array
+from slipstream.weights.plan import Move, Plan, lacks_tensor
+from slipstream.weights.source import Tensor, is_jax_array, shard_boxes
 from slipstream.weights.strided import Strided, geometry
 from slipstream.weights.transforms import View
 from slipstream.weights.transports.base import unpack_link
@@ -144,7 +144,7 @@ def locate(tensor: Tensor, box: Box) -> tuple[Find, Cut]:
             index = slices(shift(box, origin.held.box))
             return lambda t: find(t.origins[number].leaf), Cut(origin.held.view, index)
     elif is_jax_array(tensor):
-        for shard in _boxes(tensor):
+        for shard in shard_boxes(tensor):
             if intersect(shard, box) == box:
                 return _shard(tensor, shard), Cut(View(), slices(shift(box, shard)))
     raise MappingError(
@@ -152,18 +152,11 @@ def locate(tensor: Tensor, box: Box) -> tuple[Find, Cut]:
     )
 
 
-def _boxes(array: Any) -> list[Box]:
-    return [
-        tuple(s.indices(size)[:2] for s, size in zip(shard.index, array.shape, strict=True))
-        for shard in array.addressable_shards
-    ]
-
-
 def _shard(array: Any, box: Box) -> Find:
     """That of the array's shards which is `box`."""
     if len(array.sharding.device_set) == 1:
         return lambda array: array
-    number = _boxes(array).index(box)
+    number = shard_boxes(array).index(box)
     return lambda array: array.addressable_shards[number].data
 
 
@@ -194,7 +187,7 @@ class DeviceOutbox:
         import jax
 
         assert self.berths is not None
-        sent = {name for name, made_of in self._plan.made_of.items() if not made_of <= unchanged}
+        sent = self._plan.changed(unchanged)
         manifests, num_bytes = [], 0
         self._pinned = []
         streams = [{i: move for i, move in stream.items() if move.parameter in sent} for stream in self._streams]
@@ -211,10 +204,7 @@ class DeviceOutbox:
     def _piece(self, tensors: Mapping[str, Tensor], move: Move) -> DevicePiece:
         key, tensor = (move.tensor, move.tensor_box), tensors.get(move.tensor)
         if tensor is None:
-            raise MappingError(
-                f"parameter {move.parameter} of the engine is made of {move.tensor} and others that came; a partial sync "
-                "must bring all the tensors of a parameter, or none"
-            )
+            raise lacks_tensor(move)
         if is_deleted(tensor):
             raise MappingError(f"{move.tensor} was donated or deleted before the sync; sync what the step returned")
         if key not in self._known:

@@ -44,6 +44,11 @@ class Image:
         return self.view(buffer, parameter)[index]
 
 
+def num_bytes(parameters: Sequence[Parameter], dtype: str) -> int:
+    """Of all of them, on all their ranks."""
+    return numpy_dtype(dtype).itemsize * sum(math.prod(p.shape) for p in parameters)
+
+
 def image_of(parameters: Sequence[Parameter], rank: int, dtype: str) -> Image:
     kind, places, end = numpy_dtype(dtype), {}, 0
     for parameter in parameters:

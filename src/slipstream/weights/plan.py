@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +43,14 @@ class Move:
     receiver: int
 
 
+def lacks_tensor(move: Move) -> MappingError:
+    """For a move whose tensor did not come, while others of its parameter did."""
+    return MappingError(
+        f"parameter {move.parameter} of the engine is made of {move.tensor} and others that came; a partial sync must bring "
+        "all the tensors of a parameter, or none"
+    )
+
+
 @dataclass(frozen=True)
 class Plan:
     """All moves of one update, and the dtype in which they travel (the engine's: the sender casts)."""
@@ -65,6 +73,10 @@ class Plan:
         for move in self.moves:
             found[move.parameter].add(move.tensor)
         return {name: frozenset(tensors) for name, tensors in found.items()}
+
+    def changed(self, unchanged: Set[str]) -> set[str]:
+        """Parameters that are sent: all but those whose tensors are all unchanged."""
+        return {name for name, tensors in self.made_of.items() if not tensors <= unchanged}
 
     @cached_property
     def num_pieces(self) -> Counter[str]:

@@ -213,10 +213,17 @@ def _is_sharded(tensor: Any) -> bool:
 def _shards(tensor: Any) -> dict[Box, Any]:
     """This process's shards by their boxes; replicas of a box count once."""
     found: dict[Box, Any] = {}
-    for shard in tensor.addressable_shards:
-        box = tuple(s.indices(size)[:2] for s, size in zip(shard.index, tensor.shape, strict=True))
+    for box, shard in zip(shard_boxes(tensor), tensor.addressable_shards):
         found.setdefault(box, shard.data)
     return found
+
+
+def shard_boxes(array: Any) -> list[Box]:
+    """Of a JAX array's addressable shards, in their order."""
+    return [
+        tuple(s.indices(size)[:2] for s, size in zip(shard.index, array.shape, strict=True))
+        for shard in array.addressable_shards
+    ]
 
 
 def _is_torch(tensor: Any) -> bool:

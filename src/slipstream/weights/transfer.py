@@ -24,7 +24,6 @@ import numpy as np
 
 from slipstream.errors import (
     ChecksumMismatch,
-    MappingError,
     PlanMismatch,
     UnknownVersion,
     UpdateInProgress,
@@ -34,7 +33,7 @@ from slipstream.types import Berths, Offer, Parameter, StageReport
 from slipstream.weights.checksum import pack_manifest, unpack_manifest
 from slipstream.weights.image import Image, image_of
 from slipstream.weights.layout import shape_of, slices
-from slipstream.weights.plan import Move, Plan, check_cover
+from slipstream.weights.plan import Move, Plan, check_cover, lacks_tensor
 from slipstream.weights.source import Tensor, read
 from slipstream.weights.transports import SMALL_BYTES, make_landing, open_sender
 from slipstream.weights.transports.base import Landing, Sender
@@ -63,7 +62,7 @@ class Outbox:
     def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
         unless all the tensors that it is made of are unchanged."""
-        sent = self.changed_parameters(unchanged)
+        sent = self._plan.changed(unchanged)
         ranks = range(len(self._streams))
         if len(ranks) == 1 or not sent or self._plan.num_bytes <= SMALL_BYTES:
             sums = [self._send_rank(rank, tensors, sent, version) for rank in ranks]
@@ -93,19 +92,13 @@ class Outbox:
 
     def _read(self, tensors: Mapping[str, Tensor], move: Move) -> np.ndarray:
         if move.tensor not in tensors:
-            raise MappingError(
-                f"parameter {move.parameter} of the engine is made of {move.tensor} and others that came; a partial sync "
-                "must bring all the tensors of a parameter, or none"
-            )
+            raise lacks_tensor(move)
         return read(tensors[move.tensor], move.tensor_box)
-
-    def changed_parameters(self, unchanged: Set[str]) -> set[str]:
-        return {name for name, tensors in self._plan.made_of.items() if not tensors <= unchanged}
 
     def committed(self, unchanged: Set[str]) -> None:
         """What was sent is in use now; it lands in its other slot next time."""
         assert self.berths is not None
-        sent = self.changed_parameters(unchanged)
+        sent = self._plan.changed(unchanged)
         slots = bytes(1 - s if name in sent else s for name, s in zip(self._names, self.berths.slots))
         complete = all(link for links in self.berths.links for link in links)
         self.berths = Berths(self.berths.links, slots) if complete else None

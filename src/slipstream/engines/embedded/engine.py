@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.config import EngineConfig
-from slipstream.engines.checks import check_in_flight, check_sleep, check_tags
+from slipstream.engines.checks import check_in_flight, check_sleep, check_tags, not_staged
 from slipstream.engines.desk import Desk
 from slipstream.engines.embedded.executor import Executor, Policy
 from slipstream.engines.embedded.scheduler import Scheduler
@@ -56,7 +55,7 @@ from slipstream.types import (
     StageReport,
 )
 from slipstream.weights import families
-from slipstream.weights.image import numpy_dtype
+from slipstream.weights.image import num_bytes
 from slipstream.weights.transfer import Inbox
 from slipstream.weights.transports import TRANSPORTS, host_identity, is_quick
 from slipstream.weights.transports.tcp import Listen
@@ -112,7 +111,7 @@ class EmbeddedEngine:
             self._parameters += draft_parameters(draft, options.tp)
         listen = Listen(options.listen, options.certificate, options.key)
         self._inbox = Inbox(self._parameters, options.dtype, name, listen)
-        self._num_bytes = numpy_dtype(options.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
+        self._num_bytes = num_bytes(self._parameters, options.dtype)
         self._quick = False
         """The update under way is too small for a thread to be worth it."""
         self._shadow: Policy | None = None
@@ -225,9 +224,7 @@ class EmbeddedEngine:
         report = CommitReport(0.0, 0.0)
         if version != self._worker.version:
             if self._shadow is None or self._shadow.version != version:
-                raise UnknownVersion(
-                    f"engine {self._name!r} has not staged version {version}: begin and stage it first"
-                )
+                raise not_staged(self._name, version)
             report = await asyncio.wrap_future(self._worker.swap(self._shadow, in_flight))
         self._drop_shadow(version)
         with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from slipstream.engines.checks import never_finish
+from slipstream.engines.checks import never_finish, weights_dropped
 from slipstream.engines.embedded.executor import Executor, Outcome, Policy
 from slipstream.engines.embedded.scheduler import Scheduler, Tick
 from slipstream.engines.sequence import Failed, Job, Sample, Ticket
-from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion
+from slipstream.errors import EngineFailure, EngineLost, SlipstreamError, UnknownVersion
 from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
 
 TICK_SECONDS = 0.03
@@ -271,9 +271,7 @@ class Worker:
             ]
         if "weights" in tags and "weights" in self._asleep and policy is not None:
             if policy.params is None:
-                raise NotReady(
-                    f"engine {self._name!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them"
-                )
+                raise weights_dropped(self._name)
             self._policy = self._executor.placed(policy)
             self._asleep.discard("weights")
         if "kv_cache" in tags and "kv_cache" in self._asleep:

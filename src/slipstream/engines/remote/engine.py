@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig
-from slipstream.engines.checks import check_in_flight, check_sleep, check_tags, never_finish
+from slipstream.engines.checks import check_in_flight, check_not_dropped, check_sleep, check_tags, never_finish
 from slipstream.engines.desk import Desk
 from slipstream.engines.intake import Intake, Room, read_tokenizer
 from slipstream.engines.remote.client import Client
@@ -52,7 +51,7 @@ from slipstream.types import (
     StageReport,
 )
 from slipstream.weights import families
-from slipstream.weights.image import numpy_dtype
+from slipstream.weights.image import num_bytes
 from slipstream.weights.transports import host_identity, vllm_nccl
 
 log = logging.getLogger(__name__)
@@ -281,11 +280,8 @@ class RemoteEngine:
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         check_tags(tags)
         async with self._turn:
+            check_not_dropped(self._name, tags, self._asleep)
             dropped = self._asleep.get("weights") == 2
-            if dropped and tags is not None and "weights" in tags:
-                raise NotReady(
-                    f"engine {self._name!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them"
-                )
             named = [tag for tag in (self._asleep if tags is None else tags) if tag in self._asleep]
             wanted = [tag for tag in named if not (tag == "weights" and dropped)]
             if wanted:
@@ -300,7 +296,7 @@ class RemoteEngine:
 
     async def memory(self) -> MemoryReport:
         """By the model's shape and the server's settings: it does not say what its workers hold."""
-        whole = numpy_dtype(self._server.dtype).itemsize * sum(math.prod(p.shape) for p in self._parameters)
+        whole = num_bytes(self._parameters, self._server.dtype)
         weights = 0 if self._asleep.get("weights") == 2 else whole
         kv_cache = 0 if "kv_cache" in self._asleep else self._server.kv_cache_bytes * self._server.num_workers
         return MemoryReport(weights, kv_cache, weights + kv_cache, tuple(sorted(self._asleep)))

@@ -10,13 +10,13 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream.engines.checks import not_staged
 from slipstream.engines.remote.client import Client
 from slipstream.engines.remote.server import Server
 from slipstream.errors import (
     ChecksumMismatch,
     PlanMismatch,
     SlipstreamError,
-    UnknownVersion,
     Unsupported,
 )
 from slipstream.types import Berths, Offer, Parameter
@@ -106,7 +106,7 @@ class Arrivals(Reception):
     def staged(self, version: int) -> bool:
         """Whether it brings tensors. Raises unless it is staged."""
         if self._update is None or self._update.version != version or self._brings is None:
-            raise UnknownVersion(f"engine {self._name!r} has not staged version {version}: begin and stage it first")
+            raise not_staged(self._name, version)
         return self._brings
 
     async def replace(self, label: str) -> None:

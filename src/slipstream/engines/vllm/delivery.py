@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from slipstream.errors import EngineFailure, FleetChanged, SlipstreamError, TransferError, UnknownVersion
+from slipstream.engines.checks import not_staged
+from slipstream.errors import EngineFailure, FleetChanged, SlipstreamError, TransferError
 from slipstream.model.config import ModelConfig
 from slipstream.types import Berths, Offer, Parameter, StageReport
 from slipstream.weights import families
 from slipstream.weights.device import PLANES
 from slipstream.weights.families.live import written_parameters
-from slipstream.weights.image import numpy_dtype
+from slipstream.weights.image import num_bytes
 from slipstream.weights.transfer import Inbox, Reception, Update
 from slipstream.weights.transports import is_quick
 
@@ -51,7 +51,7 @@ class Delivery(Protocol):
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport: ...
 
-    def check(self, version: int) -> None:
+    def check_staged(self, version: int) -> None:
         """Raises `UnknownVersion` unless this version is staged."""
         ...
 
@@ -88,13 +88,12 @@ class Reloaded:
         # Weights come whole: each worker takes its own part from memory that all of them see.
         self.parameters, self.num_ranks = families.parameters(model, 1), 1
         self.transports: tuple[str, ...] = ("shm",)
-        self.num_bytes = _num_bytes(self.parameters, dtype)
+        self.num_bytes = num_bytes(self.parameters, dtype)
         self._inbox = Inbox(self.parameters, dtype, name)
         self._quick = False
         self._places: dict[str, Place] = {}
         """Of the tensors that came by an update; the others are those of the checkpoint."""
-        self._mapped: set[str] = set()
-        """Files of shared memory that the workers see."""
+        self._shown = _Shown(name, call)
         self._shadow: tuple[int, dict[str, Place]] | None = None
 
     async def begin(self, serving: int, version: int, offer: Offer) -> Berths:
@@ -104,7 +103,8 @@ class Reloaded:
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         arrays, report = await self._do(partial(self._inbox.receive, version, manifests))
         places = self._places | {name: ranks[0] for name, ranks in self._inbox.places(version, arrays).items()}
-        await self._map({file for file, _, _ in (*places.values(), *self._places.values())}.union(self._inbox.files()))
+        in_use = {file for file, _, _ in (*places.values(), *self._places.values())}
+        await self._shown.show(in_use.union(self._inbox.files()))
         missing = sorted(self._names - places.keys())
         if missing and not self._has_checkpoint:
             raise needs_all(self._name, missing)
@@ -112,22 +112,16 @@ class Reloaded:
         self._shadow = version, places
         return report
 
-    async def _map(self, files: set[str]) -> None:
-        """Workers see what is in these, and forget others."""
-        if files != self._mapped:
-            await mapping(self._name, self._call("slipstream_map", sorted(files)))
-            self._mapped = files
-
     async def _do(self, work: Callable[[], T]) -> T:
         """In a thread, unless that would take longer than the work."""
         return work() if self._quick else await asyncio.to_thread(work)
 
-    def check(self, version: int) -> None:
+    def check_staged(self, version: int) -> None:
         if self._shadow is None or self._shadow[0] != version:
             raise not_staged(self._name, version)
 
     async def load(self, version: int) -> tuple[dict[str, int], float]:
-        self.check(version)
+        self.check_staged(version)
         assert self._shadow is not None
         places = self._shadow[1]
         drawn: dict[str, int] = (await self._call("slipstream_drawn"))[0]
@@ -188,11 +182,11 @@ class Direct(Reception):
         super().__init__(self.parameters, dtype, name)
         self.num_ranks = tp
         self.transports: tuple[str, ...] = (*PLANES, "shm")
-        self.num_bytes = _num_bytes(self.parameters, dtype)
+        self.num_bytes = num_bytes(self.parameters, dtype)
         self._inbox = Inbox(self.parameters, dtype, name)
         """For weights that come through shared memory."""
         self._links: tuple[tuple[bytes, ...], ...] = ()
-        self._mapped: set[str] = set()
+        self._shown = _Shown(name, call)
         self._places: dict[str, list[Place]] = {}
         """Of parameters that came through shared memory with the update under way."""
         self._staged = -1
@@ -231,9 +225,7 @@ class Direct(Reception):
             self._check_complete(arrays)
             self._places = self._inbox.places(version, arrays)
             files = {file for places in self._places.values() for file, _, _ in places}.union(self._inbox.files())
-            if files != self._mapped:
-                await mapping(self._name, self._call("slipstream_map", sorted(files)))
-                self._mapped = files
+            await self._shown.show(files)
             self._inbox.check(version)
             self._staged = version
             return report
@@ -254,7 +246,7 @@ class Direct(Reception):
                 raise TransferError(
                     f"engine {self._name!r}: version {version} did not arrive: {_last_line(error)}"
                 ) from None
-        super().check(version)  # a rollback may have come meanwhile
+        self.check(version)  # a rollback may have come meanwhile
         self._staged = version
         return StageReport(num_bytes, time.perf_counter() - start)
 
@@ -262,12 +254,12 @@ class Direct(Reception):
         if not self._has_weights and (missing := sorted({p.name for p in self.parameters} - sent.keys())):
             raise needs_all(self._name, missing)
 
-    def check(self, version: int) -> None:
+    def check_staged(self, version: int) -> None:
         if self._staged != version:
             raise not_staged(self._name, version)
 
     async def load(self, version: int) -> tuple[dict[str, int], float]:
-        self.check(version)
+        self.check_staged(version)
         self._is_torn = True
         if self._inbox.is_updating:
             places = [
@@ -318,15 +310,26 @@ class Direct(Reception):
         self._inbox.close()
 
 
-async def mapping(name: str, call: Awaitable[Any]) -> None:
-    try:
-        await call
-    except SlipstreamError:
-        raise
-    except Exception as error:
-        raise EngineFailure(
-            f"engine {name!r} failed mapping the memory in which weights land: {type(error).__name__}: {error}"
-        ) from None
+class _Shown:
+    """The files of shared memory that the workers see."""
+
+    def __init__(self, name: str, call: Call) -> None:
+        self._name, self._call = name, call
+        self._files: set[str] = set()
+
+    async def show(self, files: set[str]) -> None:
+        """Workers see what is in these, and forget others."""
+        if files == self._files:
+            return
+        try:
+            await self._call("slipstream_map", sorted(files))
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            raise EngineFailure(
+                f"engine {self._name!r} failed mapping the memory in which weights land: {type(error).__name__}: {error}"
+            ) from None
+        self._files = files
 
 
 def needs_all(name: str, missing: Sequence[str]) -> FleetChanged:
@@ -334,14 +337,6 @@ def needs_all(name: str, missing: Sequence[str]) -> FleetChanged:
         f"engine {name!r} has no weights of its own and needs every tensor; {missing[0]} and {len(missing) - 1} more did "
         "not come"
     )
-
-
-def not_staged(name: str, version: int) -> UnknownVersion:
-    return UnknownVersion(f"engine {name!r} has not staged version {version}: begin and stage it first")
-
-
-def _num_bytes(parameters: Sequence[Parameter], dtype: str) -> int:
-    return numpy_dtype(dtype).itemsize * sum(math.prod(p.shape) for p in parameters)
 
 
 def _last_line(error: Exception) -> str:

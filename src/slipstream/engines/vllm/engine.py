@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig
-from slipstream.engines.checks import check_in_flight, check_sleep, check_tags, never_finish
+from slipstream.engines.checks import check_in_flight, check_not_dropped, check_sleep, check_tags, never_finish
 from slipstream.engines.desk import Desk
 from slipstream.engines.intake import Intake, Room, read_tokenizer
 from slipstream.engines.vllm import compat
@@ -154,7 +154,7 @@ class VllmEngine:
         check_in_flight(in_flight)
         report = CommitReport(0.0, 0.0)
         if version != self._runs.version:
-            self._delivery.check(version)
+            self._delivery.check_staged(version)
             if in_flight == "finish":
                 self._check_can_finish()
                 self._runs.gate.clear()
@@ -182,7 +182,7 @@ class VllmEngine:
                     run.restart()
         while self._runs.running:
             await asyncio.wait([run.task for run in self._runs.running.values()], timeout=0.05)
-            self._delivery.check(version)  # a rollback calls it off
+            self._delivery.check_staged(version)  # a rollback calls it off
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
         called = time.perf_counter()
@@ -191,7 +191,7 @@ class VllmEngine:
         stop = not self._delivery.is_one_call or in_flight == "recompute"
         async with self._turn, self._still() if stop else self._runs.held_back():
             boundary = time.perf_counter()
-            self._delivery.check(version)
+            self._delivery.check_staged(version)
             try:
                 if self._on_gpu and "weights" in self._asleep:  # there must be something to write to
                     await self._on_workers("slipstream_wake", ["weights"])
@@ -256,11 +256,8 @@ class VllmEngine:
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         check_tags(tags)
         async with self._turn:
+            check_not_dropped(self._name, tags, self._asleep)
             dropped = self._asleep.get("weights") == 2
-            if dropped and tags is not None and "weights" in tags:
-                raise NotReady(
-                    f"engine {self._name!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them"
-                )
             for tag in tuple(self._asleep) if tags is None else tags:
                 if tag in self._asleep and not (tag == "weights" and dropped):
                     if self._on_gpu:

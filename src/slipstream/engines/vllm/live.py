@@ -113,7 +113,6 @@ class Live:
         self._parameters, self._reload, self._rank, self._device = parameters, reload, rank, device
         self._receiver: Receiver | None = None
         self._moves: Sequence[Move] = ()
-        self._reloaded: frozenset[str] = frozenset()
         self._shapes: list[tuple[int, ...]] = []
         self._targets: dict[int, torch.Tensor] = {}
         """By index: where a piece goes."""
@@ -126,12 +125,12 @@ class Live:
     ) -> list[bytes]:
         """Links, by trainer rank. `parameters` are those of the plan; `reloaded` are the tensors among them."""
         self.close()
-        self._moves, self._reloaded = plan.incoming.get(self._rank, ()), frozenset(reloaded)
+        self._moves = plan.incoming.get(self._rank, ())
         self._shapes = [shape_of(move.tensor_box) for move in self._moves]
         self._targets = {
             index: self._parameters[move.parameter][slices(move.local_box)]
             for index, move in enumerate(self._moves)
-            if move.parameter not in self._reloaded
+            if move.parameter not in reloaded
         }
         senders = sorted({move.sender for move in self._moves})
         receiver = self._receiver = self._make(transport, plan, parameters, senders)

@@ -50,21 +50,10 @@ def draw(probs: Any, seeds: Any, positions: Any) -> Any:
     exponential distribution."""
     import torch
 
+    from slipstream.engines.vllm.noise_triton import draw_rows  # there is no Triton where there is no GPU
+
     rows, vocabulary = probs.shape
     out = torch.empty(rows, dtype=torch.int64, device=probs.device)
     probs = probs.contiguous()
-    _kernel()[(rows,)](probs, seeds, positions, out, vocabulary, seeds.stride(0), BLOCK=BLOCK)
+    draw_rows[(rows,)](probs, seeds, positions, out, vocabulary, seeds.stride(0), BLOCK=BLOCK)
     return out
-
-
-_compiled: Any = None
-
-
-def _kernel() -> Any:
-    """Made when first needed: there is no Triton where there is no GPU."""
-    global _compiled
-    if _compiled is None:
-        from slipstream.engines.vllm.noise_triton import draw_rows
-
-        _compiled = draw_rows
-    return _compiled

@@ -77,14 +77,14 @@ class Nccl:
     """The real one. nccl4py binds whichever libnccl the process has loaded, or can find: torch's, JAX's, or a preloaded one."""
 
     def version(self) -> str:
-        raw, _, _ = _modules()
-        with _explained("asking NCCL for its version"):
+        raw, _, _ = modules()
+        with explained("asking NCCL for its version"):
             number = raw.get_version()
         return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
     def new_id(self) -> bytes:
-        raw, _, _ = _modules()
-        with _explained("asking NCCL for a unique id"):
+        raw, _, _ = modules()
+        with explained("asking NCCL for a unique id"):
             return bytes(raw.get_unique_id())
 
     def place(self, device: int) -> str:
@@ -103,11 +103,11 @@ class NcclPair:
     def __init__(
         self, unique_id: bytes, rank: int, device: int, how: How, peer: str, deadline: float, stop: threading.Event
     ) -> None:
-        self._raw, core, cuda = _modules()
+        self._raw, core, cuda = modules()
         self._how, self._peer, self._deadline, self._stop = how, peer, deadline, stop
         self._quiet = True
         self._comm: Any = None
-        with _explained(f"preparing GPU {device} for NCCL"):
+        with explained(f"preparing GPU {device} for NCCL"):
             self._device = cuda.Device(device)
             self._device.set_current()
             self._stream = self._device.create_stream()
@@ -156,7 +156,7 @@ class NcclPair:
     def close(self) -> bool:
         comm, self._comm = self._comm, None
         if comm is not None:
-            self._quiet = _in_time(comm.abort) and _in_time(self._drain)
+            self._quiet = in_time(comm.abort) and in_time(self._drain)
         if self._quiet and self._stream is not None:
             with contextlib.suppress(Exception):
                 self._stream.close()
@@ -191,7 +191,7 @@ class NcclPair:
         if self._stream is None:
             raise TransferError(f"nccl, {what} with {self._peer}: this communicator is closed")
         try:
-            with _explained(f"{what} with {self._peer}"):
+            with explained(f"{what} with {self._peer}"):
                 yield
         except BaseException:
             self.close()
@@ -208,7 +208,7 @@ def late(peer: str, what: str, deadline: float) -> str:
     return f"nccl, {what} with {peer}: no sign of it within {deadline:g} s; {hint}"
 
 
-def _modules() -> tuple[Any, Any, Any]:
+def modules() -> tuple[Any, Any, Any]:
     """nccl4py's low and high level, and cuda.core."""
     try:
         import cuda.core as cuda
@@ -222,7 +222,7 @@ def _modules() -> tuple[Any, Any, Any]:
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Errors of NCCL, CUDA and their bindings, which have no common base class, as ours."""
     try:
         yield
@@ -232,7 +232,7 @@ def _explained(what: str) -> Iterator[None]:
         raise TransferError(f"nccl, {what}: {type(error).__name__}: {error}") from error
 
 
-def _in_time(work: Callable[[], None]) -> bool:
+def in_time(work: Callable[[], None]) -> bool:
     """Runs `work` in a thread of its own, since what is broken may also hang. Whether it ended well, and in time."""
     well = threading.Event()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.errors import TransferError
 from slipstream.weights.transports import nccl_pair
-from slipstream.weights.transports.nccl_pair import _explained, _in_time
+from slipstream.weights.transports.nccl_pair import explained, in_time
 
 JOIN_SECONDS = 120.0
 BROADCAST_SECONDS = 600.0
@@ -36,9 +36,9 @@ class NcclLibrary:
 
 class NcclCommunicator:
     def __init__(self, unique_id: bytes, world_size: int) -> None:
-        self._raw, core, cuda = nccl_pair._modules()
+        self._raw, core, cuda = nccl_pair.modules()
         self._device, self._made, what = _device(), None, "meeting the vLLM server's workers"
-        with _explained(what):
+        with explained(what):
             self._gpu = cuda.Device(self._device.local_hardware_id)
             self._gpu.set_current()
             self._stream = self._gpu.create_stream()
@@ -62,14 +62,14 @@ class NcclCommunicator:
     def abort(self) -> None:
         made, self._made = self._made, None
         if made is not None:
-            _in_time(made.abort)
+            in_time(made.abort)
 
     close = abort  # to destroy it would wait for all ranks of a host, of which we know nothing
 
     def _collective(self, host: np.ndarray, call: Callable[[int], None], what: str, seconds: float) -> None:
         import jax
 
-        with _explained(what):
+        with explained(what):
             self._gpu.set_current()  # another thread has joined
             held = jax.device_put(host, self._device)
             held.block_until_ready()
