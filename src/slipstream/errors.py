@@ -90,6 +90,11 @@ class UpdateInProgress(WeightsError): ...
 class FleetChanged(WeightsError): ...
 
 
+def wants_elsewhere(engine: str) -> FleetChanged:
+    """For an engine whose `begin` answers otherwise than the trainer had reason to expect."""
+    return FleetChanged(f"engine {engine!r} wants its weights elsewhere than after the last update; trying again")
+
+
 class TransferError(WeightsError): ...
 
 

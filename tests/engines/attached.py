@@ -71,6 +71,9 @@ class AttachedEngine:
     async def rollback(self, version: int) -> None:
         await self._ask(pb.ToEngine(rollback=pb.Rollback(version=version)))
 
+    async def release(self) -> None:
+        await self._ask(pb.ToEngine(release=pb.Release()))
+
     async def pause(self) -> None:
         await self._control(pause=pb.Pause())
 

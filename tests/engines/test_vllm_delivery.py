@@ -109,11 +109,13 @@ class Trainer:
         self.outbox.berths = await self.delivery.begin(self.serving, version, offer)
         self.fresh = False
         manifests, _ = self.outbox.send(self.tensors, unchanged or set(), version)
+        await self.outbox.confirmed()
         await self.delivery.stage(version, [[m] for m in manifests])
 
     async def commit(self, version: int) -> dict[str, int]:
         drawn, _ = await self.delivery.load(version)
         self.delivery.finish(version)
+        await self.outbox.released()
         self.serving = version
         return drawn
 

@@ -116,6 +116,9 @@ class ScriptedEngine:
         self.history.append(("rollback", version))
         self.begun = self.staged = None
 
+    async def release(self):
+        self.history.append(("release",))
+
     async def pause(self):
         await self._control("pause")
         self.paused = True

@@ -32,7 +32,7 @@ from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.client import GatewayFleet
 from slipstream.gateway.server import SERVICE, running
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
-from slipstream.types import Completion, Failure, InFlight, Offer, Request, SamplingParams
+from slipstream.types import Berths, Completion, Failure, InFlight, Offer, Request, SamplingParams, StageReport
 from tests.gateway.scripted import ScriptedEngine, attached
 
 TOKEN = "secret"
@@ -415,10 +415,121 @@ async def test_a_trainer_that_vanishes_is_rolled_back(address, fleet):
         await stage(fleet, 1, ["a"])
         await fleet.close()
         for _ in range(100):
-            if ("rollback", 1) in a.history:
+            if ("release",) in a.history:
                 break
             await asyncio.sleep(0.02)
-        assert a.history[-1] == ("rollback", 1) and a.version == 0
+        assert a.history[-2:] == [("rollback", 1), ("release",)] and a.version == 0
+
+
+BERTHS = Berths(((b"link", b""),), b"\x00")
+
+
+async def swap(fleet, version, names, expected=BERTHS, in_flight="keep"):
+    offers, manifests = dict.fromkeys(names, OFFER), {name: [[b"m"]] for name in names}
+    await fleet.swap(version, offers, dict.fromkeys(names, expected), manifests, in_flight)
+    return await fleet.swapped()
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+def test_a_swap_is_begin_stage_and_commit(names):
+    @on_the_loop
+    async def check(address, fleet):
+        async with contextlib.AsyncExitStack() as stack:
+            engines = [ScriptedEngine(name) for name in names]
+            for engine in engines:
+                await stack.enter_async_context(attached(engine, address, TOKEN))
+            await fleet.refresh()
+            for version in (1, 2):
+                stages, commits = await swap(fleet, version, names, in_flight="requeue")
+                assert stages == dict.fromkeys(names, StageReport(8, 0.002)) and set(commits) == set(names)
+            for engine in engines:
+                assert engine.history == [(step, v) for v in (1, 2) for step in ("begin", "stage", "commit")]
+                assert engine.policies == ["requeue"] * 2
+            assert {(e.state, e.info.version) for e in (await fleet.status()).engines} == {("ready", 2)}
+
+    check()
+
+
+@on_the_loop
+async def test_of_several_engines_that_swap_none_commits_before_all_have_staged(address, fleet):
+    async with pair(address) as (a, b):
+        b.fail_stage = True
+        await fleet.refresh()
+        with pytest.raises(TransferError, match=r"goes on with version 0.*\[b\].*tensor w is torn"):
+            await swap(fleet, 1, ["a", "b"])
+        assert a.history == [("begin", 1), ("stage", 1), ("rollback", 1)] and ("commit", 1) not in b.history
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+def test_a_swap_of_bytes_that_are_not_where_the_engine_wants_them_commits_nothing(names):
+    @on_the_loop
+    async def check(address, fleet):
+        async with pair(address) as (a, b):
+            await fleet.refresh()
+            with pytest.raises(FleetChanged, match=r"engine '[ab]' wants its weights elsewhere"):
+                await swap(fleet, 1, names, Berths(((b"link", b""),), b"\x01"))
+            for engine in (a, b)[: len(names)]:
+                assert engine.history == [("begin", 1), ("rollback", 1)]
+            await swap(fleet, 1, names)
+            assert a.version == 1
+
+    check()
+
+
+@pytest.mark.parametrize("step", ["stage", "commit"])
+def test_an_engine_that_cannot_swap_forgets_the_update(step):
+    @on_the_loop
+    async def check(address, fleet):
+        a = ScriptedEngine("a")
+        setattr(a, f"fail_{step}", True)
+        async with attached(a, address, TOKEN):
+            await fleet.refresh()
+            with pytest.raises(errors.SlipstreamError, match=r"version 1 was not committed.*version 0\. \[a\]"):
+                await swap(fleet, 1, ["a"])
+            assert a.history[-1] == ("rollback", 1) and a.version == 0
+            setattr(a, f"fail_{step}", False)
+            await swap(fleet, 1, ["a"])
+            assert await states(fleet) == {"a": "ready"} and a.version == 1
+
+    check()
+
+
+@on_the_loop
+async def test_a_swap_has_a_deadline(address, fleet):
+    a = ScriptedEngine("a")
+    a.hang_stage = True
+    async with attached(a, address, TOKEN):
+        await fleet.refresh()
+        with pytest.raises(DeadlineExceeded, match="engine 'a' did not swap to version 1 within 1 s"):
+            await swap(fleet, 1, ["a"])
+
+
+@on_the_loop
+async def test_a_swap_that_has_started_ends_even_if_the_trainer_vanishes(address, fleet):
+    """Else the fleet's version and the engine's might disagree."""
+    a = ScriptedEngine("a")
+    going = asyncio.Event()
+
+    async def slow(version, in_flight="keep"):
+        await going.wait()
+        return await ScriptedEngine.commit(a, version, in_flight)
+
+    a.commit = slow
+    async with attached(a, address, TOKEN):
+        await fleet.refresh()
+        await fleet.swap(1, {"a": OFFER}, {"a": BERTHS}, {"a": [[b"m"]]}, "keep")
+        while ("stage", 1) not in a.history:
+            await asyncio.sleep(0.01)
+        fleet._drop_updates()
+        await asyncio.sleep(0.2)
+        going.set()
+        while ("commit", 1) not in a.history:
+            await asyncio.sleep(0.01)
+        for _ in range(100):
+            if (await fleet.status()).version == 1:
+                break
+            await asyncio.sleep(0.02)
+        assert (await fleet.status()).version == 1 and ("rollback", 1) not in a.history
 
 
 @on_the_loop
@@ -643,6 +754,22 @@ async def test_the_processes_of_a_trainer_step_together(address, fleet):
         assert a.history == [(step, v) for v in (1, 2) for step in ("begin", "stage", "commit")]
         with pytest.raises(UpdateInProgress, match="3 process"):
             await update(fleet, 3, ["a"])
+
+
+@on_the_loop
+async def test_the_processes_of_a_trainer_swap_together(address, fleet):
+    a = ScriptedEngine("a")
+    seen = []
+
+    async def staging(version, manifests):
+        seen.append([list(ranks) for ranks in manifests])
+        return await ScriptedEngine.stage(a, version, manifests)
+
+    a.stage = staging
+    async with attached(a, address, TOKEN), trainers(address, 2) as ranks:
+        answers = await asyncio.gather(*(swap(one, 1, ["a"]) for one in ranks))
+        assert [set(commits) for _, commits in answers] == [{"a"}] * 2
+        assert a.history == [("begin", 1), ("stage", 1), ("commit", 1)] and seen == [[[b"m", b"m"]]]
 
 
 @on_the_loop

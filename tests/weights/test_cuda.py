@@ -3,12 +3,14 @@ becomes of them when either side goes away. (`tests/gpu` has the real driver.)""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +58,18 @@ def piece(array: FakeArray, strides: Strided | None = None) -> DevicePiece:
     return DevicePiece(array, Cut(View(), ()), strides or Strided.of(array.shape))
 
 
+def heard(sender: cuda.CudaSender | DeviceOutbox) -> None:
+    asyncio.run(sender.confirmed())
+
+
+def finish(reader: cuda.CudaReceiver, version: int, sender: cuda.CudaSender | None = None) -> None:
+    """The version is committed, and copied, which took 0.25 s. Where there still is a sender, it hears so."""
+    assert reader.done(version, lambda: 0.25) == 0.0
+    if sender is not None:
+        heard(sender)
+        assert asyncio.run(sender.released()) == 0.25
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
@@ -96,7 +110,7 @@ def test_a_region_is_mapped_once_and_what_moved_is_found(reader: cuda.CudaReceiv
         sender.send(version, {0: piece(FakeArray(region, 64 * version, values))})
         reader.wait(version, [0])
         np.testing.assert_array_equal(reader.source(0), values)
-        reader.done(version)
+        finish(reader, version, sender)
     assert far.num_maps == 1  # type: ignore[attr-defined]
     sender.close()
 
@@ -107,7 +121,7 @@ def test_other_memory_at_the_same_address_is_mapped_anew(reader: cuda.CudaReceiv
     sender = sender_to(reader, driver)
     sender.send(1, {0: piece(FakeArray(old, 0, np.ones(4, np.float32)))})
     reader.wait(1, [0])
-    reader.done(1)
+    finish(reader, 1, sender)
     fd, memory = driver.owned.pop(old)
     fresh = os.memfd_create("other")
     os.ftruncate(fresh, old.size)
@@ -131,7 +145,7 @@ def test_memory_that_is_no_longer_used_is_let_go(reader: cuda.CudaReceiver) -> N
         sender.send(version, {0: piece(FakeArray(region, 0, np.full(4, version, np.float32)))})
         reader.wait(version, [0])
         assert float(reader.source(0)[0]) == version
-        reader.done(version)
+        finish(reader, version, sender)
         assert len(far.mapped) <= IDLE_TURNS  # type: ignore[attr-defined]
     sender.close()
 
@@ -157,7 +171,7 @@ def test_memory_that_cannot_be_exported_is_staged_and_the_report_says_so(reader:
         reader.wait(version, range(first, first + 3))
         for i, v in enumerate(values):
             np.testing.assert_array_equal(reader.source(first + i), v)
-        reader.done(version)
+        finish(reader, version, sender)
     assert sender.note == "staged" and len(driver.owned) == 1
     assert len(reader._driver.mapped) == 1  # type: ignore[attr-defined]
     sender.close()
@@ -176,7 +190,7 @@ def test_a_trainer_that_goes_leaves_nothing_mapped(reader: cuda.CudaReceiver) ->
     sender.close()
     time.sleep(0.05)
     assert far.mapped  # type: ignore[attr-defined]  # it is being read
-    reader.done(1)
+    finish(reader, 1)
     until(lambda: not far.mapped)  # type: ignore[attr-defined]
 
 
@@ -186,11 +200,58 @@ def test_a_trainer_that_goes_before_all_was_said_is_an_error_at_once(reader: cud
     reader.expect(1)
     sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))})
     reader.wait(1, [0])
-    reader.done(1)
+    finish(reader, 1, sender)
     reader.expect(2)
     sender.close()
     with pytest.raises(TransferError, match="went away before all of version 2"):
         reader.wait(2, [0])
+
+
+def test_what_is_being_copied_stays_mapped_and_the_next_version_waits(reader: cuda.CudaReceiver) -> None:
+    """Copies are on their way when a commit is answered. Neither a trainer that goes nor a new one may unmap them."""
+    driver, far, go_on = Memfd(), reader._driver, threading.Event()
+    sender = sender_to(reader, driver)
+    pieces = {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))}
+    sender.send(1, pieces)
+    heard(sender)
+    reader.done(1, lambda: float(go_on.wait(10)))
+    sender.send(2, pieces)  # without having heard that version 1 was copied
+    with pytest.raises(TransferError, match="version 2 is shown while version 1 is still being copied"):
+        heard(sender)
+    sender.close()
+    leaving = threading.Thread(target=reader.abandon)
+    leaving.start()
+    time.sleep(0.05)
+    assert leaving.is_alive() and far.mapped  # type: ignore[attr-defined]
+    go_on.set()
+    leaving.join(10)
+    until(lambda: not far.mapped)  # type: ignore[attr-defined]
+
+
+def test_a_copy_that_fails_is_told_to_the_trainer(reader: cuda.CudaReceiver) -> None:
+    def broken() -> float:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    driver = Memfd()
+    sender = sender_to(reader, driver)
+    sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))})
+    heard(sender)
+    reader.done(1, broken)
+    with pytest.raises(
+        TransferError, match=r"rank 0 cannot read version 1: copying it failed: RuntimeError: an illegal"
+    ):
+        asyncio.run(sender.released())
+    sender.close()
+
+
+def test_an_engine_that_dies_before_it_has_copied_is_named(reader: cuda.CudaReceiver) -> None:
+    driver = Memfd()
+    sender = sender_to(reader, driver)
+    sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))})
+    heard(sender)
+    reader.close()
+    with pytest.raises(TransferError, match="engine-0, rank 0 did not say that it has copied version 1: it went away"):
+        asyncio.run(sender.released())
 
 
 def test_a_silent_trainer_is_an_error_after_the_deadline() -> None:
@@ -207,6 +268,7 @@ def test_an_engine_that_is_gone_is_named(reader: cuda.CudaReceiver) -> None:
     reader.close()
     with pytest.raises(TransferError, match="engine engine-0, rank 0"):
         sender.send(1, {0: piece(array)})
+        heard(sender)
     with pytest.raises(TransferError, match="engine engine-0, rank 0 cannot be reached for mapped weights"):
         sender_to(reader, driver)
 
@@ -236,7 +298,8 @@ def test_places_outside_the_region_are_refused(reader: cuda.CudaReceiver, rows: 
     found = Found({}, {0: (region, driver.export(region))})
     sender._tell(1, found, shapes, np.array(rows, np.int64))
     with pytest.raises(TransferError, match=r"cannot read version 1: .*(sticks out of its region|was not shown)"):
-        sender._hear(1)
+        sender._unheard = 1
+        heard(sender)
     with pytest.raises(TransferError, match=r"cannot be used: .*(sticks out of its region|was not shown)"):
         reader.wait(1, [0])
     sender.close()
@@ -260,10 +323,11 @@ import sys, time
 import numpy as np
 from slipstream.weights.transports import cuda
 from tests.weights.memfd import FakeArray, Memfd
-from tests.weights.test_cuda import piece
+from tests.weights.test_cuda import heard, piece
 driver = Memfd()
 sender = cuda.CudaSender(sys.argv[1].encode(), "engine", driver)
 sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.full(4, 3, np.float32)))})
+heard(sender)
 print("sent", flush=True)
 time.sleep(60)
 """
@@ -277,7 +341,7 @@ def test_the_memory_of_a_killed_trainer_can_be_read_to_the_end_and_is_then_let_g
         reader.wait(1, [0])
         process.send_signal(signal.SIGKILL)
     np.testing.assert_array_equal(reader.source(0), np.full(4, 3, np.float32))
-    reader.done(1)
+    finish(reader, 1)
     until(lambda: not reader._driver.mapped)  # type: ignore[attr-defined]
 
 
@@ -358,10 +422,12 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
         tensors = {name: jnp.asarray(np.asarray(t) * scale) for name, t in tensors.items()}
         manifests, num_bytes = outbox.send(tensors, set(), version)
         assert num_bytes == plan.num_bytes
+        heard(outbox)
         for rank, (live, held, _, _) in enumerate(ranks):
             indices = unpack_manifest(manifests[rank], version, len(plan.incoming[rank]))
             held.apply(version, indices)
             assert_bits(live, naive(config, tensors, tp, rank, kind))
+        assert asyncio.run(outbox.released()) > 0
         outbox.committed(set())
     outbox.close()
 
@@ -377,11 +443,27 @@ def test_pieces_that_the_plan_does_not_know_are_refused_and_nothing_is_written(m
         sender = cuda.CudaSender(links[0], "engine-0, rank 0", driver)
         with pytest.raises(TransferError, match=f"engine-0, rank 0 cannot read version 1: .*{why}"):
             sender.send(1, {index: piece(FakeArray(region, 0, np.zeros(shape, np.float32)))})
+            heard(sender)
         sender.close()
     with pytest.raises(TransferError, match=r"has 0 piece\(s\) of version -1 within reach, not the 1 of version 1"):
         held.apply(1, [0])
     assert all(torch.isnan(tensor).all() for tensor in live.values())
     held.close()
+
+
+def test_an_order_to_write_that_comes_before_the_pieces_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    config = tiny_config("llama")
+    info, tensors, plan = planned(config)
+    live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
+    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox.berths = Berths((tuple(links),), b"")
+    late = threading.Timer(0.2, outbox.send, (tensors, set(), 1))
+    late.start()
+    held.apply(1, range(len(plan.incoming[0])))
+    late.join()
+    assert_bits(live, naive(config, tensors, 1, 0, torch.float32))
+    outbox.close()
 
 
 def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,11 @@ class Engine(Protocol):
         """Forgets an update that was begun. Never raises."""
         ...
 
+    async def release(self) -> None:
+        """The trainer is gone: what is kept for it alone (connections, memory to receive into) is given up. Another may
+        come."""
+        ...
+
     async def pause(self) -> None:
         """Once this returns, no step runs until `resume`: it waits for the one under way, not for requests to end.
         Idempotent."""

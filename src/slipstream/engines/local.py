@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from slipstream.engines.base import Engine
-from slipstream.errors import UnknownEngine, Unsupported
+from slipstream.errors import UnknownEngine, Unsupported, wants_elsewhere
 from slipstream.types import (
     Berths,
     CommitReport,
@@ -108,6 +108,23 @@ class LocalFleet:
 
     async def committed(self) -> dict[str, CommitReport]:
         return self._committed
+
+    async def swap(
+        self,
+        version: int,
+        offers: Mapping[str, Offer],
+        expected: Mapping[str, Berths],
+        manifests: Mapping[str, Sequence[Sequence[bytes]]],
+        in_flight: InFlight,
+    ) -> None:
+        await self.begin(version, offers, False)
+        if self._begun != expected:
+            raise wants_elsewhere(self._name)
+        await self.stage(version, manifests)
+        await self.commit(version, in_flight)
+
+    async def swapped(self) -> tuple[dict[str, StageReport], dict[str, CommitReport]]:
+        return self._staged, self._committed
 
     async def rollback(self, version: int) -> None:
         await self._engine.rollback(version)

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from slipstream.errors import DeadlineExceeded, EngineLost, GatewayLost, ProtocolMismatch, SlipstreamError
+from slipstream.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    GatewayLost,
+    ProtocolMismatch,
+    SlipstreamError,
+    wants_elsewhere,
+)
 from slipstream.gateway import convert, wire
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
@@ -230,7 +237,7 @@ class EngineSession:
             self._outgoing.put_nowait(pb.FromEngine(call=message.call, error=convert.error_to_pb(error)))
             return
         task = self._tasks[message.call] = asyncio.create_task(self._answer(verb, message))
-        if kind in ("begin", "stage", "commit", "rollback"):
+        if kind in ("begin", "stage", "commit", "swap", "rollback"):
             self._updating.add(task)
             task.add_done_callback(self._updating.discard)
 
@@ -276,23 +283,42 @@ class EngineSession:
         return pb.FromEngine(done=pb.Done())
 
     async def _on_begin(self, message: pb.ToEngine) -> pb.FromEngine:
-        berths = await self._engine.begin(message.begin.version, convert.offer_from_pb(message.begin.offer))
-        self._begun = message.begin.version
-        return pb.FromEngine(begun=convert.berths_to_pb(berths))
+        return pb.FromEngine(begun=await self._begin(message.begin))
 
     async def _on_stage(self, message: pb.ToEngine) -> pb.FromEngine:
-        report = await self._engine.stage(message.stage.version, convert.manifests_from_pb(message.stage.manifests))
-        return pb.FromEngine(staged=convert.stage_report_to_pb(report))
+        return pb.FromEngine(staged=await self._stage(message.stage))
 
     async def _on_commit(self, message: pb.ToEngine) -> pb.FromEngine:
-        policy = convert.in_flight_from_pb(message.commit.in_flight)
-        report = await self._engine.commit(message.commit.version, policy)
+        return pb.FromEngine(committed=await self._commit(message.commit))
+
+    async def _on_swap(self, message: pb.ToEngine) -> pb.FromEngine:
+        swap = message.swap
+        if await self._begin(swap.begin) != swap.expected:
+            raise wants_elsewhere(self._engine.describe().name)
+        swapped = pb.EngineSwapped(staged=await self._stage(swap.stage), committed=await self._commit(swap.commit))
+        return pb.FromEngine(swapped=swapped)
+
+    async def _begin(self, begin: pb.EngineBegin) -> pb.Berths:
+        berths = await self._engine.begin(begin.version, convert.offer_from_pb(begin.offer))
+        self._begun = begin.version
+        return convert.berths_to_pb(berths)
+
+    async def _stage(self, stage: pb.EngineStage) -> pb.StageReport:
+        report = await self._engine.stage(stage.version, convert.manifests_from_pb(stage.manifests))
+        return convert.stage_report_to_pb(report)
+
+    async def _commit(self, commit: pb.Commit) -> pb.CommitReport:
+        report = await self._engine.commit(commit.version, convert.in_flight_from_pb(commit.in_flight))
         self._begun = None
         if self._asleep:  # the weights are awake now
             await self._tell_memory()
-        return pb.FromEngine(committed=convert.commit_report_to_pb(report))
+        return convert.commit_report_to_pb(report)
 
     async def _on_rollback(self, message: pb.ToEngine) -> pb.FromEngine:
         await self._engine.rollback(message.rollback.version)
         self._begun = None
+        return pb.FromEngine(done=pb.Done())
+
+    async def _on_release(self, message: pb.ToEngine) -> pb.FromEngine:
+        await self._engine.release()
         return pb.FromEngine(done=pb.Done())

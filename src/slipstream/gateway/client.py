@@ -107,33 +107,52 @@ class GatewayFleet:
     # --- weight updates: one stream, held open from update to update ---
 
     async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None:
+        await self._write(pb.UpdateStep(begin=self._begin(version, offers, drop_failed)))
+
+    def _begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> pb.Begin:
         if self._updates is None:
             self._updates = self._stub.Update(metadata=self._trainer)
         begin = pb.Begin(version=version, epoch=self._epoch, drop_failed=drop_failed)
         for name, offer in offers.items():
             begin.offers[name].CopyFrom(convert.offer_to_pb(offer))
-        await self._write(pb.UpdateStep(begin=begin))
+        return begin
 
     async def begun(self) -> dict[str, Berths]:
         reply = await self._read("begin")
         return {name: convert.berths_from_pb(b) for name, b in reply.begun.engines.items()}
 
     async def stage(self, version: int, manifests: Mapping[str, Sequence[Sequence[bytes]]]) -> None:
-        stage = pb.Stage(version=version)
-        for name, ranks in manifests.items():
-            stage.manifests[name].CopyFrom(convert.manifests_to_pb(ranks))
-        await self._write(pb.UpdateStep(stage=stage))
+        await self._write(pb.UpdateStep(stage=_stage(version, manifests)))
 
     async def staged(self) -> dict[str, StageReport]:
-        reply = await self._read("stage")
-        return {name: convert.stage_report_from_pb(r) for name, r in reply.staged.engines.items()}
+        return _stage_reports((await self._read("stage")).staged)
 
     async def commit(self, version: int, in_flight: InFlight) -> None:
         await self._write(pb.UpdateStep(commit=pb.Commit(version=version, in_flight=in_flight)))
 
     async def committed(self) -> dict[str, CommitReport]:
-        reply = await self._read("commit")
-        return {name: convert.commit_report_from_pb(r) for name, r in reply.committed.engines.items()}
+        return _commit_reports((await self._read("commit")).committed)
+
+    async def swap(
+        self,
+        version: int,
+        offers: Mapping[str, Offer],
+        expected: Mapping[str, Berths],
+        manifests: Mapping[str, Sequence[Sequence[bytes]]],
+        in_flight: InFlight,
+    ) -> None:
+        swap = pb.Swap(
+            begin=self._begin(version, offers, drop_failed=False),
+            stage=_stage(version, manifests),
+            commit=pb.Commit(version=version, in_flight=in_flight),
+        )
+        for name, berths in expected.items():
+            swap.expected[name].CopyFrom(convert.berths_to_pb(berths))
+        await self._write(pb.UpdateStep(swap=swap))
+
+    async def swapped(self) -> tuple[dict[str, StageReport], dict[str, CommitReport]]:
+        reply = (await self._read("swap")).swapped
+        return _stage_reports(reply.staged), _commit_reports(reply.committed)
 
     async def rollback(self, version: int) -> None:
         """Never raises: when the gateway cannot be told, closing the stream tells it."""
@@ -208,3 +227,18 @@ class GatewayFleet:
             raise GatewayLost(f"{doing}: the gateway at {self.address} closed the connection") from None
         except grpc.aio.UsageError as error:
             raise ProtocolMismatch(f"{doing}: {error}") from None
+
+
+def _stage(version: int, manifests: Mapping[str, Sequence[Sequence[bytes]]]) -> pb.Stage:
+    stage = pb.Stage(version=version)
+    for name, ranks in manifests.items():
+        stage.manifests[name].CopyFrom(convert.manifests_to_pb(ranks))
+    return stage
+
+
+def _stage_reports(message: pb.Staged) -> dict[str, StageReport]:
+    return {name: convert.stage_report_from_pb(report) for name, report in message.engines.items()}
+
+
+def _commit_reports(message: pb.Committed) -> dict[str, CommitReport]:
+    return {name: convert.commit_report_from_pb(report) for name, report in message.engines.items()}

@@ -457,19 +457,40 @@ class Rollback(_message.Message):
     version: int
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
+class Swap(_message.Message):
+    __slots__ = ("begin", "expected", "stage", "commit")
+    class ExpectedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Berths
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Berths, _Mapping]] = ...) -> None: ...
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    begin: Begin
+    expected: _containers.MessageMap[str, Berths]
+    stage: Stage
+    commit: Commit
+    def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., expected: _Optional[_Mapping[str, Berths]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+
 class UpdateStep(_message.Message):
-    __slots__ = ("timeout_seconds", "begin", "stage", "commit", "rollback")
+    __slots__ = ("timeout_seconds", "begin", "stage", "commit", "rollback", "swap")
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
     timeout_seconds: float
     begin: Begin
     stage: Stage
     commit: Commit
     rollback: Rollback
-    def __init__(self, timeout_seconds: _Optional[float] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
+    swap: Swap
+    def __init__(self, timeout_seconds: _Optional[float] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., swap: _Optional[_Union[Swap, _Mapping]] = ...) -> None: ...
 
 class StageReport(_message.Message):
     __slots__ = ("num_bytes", "verify_seconds")
@@ -532,19 +553,29 @@ class RolledBack(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Swapped(_message.Message):
+    __slots__ = ("staged", "committed")
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    staged: Staged
+    committed: Committed
+    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ...) -> None: ...
+
 class UpdateReply(_message.Message):
-    __slots__ = ("staged", "committed", "rolled_back", "error", "begun")
+    __slots__ = ("staged", "committed", "rolled_back", "error", "begun", "swapped")
     STAGED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_FIELD_NUMBER: _ClassVar[int]
     staged: Staged
     committed: Committed
     rolled_back: RolledBack
     error: Error
     begun: Begun
-    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
+    swapped: Swapped
+    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("heartbeat_seconds", "fleet_version")
@@ -574,8 +605,32 @@ class EngineBegin(_message.Message):
     offer: Offer
     def __init__(self, version: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
 
+class EngineSwap(_message.Message):
+    __slots__ = ("begin", "expected", "stage", "commit")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    begin: EngineBegin
+    expected: Berths
+    stage: EngineStage
+    commit: Commit
+    def __init__(self, begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., expected: _Optional[_Union[Berths, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+
+class EngineSwapped(_message.Message):
+    __slots__ = ("staged", "committed")
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    staged: StageReport
+    committed: CommitReport
+    def __init__(self, staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ToEngine(_message.Message):
-    __slots__ = ("call", "registered", "generate", "cancel", "score", "begin", "stage", "commit", "rollback", "control")
+    __slots__ = ("call", "registered", "generate", "cancel", "score", "begin", "stage", "commit", "rollback", "control", "swap", "release")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
@@ -586,6 +641,8 @@ class ToEngine(_message.Message):
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     CONTROL_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     call: int
     registered: Registered
     generate: GenerateRequest
@@ -596,7 +653,9 @@ class ToEngine(_message.Message):
     commit: Commit
     rollback: Rollback
     control: Control
-    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ...) -> None: ...
+    swap: EngineSwap
+    release: Release
+    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., swap: _Optional[_Union[EngineSwap, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("version",)
@@ -609,7 +668,7 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun", "memory")
+    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun", "memory", "swapped")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -621,6 +680,7 @@ class FromEngine(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_FIELD_NUMBER: _ClassVar[int]
     call: int
     register: EngineInfo
     heartbeat: Heartbeat
@@ -632,4 +692,5 @@ class FromEngine(_message.Message):
     error: Error
     begun: Berths
     memory: MemoryReport
-    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ...) -> None: ...
+    swapped: EngineSwapped
+    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ..., swapped: _Optional[_Union[EngineSwapped, _Mapping]] = ...) -> None: ...

@@ -44,6 +44,8 @@ class TrainerGroup:
         if self._update.under_way:
             await asyncio.shield(self._update.rollback())
             self._fail(PeerError(f"trainer rank {rank} of {self.world} is gone; the update is rolled back"))
+        if self.is_empty:
+            await asyncio.shield(self._update.release())
 
     async def step(self, rank: int, step: pb.UpdateStep) -> pb.UpdateReply:
         """The answer to a step, an error among them; after an error the fleet is rolled back."""
@@ -88,6 +90,8 @@ class TrainerGroup:
                 return await self._update.stage(step.stage, timeout)
             case "commit":
                 return await self._update.commit(step.commit, timeout)
+            case "swap":
+                return await self._update.swap(step.swap, timeout)
             case _:
                 raise ProtocolMismatch("an update step without content came")
 
@@ -111,27 +115,42 @@ def _merged(steps: Sequence[pb.UpdateStep]) -> pb.UpdateStep:
                 f"trainer rank {rank} is at {step.WhichOneof('step')}, rank 0 at {first.WhichOneof('step')}; all ranks "
                 "must call bridge.sync alike"
             )
-    if first.HasField("begin"):
-        wanted = _facts(first.begin)
-        for rank, step in enumerate(steps):
-            if _facts(step.begin) != wanted:
-                raise PlanMismatch(
-                    f"trainer ranks 0 and {rank} have different plans for this version; are their trees sharded alike?"
-                )
-    if first.HasField("stage") and len(steps) > 1:
-        merged = pb.UpdateStep(timeout_seconds=first.timeout_seconds)
-        merged.stage.version = first.stage.version
-        for step in steps:
-            if step.stage.version != first.stage.version:
-                raise ProtocolMismatch(f"trainer ranks stage versions {first.stage.version} and {step.stage.version}")
-            for name, manifests in step.stage.manifests.items():
-                into = merged.stage.manifests[name].ranks
-                for index, rank_manifests in enumerate(manifests.ranks):
-                    if index == len(into):
-                        into.add()
-                    into[index].senders.extend(rank_manifests.senders)
-        return merged
-    return first
+    if len(steps) == 1:
+        return first
+    merged = pb.UpdateStep()
+    merged.CopyFrom(first)
+    match first.WhichOneof("step"):
+        case "begin":
+            _check_alike([step.begin for step in steps])
+        case "stage":
+            merged.stage.CopyFrom(_merged_stages([step.stage for step in steps]))
+        case "swap":
+            _check_alike([step.swap.begin for step in steps])
+            merged.swap.stage.CopyFrom(_merged_stages([step.swap.stage for step in steps]))
+    return merged
+
+
+def _check_alike(begins: Sequence[pb.Begin]) -> None:
+    wanted = _facts(begins[0])
+    for rank, begin in enumerate(begins):
+        if _facts(begin) != wanted:
+            raise PlanMismatch(
+                f"trainer ranks 0 and {rank} have different plans for this version; are their trees sharded alike?"
+            )
+
+
+def _merged_stages(stages: Sequence[pb.Stage]) -> pb.Stage:
+    merged = pb.Stage(version=stages[0].version)
+    for stage in stages:
+        if stage.version != merged.version:
+            raise ProtocolMismatch(f"trainer ranks stage versions {merged.version} and {stage.version}")
+        for name, manifests in stage.manifests.items():
+            into = merged.manifests[name].ranks
+            for index, rank_manifests in enumerate(manifests.ranks):
+                if index == len(into):
+                    into.add()
+                into[index].senders.extend(rank_manifests.senders)
+    return merged
 
 
 def _facts(begin: pb.Begin) -> tuple[object, ...]:

@@ -11,7 +11,14 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from slipstream.errors import DeadlineExceeded, EngineLost, FleetChanged, UnknownVersion
+from slipstream.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    FleetChanged,
+    SlipstreamError,
+    UnknownVersion,
+    wants_elsewhere,
+)
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.attach import EngineLink
 from slipstream.gateway.fanout import each, together
@@ -38,11 +45,7 @@ class FleetUpdate:
         return self._version is not None
 
     async def begin(self, step: pb.Begin, timeout: float) -> pb.UpdateReply:
-        if step.epoch != self._registry.epoch:
-            raise FleetChanged("engines came or went since the trainer looked")
-        self._registry.check_version(step.version)
-        for name in step.offers:
-            self._check_alive(name)
+        self._check_begin(step)
         self._version, self._engines, self._drop_failed = step.version, list(step.offers), step.drop_failed
 
         async def one(name: str) -> pb.Berths:
@@ -86,6 +89,45 @@ class FleetUpdate:
 
         return await asyncio.shield(asyncio.create_task(everywhere()))
 
+    async def swap(self, step: pb.Swap, timeout: float) -> pb.UpdateReply:
+        """All three steps. An engine that is alone takes them as one; of several, all stage before any commits."""
+        if len(step.begin.offers) != 1:
+            begun = (await self.begin(step.begin, timeout)).begun
+            for name in step.begin.offers:
+                if begun.engines[name] != step.expected[name]:
+                    raise wants_elsewhere(name)
+            staged = (await self.stage(step.stage, timeout)).staged
+            committed = (await self.commit(step.commit, timeout)).committed
+            return pb.UpdateReply(swapped=pb.Swapped(staged=staged, committed=committed))
+        self._check_begin(step.begin)
+        ((name, offer),) = step.begin.offers.items()
+        version = step.begin.version
+        message = pb.EngineSwap(
+            begin=pb.EngineBegin(version=version, offer=offer),
+            expected=step.expected[name],
+            stage=pb.EngineStage(version=version, manifests=step.stage.manifests[name]),
+            commit=step.commit,
+        )
+
+        async def all_of_it() -> pb.UpdateReply:
+            try:
+                answer = await self._links[name].ask(pb.ToEngine(swap=message), timeout, f"swap to version {version}")
+            except SlipstreamError as error:
+                if not isinstance(error, DeadlineExceeded):
+                    await self._roll_back(version, [name])
+                serving = f"the fleet goes on with version {self._registry.version}"
+                raise together({name: error}, f"version {version} was not committed; {serving}") from None
+            self._registry.commit(version, [name])
+            done = answer.swapped
+            return pb.UpdateReply(
+                swapped=pb.Swapped(
+                    staged=pb.Staged(engines={name: done.staged}),
+                    committed=pb.Committed(engines={name: done.committed}),
+                )
+            )
+
+        return await asyncio.shield(asyncio.create_task(all_of_it()))
+
     async def rollback(self) -> None:
         """Undoes what was begun, on every engine that still answers. Nothing to undo is fine."""
         if self._version is None:
@@ -93,14 +135,25 @@ class FleetUpdate:
         version, engines, self._version, self._engines = self._version, self._engines, None, []
         await self._roll_back(version, engines)
 
+    async def release(self) -> None:
+        """The trainer is gone."""
+        names = [member.info.name for member in self._registry.alive()]
+        await self._tell(names, pb.ToEngine(release=pb.Release()), "let go of the trainer")
+
     async def _roll_back(self, version: int, engines: Iterable[str]) -> None:
+        await self._tell(engines, pb.ToEngine(rollback=pb.Rollback(version=version)), f"roll back version {version}")
+
+    async def _tell(self, engines: Iterable[str], message: pb.ToEngine, doing: str) -> None:
+        """Whoever does not do it is only complained of."""
+
         async def one(name: str) -> None:
-            message = pb.ToEngine(rollback=pb.Rollback(version=version))
-            await self._links[name].ask(message, ROLLBACK_SECONDS, f"roll back version {version}")
+            own = pb.ToEngine()
+            own.CopyFrom(message)  # each call has a number of its own
+            await self._links[name].ask(own, ROLLBACK_SECONDS, doing)
 
         _, failed = await each({name: one(name) for name in engines})
         for name, error in failed.items():
-            log.warning("engine %s did not roll back version %d: %s", name, version, error)
+            log.warning("engine %s did not %s: %s", name, doing, error)
 
     async def _on_all(self, one: Callable[[str], Coroutine[Any, Any, T]], version: int, what: str) -> dict[str, T]:
         """A step on every engine. Those that fail end the update for all, or, if so asked, are left behind."""
@@ -114,6 +167,13 @@ class FleetUpdate:
             self._engines = list(done)
             await self._roll_back(version, failed)
         return done
+
+    def _check_begin(self, step: pb.Begin) -> None:
+        if step.epoch != self._registry.epoch:
+            raise FleetChanged("engines came or went since the trainer looked")
+        self._registry.check_version(step.version)
+        for name in step.offers:
+            self._check_alive(name)
 
     def _check_alive(self, name: str) -> None:
         if why := self._registry.get(name).lost:

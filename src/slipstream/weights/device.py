@@ -6,14 +6,17 @@ so the halves are other ones than those of `transports/base.py`:
     trainer   DeviceSender.send(version, pieces)      tells the engine's rank where they are, or sends them
     engine    Receiver.wait(version, indices)         they are within reach: mapped, or in a buffer of the rank's
               Receiver.source(index)                  … and this is one
+              Receiver.done(version, copied)          all are copied, or will be when `copied` returns
+    trainer   DeviceSender.released()                 the arrays may be donated and freed again
 
 A piece is written into the live parameter when the version is committed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from slipstream.errors import MappingError, TransferError
 from slipstream.types import Berths, Box, Parameter
@@ -44,7 +47,7 @@ class Cut:
         return self.view(array)[self.index]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DevicePiece:
     """A rectangle on its way. As long as the piece is kept, so is its memory."""
 
@@ -56,16 +59,21 @@ class DevicePiece:
 
 
 class DeviceSender(Protocol):
-    is_certain: ClassVar[bool]
-    """`send` returns only once the rank has said that it has all it needs."""
-
     @property
     def note(self) -> str:
         """What a report should say about the way that the bytes take; usually nothing."""
         ...
 
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
-        """In every update, also when there are no pieces for this rank. When it returns, they are as good as there."""
+        """In every update, also when there are no pieces for this rank."""
+        ...
+
+    async def confirmed(self) -> None:
+        """Returns once the rank has said that it can read all that it was told of. Raises `TransferError` if it cannot."""
+        ...
+
+    async def released(self) -> float:
+        """After the commit: returns once the rank reads nothing of it any more. The seconds that its copying took."""
         ...
 
     def close(self) -> None: ...
@@ -87,16 +95,18 @@ class Receiver(Protocol):
         """An update begins."""
         ...
 
-    def wait(self, version: int, indices: Collection[int]) -> int:
-        """Returns, once all these pieces are within reach, the number of their bytes. Raises `TransferError` in the end."""
+    def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
+        """Returns, once all these pieces are within reach, the number of their bytes; None if they are not so within
+        `patience` seconds. Raises `TransferError` in the end, whatever the patience."""
         ...
 
     def source(self, index: int) -> Any:
         """A piece that has been waited for, as a torch tensor on the rank's device."""
         ...
 
-    def done(self, version: int) -> None:
-        """Nothing of this version is read any more."""
+    def done(self, version: int, copied: Callable[[], float]) -> float:
+        """Nothing of this version is read any more once `copied` returns: the seconds that copying took. What is returned
+        here, too, unless it is left to a thread to wait; then 0."""
         ...
 
     def abandon(self) -> None:
@@ -126,7 +136,19 @@ def is_deleted(tensor: Any) -> bool:
 
 def is_ready(tensor: Any) -> bool:
     """Whether it is computed; arrays of the host's always are. One that was deleted will not get better by waiting."""
-    return all(leaf.is_deleted() or leaf.is_ready() for leaf in _leaves(tensor) if hasattr(leaf, "is_ready"))
+    if not is_jax_array(tensor):
+        return not isinstance(tensor, MappedTensor) or all(is_ready(leaf) for leaf in tensor.leaves)
+    try:
+        return bool(tensor.is_ready())
+    except RuntimeError:
+        return True
+
+
+def is_row_major(array: Any) -> bool:
+    """Compiled programs may lay arrays out otherwise when they are told to."""
+    layout = getattr(getattr(array, "format", None), "layout", None)
+    order = getattr(layout, "major_to_minor", None)
+    return order is None or tuple(order) == tuple(range(array.ndim))
 
 
 def _leaves(tensor: Any) -> list[Any]:
@@ -168,15 +190,18 @@ class DeviceOutbox:
         self._streams = [plan.stream(rank, r) for r in range(1 + max(p.rank for p in parameters))]
         self._sizes = [{i: plan.size_of(move) for i, move in stream.items()} for stream in self._streams]
         self._senders: dict[bytes, DeviceSender] = {}
-        self._known: dict[tuple[str, Box], tuple[Find, Cut, Strided | None]] = {}
+        self._known: dict[int, tuple[Find, Cut, Strided | None]] = {}
+        """By the identity of a move, of which the plan keeps one object each."""
         self._pinned: list[Mapping[int, DevicePiece]] = []
         """What engines may be reading: neither freed nor donated before they say that they are done."""
         self.berths: Berths | None = None
 
-    @property
-    def is_certain(self) -> bool:
-        """Whether `send` has every rank's word that it can read what was sent."""
-        return all(sender.is_certain for sender in self._senders.values())
+    async def confirmed(self) -> None:
+        for sender in self._senders.values():
+            await sender.confirmed()
+
+    async def released(self) -> float:
+        return max([await sender.released() for sender in self._senders.values()], default=0.0)
 
     @property
     def note(self) -> str:
@@ -184,33 +209,43 @@ class DeviceOutbox:
 
     def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """As `Outbox.send`. Returns when every array is computed and the engine's ranks know where, or have them."""
-        import jax
-
         assert self.berths is not None
         sent = self._plan.changed(unchanged)
         manifests, num_bytes = [], 0
-        self._pinned = []
-        streams = [{i: move for i, move in stream.items() if move.parameter in sent} for stream in self._streams]
-        for moves in streams:
-            self._pinned.append({index: self._piece(tensors, move) for index, move in moves.items()})
-        jax.block_until_ready([piece.array for pieces in self._pinned for piece in pieces.values()])
-        for rank, (moves, pieces) in enumerate(zip(streams, self._pinned)):
+        self._pinned = [
+            {index: self._piece(tensors, move) for index, move in stream.items() if move.parameter in sent}
+            for stream in self._streams
+        ]
+        self._wait(tensors)
+        for rank, pieces in enumerate(self._pinned):
             if self._streams[rank]:  # also when nothing changed: a rank may be waiting to hear it
                 self._sender(rank).send(version, pieces)
             manifests.append(pack_manifest(version, dict.fromkeys(pieces, 0)))
-            num_bytes += sum(self._sizes[rank][index] for index in moves)
+            num_bytes += sum(map(self._sizes[rank].__getitem__, pieces))
         return manifests, num_bytes
 
+    def _wait(self, tensors: Mapping[str, Tensor]) -> None:
+        import jax
+
+        try:
+            jax.block_until_ready([piece.array for pieces in self._pinned for piece in pieces.values()])
+        except RuntimeError:
+            if deleted := [name for name, tensor in tensors.items() if is_deleted(tensor)]:
+                raise _was_deleted(deleted[0]) from None
+            raise
+
     def _piece(self, tensors: Mapping[str, Tensor], move: Move) -> DevicePiece:
-        key, tensor = (move.tensor, move.tensor_box), tensors.get(move.tensor)
+        tensor = tensors.get(move.tensor)
         if tensor is None:
             raise lacks_tensor(move)
-        if is_deleted(tensor):
-            raise MappingError(f"{move.tensor} was donated or deleted before the sync; sync what the step returned")
-        if key not in self._known:
+        if (known := self._known.get(id(move))) is None:
+            if is_deleted(tensor):
+                raise _was_deleted(move.tensor)
             find, cut = locate(tensor, move.tensor_box)
-            self._known[key] = find, cut, geometry(cut, tuple(find(tensor).shape))
-        find, cut, strides = self._known[key]
+            array = find(tensor)
+            strides = geometry(cut, tuple(array.shape)) if is_row_major(array) else None
+            known = self._known[id(move)] = find, cut, strides
+        find, cut, strides = known
         return DevicePiece(find(tensor), cut, strides)
 
     def _sender(self, rank: int) -> DeviceSender:
@@ -230,6 +265,10 @@ class DeviceOutbox:
         for sender in self._senders.values():
             sender.close()
         self._senders, self.berths = {}, None
+
+
+def _was_deleted(tensor: str) -> MappingError:
+    return MappingError(f"{tensor} was donated or deleted before the sync; sync what the step returned")
 
 
 def open_device_sender(link: bytes, plan: Plan, moves: dict[int, Move], peer: str) -> DeviceSender:

@@ -67,6 +67,11 @@ class Plan:
         return {rank: tuple(moves) for rank, moves in found.items()}
 
     @cached_property
+    def sizes(self) -> dict[int, tuple[int, ...]]:
+        """The bytes of each of those moves."""
+        return {rank: tuple(map(self.size_of, moves)) for rank, moves in self.incoming.items()}
+
+    @cached_property
     def made_of(self) -> dict[str, frozenset[str]]:
         """The tensors that each parameter is made of."""
         found: dict[str, set[str]] = defaultdict(set)

@@ -4,17 +4,18 @@ All engines stage and verify before any commits. If one cannot, all roll back an
 so asked, the others go on without it.
 
 In the steady state nothing is waited for before the bytes move: after a commit the trainer knows in which slots the next
-version will land, and the engines' answer to `begin` is only compared with that."""
+version will land, and the engines' answer to `begin` is only compared with that. Where the bytes are quick to move, they go
+first, and the three steps are one message (`Fleet.swap`)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from slipstream.errors import FleetChanged, MappingError, Unsupported
+from slipstream.errors import MappingError, Unsupported, wants_elsewhere
 from slipstream.types import Berths, CommitReport, EngineInfo, EngineSync, InFlight, Offer, StageReport, SyncReport
 from slipstream.weights import source, transports
 from slipstream.weights.device import PLANES, DeviceOutbox, is_ready, on_accelerator
@@ -43,6 +44,20 @@ class Fleet(Protocol):
 
     async def committed(self) -> dict[str, CommitReport]: ...
 
+    async def swap(
+        self,
+        version: int,
+        offers: Mapping[str, Offer],
+        expected: Mapping[str, Berths],
+        manifests: Mapping[str, Sequence[Sequence[bytes]]],
+        in_flight: InFlight,
+    ) -> None:
+        """`begin`, `stage` and `commit` of what was handed over where it was `expected`. `FleetChanged`, and nothing
+        committed, where an engine wants it elsewhere."""
+        ...
+
+    async def swapped(self) -> tuple[dict[str, StageReport], dict[str, CommitReport]]: ...
+
     async def rollback(self, version: int) -> None: ...
 
 
@@ -57,6 +72,7 @@ class _Route:
         else:
             self.outbox = Outbox(plan, engine.parameters, rank, hashed)
         self.memory = Memory()
+        self.is_quick = transports.is_quick(transport, plan.num_bytes)
         self._known = False
         """The engine has the plan, and we have links to it."""
         self._offered = ""
@@ -89,6 +105,23 @@ class _Route:
         self.memory.keep(tensors)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """An update that went through."""
+
+    routes: Mapping[str, _Route]
+    stages: Mapping[str, StageReport]
+    commits: dict[str, CommitReport]
+    num_bytes: int
+    handed_over: float
+    staged: float
+    """When, both."""
+
+
+def _manifests(sent: Mapping[str, tuple[list[bytes], int]]) -> dict[str, list[list[bytes]]]:
+    return {name: [[manifest] for manifest in manifests] for name, (manifests, _) in sent.items()}
+
+
 DRAFT = "draft."
 """Before the names of a draft model's tensors: they are part of the policy's version and of its transaction."""
 
@@ -100,6 +133,7 @@ class Publisher:
         self._fleet, self._transport, self._rank, self._hashed = fleet, transport, rank, checksums
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._routes: dict[str, _Route] = {}
+        self._describe = source.Descriptions(rank)
         self._sources: dict[str, Source] = {}
         self._best = 0.0
         self._engines: Sequence[EngineInfo] = ()
@@ -126,24 +160,17 @@ class Publisher:
         unchanged = {name: route.unchanged(tensors) for name, route in routes.items()}
         planned = time.perf_counter()
         try:
-            await self._fleet.begin(version, {name: route.offer() for name, route in routes.items()}, drop_failed)
-            predicted = all(route.outbox.berths is not None for route in routes.values()) and not drop_failed
-            if not predicted:
-                routes = self._answered(routes, await self._fleet.begun())
-            sent = await self._send(routes, tensors, unchanged, version)
-            handed_over = time.perf_counter()
-            await self._fleet.stage(version, {name: [[m] for m in manifests] for name, (manifests, _) in sent.items()})
-            # Where the ranks themselves have said that they have it, nothing is left to learn before the commit.
-            certain = predicted and all(route.outbox.is_certain for route in routes.values())
-            if certain:
-                await self._fleet.commit(version, in_flight)
-            if predicted:
-                self._compare(routes, await self._fleet.begun())
-            stages = await self._fleet.staged()
-            staged = time.perf_counter()
-            if not certain:
-                await self._fleet.commit(version, in_flight)
-            commits = await self._fleet.committed()
+            expected = {name: route.outbox.berths for name, route in routes.items() if route.outbox.berths is not None}
+            if len(expected) == len(routes) and not drop_failed and all(route.is_quick for route in routes.values()):
+                run = await self._at_once(routes, tensors, unchanged, version, in_flight, expected)
+            else:
+                run = await self._step_by_step(routes, tensors, unchanged, version, in_flight, drop_failed)
+            routes, commits = dict(run.routes), run.commits
+            for name in commits:
+                copied = await routes[name].outbox.released()
+                found = commits[name]
+                slower = max(found.load_seconds, copied)
+                commits[name] = replace(found, load_seconds=slower, pause_seconds=max(found.pause_seconds, copied))
         except BaseException:
             self._drop(*routes)  # who knows what is still being written: the next update takes other memory
             await asyncio.shield(self._fleet.rollback(version))
@@ -156,13 +183,13 @@ class Publisher:
         self._drop(*lost)
         report = SyncReport(
             version=version,
-            num_bytes=sum(num_bytes for _, num_bytes in sent.values()),
+            num_bytes=run.num_bytes,
             plan_seconds=planned - start,
-            send_seconds=handed_over - planned,
-            stage_seconds=staged - handed_over,
-            commit_seconds=committed - staged,
+            send_seconds=run.handed_over - planned,
+            stage_seconds=run.staged - run.handed_over,
+            commit_seconds=committed - run.staged,
             total_seconds=committed - start,
-            engines=tuple(EngineSync(n, routes[n].way, stages[n], commits[n]) for n in routes if n in commits),
+            engines=tuple(EngineSync(n, routes[n].way, run.stages[n], commits[n]) for n in routes if n in commits),
             lost=tuple(lost),
         )
         self._best = max(self._best, report.bytes_per_second)
@@ -170,6 +197,57 @@ class Publisher:
 
     def close(self) -> None:
         self._drop(*self._routes)
+
+    async def _step_by_step(
+        self,
+        routes: Mapping[str, _Route],
+        tensors: Mapping[str, Tensor],
+        unchanged: Mapping[str, set[str]],
+        version: int,
+        in_flight: InFlight,
+        drop_failed: bool,
+    ) -> _Run:
+        await self._fleet.begin(version, {name: route.offer() for name, route in routes.items()}, drop_failed)
+        predicted = all(route.outbox.berths is not None for route in routes.values()) and not drop_failed
+        if not predicted:
+            routes = self._answered(routes, await self._fleet.begun())
+        sent = await self._send(routes, tensors, unchanged, version)
+        handed_over = time.perf_counter()
+        await self._fleet.stage(version, _manifests(sent))
+        if predicted:
+            self._compare(routes, await self._fleet.begun())
+        await self._confirmed(routes)
+        stages = await self._fleet.staged()
+        staged = time.perf_counter()
+        await self._fleet.commit(version, in_flight)
+        commits = await self._fleet.committed()
+        return _Run(routes, stages, commits, sum(size for _, size in sent.values()), handed_over, staged)
+
+    async def _at_once(
+        self,
+        routes: Mapping[str, _Route],
+        tensors: Mapping[str, Tensor],
+        unchanged: Mapping[str, set[str]],
+        version: int,
+        in_flight: InFlight,
+        expected: Mapping[str, Berths],
+    ) -> _Run:
+        sent = await self._send(routes, tensors, unchanged, version)
+        handed_over = time.perf_counter()
+        # A single rank swaps if it has everything, or not at all. Of several, each has to say that it has before any may.
+        is_one = sum(route.engine.num_ranks for route in routes.values()) == 1
+        if not is_one:
+            await self._confirmed(routes)
+        offers = {name: route.offer() for name, route in routes.items()}
+        await self._fleet.swap(version, offers, expected, _manifests(sent), in_flight)
+        if is_one:
+            await self._confirmed(routes)
+        stages, commits = await self._fleet.swapped()
+        return _Run(routes, stages, commits, sum(size for _, size in sent.values()), handed_over, handed_over)
+
+    async def _confirmed(self, routes: Mapping[str, _Route]) -> None:
+        for route in routes.values():
+            await route.outbox.confirmed()
 
     async def _send(
         self,
@@ -179,19 +257,10 @@ class Publisher:
         version: int,
     ) -> dict[str, tuple[list[bytes], int]]:
         """Manifests and bytes by engine; to all engines at once, unless there is too little to send for that to pay."""
-        quick = all(transports.is_quick(route.transport, route.plan.num_bytes) for route in routes.values())
-        if quick and all(is_ready(tensor) for tensor in tensors.values()):
+        if all(route.is_quick for route in routes.values()) and all(is_ready(tensor) for tensor in tensors.values()):
             return {n: route.outbox.send(tensors, unchanged[n], version) for n, route in routes.items()}
         sends = [asyncio.to_thread(route.outbox.send, tensors, unchanged[n], version) for n, route in routes.items()]
         return dict(zip(routes, await asyncio.gather(*sends)))
-
-    def _describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
-        """As `source.describe`, which need not look at the very arrays that were synced last time."""
-        known = self._sources
-        last = next((route.memory for route in self._routes.values()), Memory())
-        fresh = {n: t for n, t in tensors.items() if n not in known or not last.is_same(n, t)}
-        described = source.describe(fresh, self._rank)
-        return {name: described[name] if name in fresh else known[name] for name in tensors}
 
     def _answered(self, routes: Mapping[str, _Route], berths: Mapping[str, Berths]) -> dict[str, _Route]:
         """Engines that did not begin are left behind."""
@@ -202,9 +271,7 @@ class Publisher:
     def _compare(self, routes: Mapping[str, _Route], berths: Mapping[str, Berths]) -> None:
         for name, route in routes.items():
             if berths.get(name) != route.outbox.berths:
-                raise FleetChanged(
-                    f"engine {name!r} wants its weights elsewhere than after the last update; trying again"
-                )
+                raise wants_elsewhere(name)
 
     def _routes_for(
         self, sources: dict[str, Source], engines: Sequence[EngineInfo], partial: bool, tensors: Mapping[str, Tensor]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -101,6 +101,24 @@ def _remember_names(params: Any, found: Mapping[str, Tensor]) -> None:
         if len(_names) > 16:
             _names.clear()
         _names[structure] = tuple(found)
+
+
+class Descriptions:
+    """`describe`, of the tensors of a tree that comes again and again, with other values."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._known: dict[str, tuple[tuple[Any, ...], Source]] = {}
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
+        found = {}
+        for name, tensor in tensors.items():
+            make = (tensor.shape, tensor.dtype, tensor.sharding) if is_jax_array(tensor) else ()  # type: ignore[attr-defined]
+            known = self._known.get(name)
+            if known is None or not make or known[0] != make:
+                known = self._known[name] = (make, _source(tensor, self._rank))
+            found[name] = known[1]
+        return found
 
 
 def describe(tensors: Mapping[str, Tensor], rank: int = 0) -> dict[str, Source]:
@@ -193,7 +211,18 @@ def _step(key: Any) -> str:
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and hasattr(leaf, "__array__")
+    kind = type(leaf)
+    if kind in _array_types:  # a model has hundreds of tensors, and is synced every second
+        return True
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and hasattr(leaf, "__array__"):
+        if all(hasattr(kind, name) for name in ("shape", "dtype", "__array__")):
+            _array_types.add(kind)
+        return True
+    return False
+
+
+_array_types: set[type] = set()
+"""Whose instances all are arrays."""
 
 
 def _is_reader(tensor: Any) -> TypeGuard[Reader]:
@@ -201,8 +230,13 @@ def _is_reader(tensor: Any) -> TypeGuard[Reader]:
 
 
 def is_jax_array(tensor: Any) -> bool:
-    """By its class: to ask the array itself for its shards makes a list of them."""
-    return hasattr(type(tensor), "addressable_shards")
+    return _is_jax_type(type(tensor))  # type: ignore[arg-type]
+
+
+@cache
+def _is_jax_type(kind: Any) -> bool:
+    """To ask an array itself for its shards makes a list of them."""
+    return hasattr(kind, "addressable_shards")
 
 
 def _is_sharded(tensor: Any) -> bool:

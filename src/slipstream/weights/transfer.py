@@ -57,7 +57,13 @@ class Outbox:
         """What the engine answered last, or, after a commit, what it will answer next."""
 
     note = ""
-    is_certain = False
+
+    async def confirmed(self) -> None:
+        """What the engine's ranks have to say before the version may be used, they say when it is staged."""
+
+    async def released(self) -> float:
+        """Nothing is read out of the trainer's memory."""
+        return 0.0
 
     def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
@@ -172,9 +178,8 @@ class Reception:
             for manifest in from_senders:
                 expected |= unpack_manifest(manifest, update.version, len(moves))
             sums.append(expected)
-            for index in expected:
-                sent[moves[index].parameter] += 1
-                num_bytes += update.plan.size_of(moves[index])
+            sent.update(moves[index].parameter for index in expected)
+            num_bytes += sum(map(update.plan.sizes.get(rank, ()).__getitem__, expected))
         return sums, sent, num_bytes
 
     def _check_whole(self, update: Update, sent: Mapping[str, int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,16 @@ class Memory:
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
+            if _is_of_jax(type(tensor)) and not tensor.is_deleted():  # type: ignore[attr-defined]
+                self._objects[name] = weakref.ref(tensor)
+                continue
             self._objects.pop(name, None)
             self._hashes.pop(name, None)
             if isinstance(tensor, np.ndarray):
                 self._hashes[name] = checksum(tensor)
-            elif _is_immutable(tensor):
-                self._objects[name] = weakref.ref(tensor)
 
 
-def _is_immutable(tensor: Any) -> bool:
-    return type(tensor).__module__.split(".")[0] in ("jax", "jaxlib") and not getattr(tensor, "is_deleted", bool)()
+@cache
+def _is_of_jax(kind: type) -> bool:
+    """Immutable, that is."""
+    return kind.__module__.split(".")[0] in ("jax", "jaxlib") and hasattr(kind, "is_deleted")

@@ -237,6 +237,9 @@ class EmbeddedEngine:
         self._drop_shadow(version)
         self._inbox.rollback(version)
 
+    async def release(self) -> None:
+        """What landed is what serves, and the next trainer brings landings of its own."""
+
     def _drop_shadow(self, version: int) -> None:
         if self._shadow is not None and self._shadow.version == version:
             self._shadow = None

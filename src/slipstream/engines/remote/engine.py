@@ -253,6 +253,9 @@ class RemoteEngine:
     async def rollback(self, version: int) -> None:
         self._arrivals.end(version)
 
+    async def release(self) -> None:
+        """The connection is between the trainer and the server; the next trainer makes another."""
+
     # --- control ---
 
     async def pause(self) -> None:

@@ -29,6 +29,9 @@ from slipstream.weights.transports import is_quick
 
 log = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 0.02
+"""For what is still on its way over NCCL, before vLLM may take its next step."""
+
 T = TypeVar("T")
 
 Call: TypeAlias = Callable[..., Awaitable[list[Any]]]
@@ -70,6 +73,10 @@ class Delivery(Protocol):
 
     def dropped(self) -> None:
         """The weights are gone (sleep level 2)."""
+        ...
+
+    async def release(self) -> None:
+        """The trainer is gone."""
         ...
 
     @property
@@ -152,6 +159,9 @@ class Reloaded:
 
     def dropped(self) -> None:
         self._places, self._has_weights, self._has_checkpoint = {}, False, False
+
+    async def release(self) -> None:
+        """What landed in shared memory is what serves."""
 
     @property
     def is_updating(self) -> bool:
@@ -239,7 +249,9 @@ class Direct(Reception):
         # Over `cuda` the trainer has each rank's own word already. Over `nccl` a rank waits for it, even if nothing comes.
         if self._transport == "nccl":
             try:
-                await self._call("slipstream_stage", version, self._indices)
+                # Little by little, so that steps run meanwhile, and a rollback is heeded.
+                while not all(await self._call("slipstream_stage", version, self._indices, PATIENCE_SECONDS)):
+                    self.check(version)
             except SlipstreamError:
                 raise
             except Exception as error:
@@ -301,6 +313,11 @@ class Direct(Reception):
 
     def dropped(self) -> None:
         self._has_weights = False
+
+    async def release(self) -> None:
+        if self._links and self._update is None:
+            self._links = ()
+            await self._call("slipstream_close")
 
     @property
     def is_updating(self) -> bool:

@@ -224,6 +224,9 @@ class VllmEngine:
     async def rollback(self, version: int) -> None:
         await self._delivery.rollback(version)
 
+    async def release(self) -> None:
+        await self._delivery.release()
+
     # --- control ---
 
     async def pause(self) -> None:

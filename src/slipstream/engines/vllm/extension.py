@@ -124,20 +124,21 @@ class Extension:
     def slipstream_expect(self, version: int) -> None:
         self._slipstream_live.expect(version)
 
-    def slipstream_stage(self, version: int, indices: Sequence[Sequence[int]]) -> int:
-        """Returns once these pieces, listed by rank, are within reach; the number of their bytes."""
-        return self._slipstream_live.receive(version, indices[self._slipstream_rank])
+    def slipstream_stage(self, version: int, indices: Sequence[Sequence[int]], patience: float) -> bool:
+        """Whether these pieces, listed by rank, are within reach, at the latest after `patience` seconds: no step runs
+        meanwhile."""
+        return self._slipstream_live.receive(version, indices[self._slipstream_rank], patience)
 
     def slipstream_apply(self, version: int, indices: Sequence[Sequence[int]]) -> tuple[dict[str, int], float, str]:
         """Writes these pieces, listed by rank, of a staged version. What every request has drawn so far, and the seconds that
         writing took: both in one call, so that no step comes between them. And why nothing was written, if so."""
-        start, drawn, why = time.perf_counter(), self.slipstream_drawn(), ""
+        start, drawn, why, seconds = time.perf_counter(), self.slipstream_drawn(), "", 0.0
         try:
             if any(indices):
-                self._slipstream_live.apply(version, indices[self._slipstream_rank])
+                seconds = self._slipstream_live.apply(version, indices[self._slipstream_rank])
         except NothingWritten as error:
             why = str(error)
-        return drawn, time.perf_counter() - start, why
+        return drawn, max(seconds, time.perf_counter() - start), why
 
     def slipstream_write(
         self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]
@@ -150,6 +151,10 @@ class Extension:
 
     def slipstream_forget(self) -> None:
         self._slipstream_live.forget()
+
+    def slipstream_close(self) -> None:
+        """The trainer is gone."""
+        self._slipstream_live.close()
 
     def slipstream_sleep(self, level: int) -> None:
         """As vLLM's own `sleep`, which does not expect to find some of its memory asleep already."""

@@ -6,6 +6,7 @@ does not goes through vLLM's loader instead, with its whole module."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -155,12 +156,13 @@ class Live:
         assert self._receiver is not None
         self._receiver.expect(version)
 
-    def receive(self, version: int, indices: Collection[int]) -> int:
-        """Waits until these pieces are within reach, and stages them. Returns the number of their bytes."""
+    def receive(self, version: int, indices: Collection[int], patience: float) -> bool:
+        """Waits until these pieces are within reach, and stages them; False if they are not so within `patience` seconds."""
         assert self._receiver is not None
-        num_bytes = self._receiver.wait(version, indices)
+        if self._receiver.wait(version, indices, patience) is None:
+            return False
         self.stage(version, {index: self._receiver.source(index) for index in indices})
-        return num_bytes
+        return True
 
     def stage(self, version: int, pieces: Mapping[int, torch.Tensor]) -> None:
         """All that can go wrong goes wrong here, while the old version serves. Trainer ranks may come one by one."""
@@ -175,15 +177,14 @@ class Live:
             self._version, self._staged = version, {}
         self._staged = {**self._staged, **pieces}
 
-    def apply(self, version: int, indices: Collection[int]) -> None:
-        """Between two steps: every piece into its place. When it returns, nothing is read any more. Raises `NothingWritten`
-        unless exactly these pieces of this version are staged."""
+    def apply(self, version: int, indices: Collection[int]) -> float:
+        """Between two steps: every piece into its place, ahead of the next step's kernels in their stream. The seconds that it
+        takes the device, or 0 where the receiver lets the trainer know. Raises `NothingWritten` unless exactly these
+        pieces of this version are staged."""
         assert self._receiver is not None
-        if self._version != version or self._staged.keys() != set(indices):
-            raise NothingWritten(
-                f"rank {self._rank} has {len(self._staged)} piece(s) of version {self._version} within reach, not the "
-                f"{len(indices)} of version {version} that are to be written"
-            )
+        if not self._is_staged(version, indices):
+            self._wait(version, indices)
+        start = self._moment()
         wholes: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for index, piece in self._staged.items():
             if index in self._targets:
@@ -192,9 +193,33 @@ class Live:
                 wholes.setdefault(self._moves[index].parameter, []).append((self._moves[index].local_box, piece))
         if wholes:
             self._reload((name, _assembled(pieces)) for name, pieces in wholes.items())
-        self._wait_for_device()
+        end = self._moment()
         self._staged, self._version = {}, -1
-        self._receiver.done(version)
+        return self._receiver.done(version, lambda: _seconds(start, end))
+
+    def _is_staged(self, version: int, indices: Collection[int]) -> bool:
+        return self._version == version and self._staged.keys() == set(indices)
+
+    def _wait(self, version: int, indices: Collection[int]) -> None:
+        """The order to write may overtake the news of what."""
+        assert self._receiver is not None
+        why = ""
+        try:
+            self._receiver.wait(version, indices)
+        except TransferError as error:
+            why = f": {error}"
+        if not self._is_staged(version, indices):
+            raise NothingWritten(
+                f"rank {self._rank} has {len(self._staged)} piece(s) of version {self._version} within reach, not the "
+                f"{len(indices)} of version {version} that are to be written{why}"
+            )
+
+    def _moment(self) -> torch.cuda.Event | float:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], reloaded: Collection[str]) -> None:
         """As `apply`, for whole parameters in host memory."""
@@ -222,6 +247,16 @@ class Live:
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # what was received into may be a whole model
+
+
+def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Between two moments of the device's; waits for the second."""
+    if isinstance(start, float) or isinstance(end, float):
+        return float(end) - float(start)  # type: ignore[arg-type]
+    end.synchronize()
+    return 1e-3 * float(start.elapsed_time(end))
 
 
 def _assembled(pieces: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:

@@ -6,15 +6,18 @@ the way. The trainer's arrays are kept, and unchanged, until the engine has said
 
     message = head, JSON (new regions, new shapes, which regions are gone), rows of (index, region, offset) as int64
               + the new regions' file descriptors
-    answer  = 0 and nothing, once all of it is mapped and found to fit; or the length of an error and its text
+    word    = version, seconds, length of an error, the error. One comes when all of it is mapped and found to fit, a
+              second when the version is committed and copied, with the seconds that copying took.
 
 Where memory cannot be exported (JAX's `cuda_async` allocator), arrays are first copied into a buffer of our own that can be,
 and the sync's report says so. The socket is an abstract one, of Linux: a crash leaves nothing behind."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -23,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -37,7 +40,7 @@ from slipstream.weights.transports.vmm import Driver, Vmm
 DEADLINE_SECONDS = 30.0
 FDS_PER_MESSAGE = 100
 _HEAD = struct.Struct("<4sqIII")
-_ANSWER = struct.Struct("<I")
+_WORD = struct.Struct("<qdI")
 _MAGIC = b"SSC1"
 _MOST_VIEWS = 8
 """Kept per piece."""
@@ -61,8 +64,6 @@ class Mapped(Protocol):
 
 
 class CudaSender:
-    is_certain: ClassVar[bool] = True
-
     def __init__(self, link: bytes, peer: str, driver: Driver | None = None) -> None:
         facts = unpack_link(link)
         self._peer, self._exports = peer, Exports(driver or Vmm())
@@ -71,6 +72,9 @@ class CudaSender:
         self._made: dict[int, Any] = {}
         """Functions for pieces that are no view of an array, and must be computed."""
         self._computed: list[Any] = []
+        self._unheard = -1
+        """The version that the rank owes us a word on."""
+        self._unreleased = -1
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(DEADLINE_SECONDS)
         try:
@@ -87,31 +91,39 @@ class CudaSender:
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
         if not pieces:
             return
-        arrays: dict[int, tuple[Any, Strided]] = {}
-        for index, piece in pieces.items():
-            arrays[index] = (piece.array, piece.strides) if piece.strides else self._compute(index, piece)
-        self._computed = [array for index, (array, _) in arrays.items() if pieces[index].strides is None]
+        computed = {index: self._compute(index, piece) for index, piece in pieces.items() if piece.strides is None}
+        self._computed = list(computed.values())
         for array in self._computed:
             array.block_until_ready()
-        pointers = {id(array): array.unsafe_buffer_pointer() for array, _ in arrays.values()}
-        found = self._exports.places({pointers[id(array)]: array for array, _ in arrays.values()})
-        rows = np.array([(i, *found.places[pointers[id(array)]]) for i, (array, _) in arrays.items()], np.int64)
-        shapes = [
-            [i, np.dtype(array.dtype).name, geometry.offset, geometry.shape, geometry.strides]
-            for i, (array, geometry) in arrays.items()
-            if i not in self._told
-        ]
-        self._tell(version, found, shapes, rows)
-        self._hear(version)
-        self._told.update(arrays)
+        arrays = {index: computed.get(index, piece.array) for index, piece in pieces.items()}
+        pointers = {index: array.unsafe_buffer_pointer() for index, array in arrays.items()}
+        found = self._exports.places(dict(zip(pointers.values(), arrays.values())))
+        rows = [number for index, pointer in pointers.items() for number in (index, *found.places[pointer])]
+        shapes = []
+        for index in pieces.keys() - self._told:
+            array = arrays[index]
+            geometry = pieces[index].strides or Strided.of(tuple(array.shape))
+            facts = [np.dtype(array.dtype).name, geometry.offset, geometry.shape, geometry.strides]
+            shapes.append([index, *facts])
+        self._tell(version, found, shapes, np.array(rows, np.int64))
+        self._unheard = self._unreleased = version
+        self._told.update(pieces)
 
-    def _compute(self, index: int, piece: DevicePiece) -> tuple[Any, Strided]:
+    async def confirmed(self) -> None:
+        version, self._unheard = self._unheard, -1
+        if version >= 0:
+            await self._hear(version, f"say that it can read version {version}")
+
+    async def released(self) -> float:
+        version, self._unreleased = self._unreleased, -1
+        return await self._hear(version, f"say that it has copied version {version}") if version >= 0 else 0.0
+
+    def _compute(self, index: int, piece: DevicePiece) -> Any:
         if index not in self._made:
             import jax
 
             self._made[index] = jax.jit(piece.cut)
-        array = self._made[index](piece.array)
-        return array, Strided.of(tuple(array.shape))
+        return self._made[index](piece.array)
 
     def _tell(self, version: int, found: Found, shapes: list[Any], rows: np.ndarray) -> None:
         new = list(found.new.items())
@@ -137,17 +149,23 @@ class CudaSender:
             for _, fd in found.new.values():
                 os.close(fd)
 
-    def _hear(self, version: int) -> None:
-        """The rank's word that it can read all it was told of."""
+    async def _hear(self, version: int, what: str) -> float:
+        """The rank's next word, which is on this version."""
+        self._socket.setblocking(False)
         try:
-            (size,) = _ANSWER.unpack(_exactly(self._socket, _ANSWER.size))
-            text = _exactly(self._socket, size).decode(errors="replace") if size else ""
-        except (OSError, EOFError) as error:
-            raise TransferError(
-                f"engine {self._peer} did not say that it can read version {version}: {error or 'it went away'}"
-            ) from None
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                word, seconds, size = _WORD.unpack(await _exactly_soon(self._socket, _WORD.size))
+                text = (await _exactly_soon(self._socket, size)).decode(errors="replace") if size else ""
+        except (OSError, EOFError, TimeoutError) as error:
+            why = "it went away" if isinstance(error, EOFError) else str(error) or f"nothing for {DEADLINE_SECONDS:g} s"
+            raise TransferError(f"engine {self._peer} did not {what}: {why}") from None
+        finally:
+            self._socket.settimeout(DEADLINE_SECONDS)
         if text:
             raise TransferError(f"engine {self._peer} cannot read version {version}: {text}")
+        if word != version:
+            raise TransferError(f"engine {self._peer} speaks of version {word}; it should {what}")
+        return float(seconds)
 
     def close(self) -> None:
         self._socket.close()
@@ -173,7 +191,7 @@ class _Reader:
         driver: Driver,
         wrap: Any,
         changed: threading.Condition,
-        on_shown: Shown,
+        on_shown: Callable[[_Reader, int, Mapping[int, Any]], None],
         on_end: Callable[[], None],
     ) -> None:
         self._socket, self._driver, self._wrap, self._changed = connection, driver, wrap, changed
@@ -196,6 +214,10 @@ class _Reader:
         if not 0 <= offset <= offset + piece.geometry.reach * itemsize <= size or offset % itemsize:
             raise TransferError(f"piece {index} sticks out of its region of {size} bytes: {offset}, {piece.geometry}")
         return self._regions[number][2].view(piece.dtype, piece.geometry, offset)
+
+    def say(self, version: int, seconds: float = 0.0, error: str = "") -> None:
+        text = error.encode()[:_MAX_ERROR]
+        self._socket.sendall(_WORD.pack(version, seconds, len(text)) + text)
 
     def close(self) -> None:
         """Forgets the trainer's memory. Called with `changed` held."""
@@ -224,13 +246,12 @@ class _Reader:
                     self._take(version, tree, rows, fds)
                     self._changed.notify_all()
                 if len(rows):
-                    self._socket.sendall(_ANSWER.pack(0))
+                    self.say(version)
         except Exception as error:
             for fd in fds:  # those that were not mapped
                 os.close(fd)
             with contextlib.suppress(OSError):
-                text = str(error).encode()[:_MAX_ERROR] or type(error).__name__.encode()
-                self._socket.sendall(_ANSWER.pack(len(text)) + text)
+                self.say(-1, error=str(error) or type(error).__name__)
             with self._changed:
                 self.error = error
                 self._on_end()
@@ -259,7 +280,7 @@ class _Reader:
                 if key not in self._views:
                     self._views[key] = self._view(*key)
                 shown[index] = self._views[key]
-            self._on_shown(version, shown)
+            self._on_shown(self, version, shown)
 
 
 class CudaReceiver:
@@ -285,6 +306,10 @@ class CudaReceiver:
         self._readers: list[_Reader] = []
         self._version, self._sources = -1, dict[int, Any]()
         """What has been shown of an update. While there is any, nothing is unmapped."""
+        self._showing: list[_Reader] = []
+        """Of whom."""
+        self._copying = False
+        """A thread waits until what has been shown is copied."""
         self._lost: Exception | None = None
         """Why a trainer rank's connection ended, since the update began."""
         self._closed = False
@@ -295,22 +320,28 @@ class CudaReceiver:
     def expect(self, version: int) -> None:
         """Nothing to prepare: an update has begun when a trainer rank shows it."""
 
-    def _shown(self, version: int, views: Mapping[int, Any]) -> None:
+    def _shown(self, reader: _Reader, version: int, views: Mapping[int, Any]) -> None:
+        if self._copying:
+            raise TransferError(f"version {version} is shown while version {self._version} is still being copied")
         if self._check is not None:
             self._check(version, views)
         if version != self._version:
-            self._version, self._sources, self._lost = version, {}, None
+            self._version, self._sources, self._showing, self._lost = version, {}, [], None
         self._sources |= views
+        self._showing.append(reader)
 
-    def wait(self, version: int, indices: Collection[int]) -> int:
-        until = time.monotonic() + self._deadline
+    def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
+        start = time.monotonic()
         with self._changed:
             while missing := [i for i in indices if self._version != version or i not in self._sources]:
                 if isinstance(self._lost, (EOFError, OSError)):
                     raise TransferError(f"the trainer went away before all of version {version} was within reach")
                 if self._lost is not None:
                     raise TransferError(f"what the trainer said of version {version} cannot be used: {self._lost}")
-                if not self._changed.wait(until - time.monotonic()):
+                if time.monotonic() >= start + patience:
+                    return None
+                self._changed.wait(start + min(patience, self._deadline) - time.monotonic())
+                if time.monotonic() > start + self._deadline:
                     raise TransferError(
                         f"{len(missing)} piece(s) of version {version} were not shown within {self._deadline:g} s; is the "
                         "trainer alive?"
@@ -320,13 +351,38 @@ class CudaReceiver:
     def source(self, index: int) -> Any:
         return self._sources[index]
 
-    def done(self, version: int) -> None:
-        self.abandon()
+    def done(self, version: int, copied: Callable[[], float]) -> float:
+        """A thread waits, and tells the trainer: who called has other things to do."""
+        with self._changed:
+            self._copying = True
+        threading.Thread(target=self._settle, args=(version, copied), name="slipstream-copied", daemon=True).start()
+        return 0.0
+
+    def _settle(self, version: int, copied: Callable[[], float]) -> None:
+        seconds, why = 0.0, ""
+        try:
+            seconds = copied()
+        except Exception as error:
+            why = f"copying it failed: {type(error).__name__}: {error}"
+        with self._changed:
+            showing, self._copying = self._showing, False
+            self._forget()
+            for reader in showing:
+                with contextlib.suppress(OSError):  # a trainer that is gone need not know
+                    reader.say(version, seconds, why)
 
     def abandon(self) -> None:
         with self._changed:
-            self._version, self._sources = -1, {}
-            self._sweep()
+            self._wait_for_copies()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._version, self._sources, self._showing = -1, {}, []
+        self._sweep()
+
+    def _wait_for_copies(self) -> None:
+        """As long as memory is read, it stays mapped. Copies end soon, or the device is broken."""
+        self._changed.wait_for(lambda: not self._copying, self._deadline)
 
     def _sweep(self) -> None:
         """Of trainers that are gone nothing stays mapped: it would not be free, even though they are dead."""
@@ -342,6 +398,7 @@ class CudaReceiver:
             self._server.shutdown(socket.SHUT_RDWR)  # wakes whoever waits at the door
         self._server.close()
         with self._changed:
+            self._wait_for_copies()
             self._closed = True
             for reader in self._readers:
                 reader.close()
@@ -375,6 +432,16 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         part = connection.recv(size - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+async def _exactly_soon(connection: socket.socket, size: int) -> bytes:
+    loop, parts = asyncio.get_running_loop(), bytearray()
+    while len(parts) < size:
+        part = await loop.sock_recv(connection, size - len(parts))
         if not part:
             raise EOFError
         parts += part

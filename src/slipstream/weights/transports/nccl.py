@@ -19,11 +19,12 @@ Nothing is posted while no update is under way, so no kernel waits on the GPU th
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -61,7 +62,6 @@ class NcclSender:
     `peer` is the receiver's name in errors. One thread calls `send`; `close` may come from another."""
 
     note = ""
-    is_certain: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -102,6 +102,13 @@ class NcclSender:
             except BaseException:
                 self._leave(held)
                 raise
+
+    async def confirmed(self) -> None:
+        """The receiver says so when the version is staged."""
+
+    async def released(self) -> float:
+        """What `send` has sent is no longer read here."""
+        return 0.0
 
     def close(self) -> None:
         """Aborts a `send` under way. What was sent may still be on its way: wait for the receiver's word first."""
@@ -199,8 +206,10 @@ class NcclReceiver:
         for lane in self._lanes.values():
             lane.expect(version)
 
-    def wait(self, version: int, indices: Collection[int]) -> int:
-        """Until exactly these moves of this version are in the image; the number of their bytes."""
+    def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
+        """Until exactly these moves of this version are in the image; the number of their bytes. None after `patience`
+        seconds, unless the lanes themselves have given up by then."""
+        until = time.monotonic() + patience
         wanted: dict[int, set[int]] = {sender: set() for sender in self._senders}
         for index in indices:
             if not 0 <= index < len(self._moves) or self._moves[index].sender not in wanted:
@@ -212,7 +221,8 @@ class NcclReceiver:
         for sender, expected in wanted.items():
             if not self._lanes:
                 raise TransferError(f"nccl: version {version} was never expected by rank {self._rank}")
-            self._lanes[sender].check(version, expected)
+            if not self._lanes[sender].check(version, expected, until):
+                return None
         return sum(self._plan.size_of(self._moves[index]) for index in set(indices))
 
     def view(self, parameter: str) -> torch.Tensor:
@@ -224,8 +234,9 @@ class NcclReceiver:
         move = self._moves[index]
         return self.view(move.parameter)[slices(move.local_box)]
 
-    def done(self, version: int) -> None:
-        """What was staged may be overwritten."""
+    def done(self, version: int, copied: Callable[[], float]) -> float:
+        """Waits: the next update overwrites what was staged."""
+        return copied()
 
     def abandon(self) -> None:
         """Gives the update up, and with it the communicators: a sender in mid-transfer gets an error. The next `links` are

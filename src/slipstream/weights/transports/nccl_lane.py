@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ from slipstream.weights.transports.nccl_pair import How, Library, Pair
 from slipstream.weights.transports.nccl_wire import (
     BUCKET,
     IN_FLIGHT,
-    LARGE_SHARE,
+    LARGE_BYTES,
     Bucket,
     Header,
     Link,
@@ -98,8 +99,9 @@ class Lane:
             self._expected = version
         self._versions.put(version)
 
-    def check(self, version: int, expected: set[int]) -> None:
-        """Waits until the version is here, and compares what came with what was announced."""
+    def check(self, version: int, expected: set[int], until: float = math.inf) -> bool:
+        """Waits until the version is here, and compares what came with what was announced. False if it is not here by
+        then."""
         with self._changed:
             if self._expected != version:
                 raise TransferError(f"nccl: version {version} of {self._peer} was not expected ({self._expected} was)")
@@ -113,13 +115,16 @@ class Lane:
                     raise TransferError(
                         f"nccl: version {version} of {self._peer} did not come; nothing moved for {self._deadline:g} s"
                     )
-                self._changed.wait(0.2)
+                if time.monotonic() >= until:
+                    return False
+                self._changed.wait(min(0.2, until - time.monotonic()))
             if self._sent != expected:
                 missing, more = sorted(expected - self._sent), sorted(self._sent - expected)
                 raise TransferError(
                     f"nccl: of version {version}, {self._peer} sent other moves than it announced: {len(missing)} are missing "
                     f"({missing[:4]}), {len(more)} are too many ({more[:4]})"
                 )
+            return True
 
     def halt(self) -> None:
         self._stop.set()
@@ -235,7 +240,7 @@ class Lane:
         """The buffer's size for buckets of our own size: all that is small or scattered, or a bucket of it."""
         sizes = sizes_of(self._plan, self._moves, self._moves)
         staged = [_aligned(n) for i, n in sizes.items() if i not in self._places or not is_large(n, BUCKET)]
-        return max(min(sum(staged), BUCKET + ALIGNMENT * LARGE_SHARE), max(staged, default=0))
+        return max(min(sum(staged), BUCKET + ALIGNMENT * (BUCKET // LARGE_BYTES)), max(staged, default=0))
 
 
 def view_of(staging: torch.Tensor, image: Image, parameter: str, dtype: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from slipstream.errors import MappingError, TransferError
+from slipstream.weights.device import is_row_major
 from slipstream.weights.image import numpy_dtype
 from slipstream.weights.layout import run_start
 from slipstream.weights.plan import Move, Plan
@@ -56,7 +57,7 @@ class _Cut:
         return jaxpr_as_fun(self.program)(array)[0]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Source:
     """A piece at the time of an update."""
 
@@ -94,7 +95,8 @@ class Packer:
         self._dtype = numpy_dtype(plan.dtype)
         if jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
             raise TransferError(f"the engine takes {plan.dtype}, which JAX makes only with jax_enable_x64; set it")
-        self._cuts: dict[tuple[int, tuple[int, ...], np.dtype], _Cut] = {}
+        self._makes: dict[int, tuple[tuple[object, ...], _Cut, bool, bool]] = {}
+        """By index, of the array that a piece is in: what all arrays of its make have in common."""
         self._cutters: dict[_Cut, Any] = {}
         self._compiled: dict[_Program, Any] = {}
 
@@ -134,10 +136,14 @@ class Packer:
 
     def _source(self, index: int, piece: DevicePiece) -> Source:
         array = piece.array
-        is_home = array.devices() == {self._device} and array.sharding.memory_kind != "pinned_host"
-        cut = self._cut(index, array, piece)
-        is_straight = is_home and cut.start is not None and array.dtype == self._dtype and _row_major(array)
-        return Source(array, cut, is_home, is_straight)
+        make = (array.shape, array.dtype, array.sharding)
+        known = self._makes.get(index)
+        if known is None or known[0] != make:
+            is_home = array.devices() == {self._device} and array.sharding.memory_kind != "pinned_host"
+            cut = self._cut(index, array, piece)
+            is_straight = is_home and cut.start is not None and array.dtype == self._dtype and is_row_major(array)
+            known = self._makes[index] = make, cut, is_home, is_straight
+        return Source(array, *known[1:])
 
     def _program(self, bucket: Bucket, sources: Mapping[int, Source]) -> tuple[_Program, list[Source]]:
         alone = [index for index in bucket.large if not sources[index].is_straight]
@@ -179,19 +185,16 @@ class Packer:
     def _cut(self, index: int, array: jax.Array, piece: DevicePiece) -> _Cut:
         import jax
 
-        key = (index, array.shape, array.dtype)
-        if key not in self._cuts:
-            move = self._moves[index]
-            program = jax.make_jaxpr(piece.cut)(jax.ShapeDtypeStruct(array.shape, array.dtype))
-            num_bytes = math.prod(program.out_avals[0].shape) * self._dtype.itemsize
-            if num_bytes != self._plan.size_of(move):
-                raise MappingError(
-                    f"the piece of {move.tensor} for {move.parameter} has {num_bytes} bytes as {self._plan.dtype}, the plan "
-                    f"says {self._plan.size_of(move)}"
-                )
-            text = str(program) if not program.consts else f"{index} {program}"
-            self._cuts[key] = _Cut(text, array.shape, array.dtype, program, _start_of(program.jaxpr))
-        return self._cuts[key]
+        move = self._moves[index]
+        program = jax.make_jaxpr(piece.cut)(jax.ShapeDtypeStruct(array.shape, array.dtype))
+        num_bytes = math.prod(program.out_avals[0].shape) * self._dtype.itemsize
+        if num_bytes != self._plan.size_of(move):
+            raise MappingError(
+                f"the piece of {move.tensor} for {move.parameter} has {num_bytes} bytes as {self._plan.dtype}, the plan "
+                f"says {self._plan.size_of(move)}"
+            )
+        text = str(program) if not program.consts else f"{index} {program}"
+        return _Cut(text, array.shape, array.dtype, program, _start_of(program.jaxpr))
 
 
 def _start_of(jaxpr: Any) -> int | None:
@@ -215,10 +218,3 @@ def _start_of(jaxpr: Any) -> int | None:
             return None
         current = result
     return start if jaxpr.outvars[0] is current else None
-
-
-def _row_major(array: jax.Array) -> bool:
-    """Compiled programs may lay arrays out otherwise when they are told to."""
-    layout = getattr(getattr(array, "format", None), "layout", None)
-    order = getattr(layout, "major_to_minor", None)
-    return order is None or tuple(order) == tuple(range(array.ndim))

@@ -17,15 +17,15 @@ from slipstream.weights.transports.base import fact, pack_link, unpack_link
 from slipstream.weights.transports.nccl_pair import HOWS, ID_BYTES, How
 
 BUCKET = 256 << 20
-"""Bytes of a bucket that are staged, on either side. Large, because a message costs NCCL more than a copy on the device costs
-us."""
+"""Bytes of a bucket that are staged, on either side."""
 
 DEADLINE = 30.0
 IN_FLIGHT = 2
 """Buckets: while one is sent, the next is packed."""
 
-LARGE_SHARE = 4
-"""A move of at least this part of a bucket is a message of its own."""
+LARGE_BYTES, LARGE_SHARE = 1 << 20, 4
+"""A move of so many bytes, or of this part of a bucket, is a message of its own: in a group, messages of a megabyte run as
+fast as one of a gigabyte, and what goes from the array itself straight into the image is neither packed nor copied."""
 _MOST_BUCKETS = 2
 """A bucket with moves that nobody stages has up to this many times its size."""
 
@@ -60,7 +60,7 @@ def buckets_of(sizes: Mapping[int, int], direct: Set[int], limit: int) -> list[B
 
 
 def is_large(size: int, limit: int) -> bool:
-    return size * LARGE_SHARE >= limit
+    return size >= LARGE_BYTES or size * LARGE_SHARE >= limit
 
 
 @dataclass(frozen=True)
