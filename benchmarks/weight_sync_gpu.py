@@ -2,8 +2,8 @@
 
 For each shape, in one run: (a) mapped memory, (b) NCCL, (d) the same bytes copied once on the device, (e) a raw NCCL broadcast
 of them; and (c) vLLM's own NCCL weight transfer, for one shape. "sync" is all of `bridge.sync` through the gateway,
-from the call until the new version serves; "transfer" is what moving the bytes takes alone; "pause" is what the engine could
-not generate for. Medians over the rounds."""
+from the call until the new version serves; "transfer" is what moving the bytes takes alone, as vLLM's worker sees it (and as
+the receiver of the raw broadcast does); "pause" is what the engine could not generate for. Medians over the rounds."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ MAIN = "1.2B"
 
 
 def run(shapes: list[str], native: list[str], rounds: int, python: str) -> dict[str, Any]:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.55")  # JAX's share; vLLM lives on the rest
     console = Console(width=150)
     found: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
@@ -71,7 +72,6 @@ def run(shapes: list[str], native: list[str], rounds: int, python: str) -> dict[
 def measure(config: ModelConfig, native: bool, rounds: int, python: str, console: Console) -> dict[str, Any]:
     specs = families.tensors(config)
     num_bytes = 2 * sum(math.prod(spec.shape) for spec in specs)
-    versions = {dtype: [make(specs, dtype, seed) for seed in range(2)] for dtype in ("bfloat16", "float32")}
     result: dict[str, Any] = {"num_bytes": num_bytes, "tensors": len(specs), "seconds": {}, "failed": {}}
     take = result["seconds"].setdefault
     options = EngineConfig(
@@ -83,27 +83,33 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
         kv_cache_tokens=8192,
         eager=True,
     )
+
+    def syncs(run_dir: Path, transport: str, versions: list[dict[str, jax.Array]]) -> Iterator[dict[str, float]]:
+        """The first two open connections and fill caches. What comes after is measured."""
+        with slipstream.connect(run_dir, transport=transport) as bridge:
+            for step in range(rounds + 2):
+                report = bridge.sync(versions[step % 2])
+                if step >= 2:
+                    yield timings(report)
+            check(bridge)
+
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         (root / "config.json").write_text(json.dumps(config.to_hf()))
         with slipstream.launch(root, engine=options, run_dir=root / "run", start_timeout=400):
             console.print("  vLLM has started")
-            copy = raw_copy(versions["bfloat16"])
-            with slipstream.connect(root / "run", transport="cuda") as bridge:
-                for dtype in ("bfloat16", "float32"):
-                    lane = "cuda" if dtype == "bfloat16" else "cuda, float32 to bfloat16"
-                    for step in range(rounds + 2):
-                        report = bridge.sync(versions[dtype][step % 2])
-                        if step >= 2:
-                            take(lane, []).append(timings(report))
-                            take("copy", []).append({"transfer": copy()})
-                check(bridge)
-            with attempt(result, "NCCL", console), slipstream.connect(root / "run", transport="nccl") as bridge:
-                for step in range(rounds + 2):
-                    report = bridge.sync(versions["bfloat16"][step % 2])
-                    if step >= 2:
-                        take("nccl", []).append(timings(report))
-                check(bridge)
+            versions = [make(specs, "bfloat16", seed) for seed in range(2)]
+            copy = raw_copy(versions)
+            for row in syncs(root / "run", "cuda", versions):
+                take("cuda", []).append(row)
+                take("copy", []).append({"transfer": copy()})
+            del copy
+            with attempt(result, "NCCL", console):
+                take("nccl", []).extend(syncs(root / "run", "nccl", versions))
+            del versions  # those of 8B in both dtypes would not leave vLLM enough
+            versions = [make(specs, "float32", seed) for seed in range(2)]
+            take("cuda, float32 to bfloat16", []).extend(syncs(root / "run", "cuda", versions))
+            del versions
     with attempt(result, "raw NCCL", console):
         from nccl_raw import measure as raw_nccl
 
@@ -138,12 +144,12 @@ def make(specs: Any, dtype: str, seed: int) -> dict[str, jax.Array]:
 
 
 def timings(report: slipstream.SyncReport) -> dict[str, float]:
-    commit = report.engines[0].commit
-    staged = report.send_seconds + report.stage_seconds
+    engine = report.engines[0]
+    commit = engine.commit
     return {
         "sync": report.total_seconds,
-        # Mapped memory is read when the version is committed; what is sent is there before.
-        "transfer": commit.load_seconds if report.engines[0].transport.startswith("cuda") else staged,
+        # Mapped memory is read when the version is committed; what is sent has come before.
+        "transfer": commit.load_seconds if engine.transport.startswith("cuda") else engine.stage.receive_seconds,
         "pause": commit.pause_seconds,
         "plan": report.plan_seconds,
         "send": report.send_seconds,

@@ -357,6 +357,8 @@ class StageReport:
     num_bytes: int
     verify_seconds: float
     """Until all bytes were there and their checksums were right."""
+    receive_seconds: float = 0.0
+    """What it took the bytes to come, in the slowest rank, from the first to the last; 0 where nobody receives them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ def test_offers_and_reports():
     berths = Berths(((b"a", b""), (b"\xff", b"b")), b"\x00\x01")
     assert convert.berths_from_pb(convert.berths_to_pb(berths)) == berths
     assert convert.manifests_from_pb(convert.manifests_to_pb([[b"a", b"b"], []])) == [(b"a", b"b"), ()]
-    report = StageReport(10, 0.25)
+    report = StageReport(10, 0.25, 0.125)
     assert convert.stage_report_from_pb(convert.stage_report_to_pb(report)) == report
 
 

@@ -290,7 +290,7 @@ def stage_report_to_pb(report: StageReport) -> pb.StageReport:
 
 
 def stage_report_from_pb(message: pb.StageReport) -> StageReport:
-    return StageReport(message.num_bytes, message.verify_seconds)
+    return StageReport(message.num_bytes, message.verify_seconds, message.receive_seconds)
 
 
 def commit_report_to_pb(report: CommitReport) -> pb.CommitReport:

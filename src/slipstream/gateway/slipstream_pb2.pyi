@@ -493,12 +493,14 @@ class UpdateStep(_message.Message):
     def __init__(self, timeout_seconds: _Optional[float] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., swap: _Optional[_Union[Swap, _Mapping]] = ...) -> None: ...
 
 class StageReport(_message.Message):
-    __slots__ = ("num_bytes", "verify_seconds")
+    __slots__ = ("num_bytes", "verify_seconds", "receive_seconds")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     verify_seconds: float
-    def __init__(self, num_bytes: _Optional[int] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
+    receive_seconds: float
+    def __init__(self, num_bytes: _Optional[int] = ..., verify_seconds: _Optional[float] = ..., receive_seconds: _Optional[float] = ...) -> None: ...
 
 class CommitReport(_message.Message):
     __slots__ = ("pause_seconds", "wait_seconds", "load_seconds")

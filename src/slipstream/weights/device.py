@@ -83,6 +83,11 @@ class Receiver(Protocol):
     """The half in an engine's rank. Used by one thread at a time."""
 
     @property
+    def seconds(self) -> float:
+        """What it took the last version's bytes to come; 0 where they stay at the trainer until they are copied."""
+        ...
+
+    @property
     def links(self) -> Mapping[int, bytes]:
         """By trainer rank."""
         ...

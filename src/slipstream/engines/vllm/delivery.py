@@ -239,7 +239,7 @@ class Direct(Reception):
             self._inbox.check(version)
             self._staged = version
             return report
-        start = time.perf_counter()
+        start, receive_seconds = time.perf_counter(), 0.0
         with self._lock:
             update = self._current(version)
         sums, sent, num_bytes = self._manifests(update, manifests, self.num_ranks)
@@ -250,8 +250,9 @@ class Direct(Reception):
         if self._transport == "nccl":
             try:
                 # Little by little, so that steps run meanwhile, and a rollback is heeded.
-                while not all(await self._call("slipstream_stage", version, self._indices, PATIENCE_SECONDS)):
+                while None in (came := await self._call("slipstream_stage", version, self._indices, PATIENCE_SECONDS)):
                     self.check(version)
+                receive_seconds = max(came)
             except SlipstreamError:
                 raise
             except Exception as error:
@@ -260,7 +261,7 @@ class Direct(Reception):
                 ) from None
         self.check(version)  # a rollback may have come meanwhile
         self._staged = version
-        return StageReport(num_bytes, time.perf_counter() - start)
+        return StageReport(num_bytes, time.perf_counter() - start, receive_seconds)
 
     def _check_complete(self, sent: Mapping[str, Any]) -> None:
         if not self._has_weights and (missing := sorted({p.name for p in self.parameters} - sent.keys())):

@@ -124,9 +124,9 @@ class Extension:
     def slipstream_expect(self, version: int) -> None:
         self._slipstream_live.expect(version)
 
-    def slipstream_stage(self, version: int, indices: Sequence[Sequence[int]], patience: float) -> bool:
-        """Whether these pieces, listed by rank, are within reach, at the latest after `patience` seconds: no step runs
-        meanwhile."""
+    def slipstream_stage(self, version: int, indices: Sequence[Sequence[int]], patience: float) -> float | None:
+        """The seconds that it took these pieces, listed by rank, to come; None if they are not within reach after `patience`
+        seconds. No step runs meanwhile."""
         return self._slipstream_live.receive(version, indices[self._slipstream_rank], patience)
 
     def slipstream_apply(self, version: int, indices: Sequence[Sequence[int]]) -> tuple[dict[str, int], float, str]:

@@ -156,13 +156,14 @@ class Live:
         assert self._receiver is not None
         self._receiver.expect(version)
 
-    def receive(self, version: int, indices: Collection[int], patience: float) -> bool:
-        """Waits until these pieces are within reach, and stages them; False if they are not so within `patience` seconds."""
+    def receive(self, version: int, indices: Collection[int], patience: float) -> float | None:
+        """Waits until these pieces are within reach, and stages them. What it took them to come; None if they are not here
+        within `patience` seconds."""
         assert self._receiver is not None
         if self._receiver.wait(version, indices, patience) is None:
-            return False
+            return None
         self.stage(version, {index: self._receiver.source(index) for index in indices})
-        return True
+        return self._receiver.seconds
 
     def stage(self, version: int, pieces: Mapping[int, torch.Tensor]) -> None:
         """All that can go wrong goes wrong here, while the old version serves. Trainer ranks may come one by one."""

@@ -244,9 +244,9 @@ class _Reader:
                 rows = np.frombuffer(_exactly(self._socket, data_size), np.int64).reshape(-1, 3)
                 with self._changed:
                     self._take(version, tree, rows, fds)
+                    if len(rows):
+                        self.say(version)  # before anyone can have copied it, and says that
                     self._changed.notify_all()
-                if len(rows):
-                    self.say(version)
         except Exception as error:
             for fd in fds:  # those that were not mapped
                 os.close(fd)
@@ -286,6 +286,8 @@ class _Reader:
 class CudaReceiver:
     """See `weights.device.Receiver`. `wrap` makes of an address and a size what the reader's framework can view. `check` is
     called with the pieces that a trainer rank shows, before it is told that all is well."""
+
+    seconds = 0.0
 
     def __init__(
         self,

@@ -10,9 +10,9 @@ from update to update:
     worker    receiver.wait(version, indices), receiver.view(parameter)
 
 On the wire, per update: a header (version, which moves, how they are grouped), then buckets. A bucket is one NCCL group:
-each large move is a message, all small ones together are another. Both sides derive the buckets from the header and the plan
-(`buckets_of`). Whether a message comes from the array itself or from a packed copy is the sender's affair, and whether it goes
-straight into the image or through a buffer is the receiver's.
+each move that is large, or that neither side has to stage, is a message, all others together are another. Both sides derive the
+buckets from the header and the plan (`buckets_of`). Whether a message comes from the array itself or from a packed copy is the
+sender's affair, and whether it goes straight into the image or through a buffer is the receiver's.
 
 Nothing is posted while no update is under way, so no kernel waits on the GPU then. Every wait ends when nothing has moved for
 `deadline` seconds. After an error both halves are spent: make new ones, with new links."""
@@ -185,7 +185,13 @@ class NcclReceiver:
         self._image = image_of(parameters, rank, plan.dtype)
         self._device = torch.device(library.place(device))
         self._staging: torch.Tensor | None = None
+        self._views: dict[int, torch.Tensor] = {}
         self._lanes: dict[int, Lane] = {}
+
+    @property
+    def seconds(self) -> float:
+        """What the last update took, from its header to its last byte, in the slowest lane."""
+        return max((lane.seconds for lane in self._lanes.values()), default=0.0)
 
     @property
     def links(self) -> dict[int, bytes]:
@@ -231,8 +237,10 @@ class NcclReceiver:
 
     def source(self, index: int) -> torch.Tensor:
         """A piece that has been waited for."""
-        move = self._moves[index]
-        return self.view(move.parameter)[slices(move.local_box)]
+        if index not in self._views:
+            move = self._moves[index]
+            self._views[index] = self.view(move.parameter)[slices(move.local_box)]
+        return self._views[index]
 
     def done(self, version: int, copied: Callable[[], float]) -> float:
         """Waits: the next update overwrites what was staged."""
@@ -248,11 +256,11 @@ class NcclReceiver:
         ended = [lane.ended(max(0.0, end - time.monotonic())) for lane in lanes.values()]
         if not all(ended):
             lost.append((self._staging, lanes))
-            self._staging = None
+            self._staging, self._views = None, {}
 
     def close(self) -> None:
         self.abandon()
-        self._staging = None
+        self._staging, self._views = None, {}
 
     def _memory(self) -> torch.Tensor:
         """Zeros, so that padding is."""

@@ -86,6 +86,8 @@ class Lane:
         self._sent: frozenset[int] = frozenset()
         self._steps, self._error, self._quiet = 0, "", True
         self._thread: threading.Thread | None = None
+        self.seconds = 0.0
+        """From the last update's header to its last byte."""
 
     def start(self) -> None:
         if self._thread is None:
@@ -175,6 +177,7 @@ class Lane:
                 "needs new links on both sides"
             )
         self._step()
+        start = time.perf_counter()
         buckets = buckets_of(sizes_of(self._plan, self._moves, header.sent), header.direct, header.limit)
         layouts = [self._layout(bucket) for bucket in buckets]
         if (most := max((layout.buffered for layout in layouts), default=0)) > self._buffer.numel():
@@ -188,24 +191,25 @@ class Lane:
             in_flight.append((what, pair.mark()))
         while in_flight:
             self._landed(pair, in_flight)
+        self.seconds = time.perf_counter() - start
         return header.sent
 
     def _layout(self, bucket: Bucket) -> _Layout:
         """Where the messages of a bucket go: straight to their places, or into the buffer first."""
-        sizes = sizes_of(self._plan, self._moves, (*bucket.large, *bucket.small))
+        sizes = sizes_of(self._plan, self._moves, (*bucket.alone, *bucket.together))
         messages: list[tuple[bool, int, int]] = []
         copies: list[tuple[int, int, int]] = []
         end = 0
-        for index in bucket.large:
+        for index in bucket.alone:
             if index in self._places:
                 messages.append((True, self._places[index], sizes[index]))
             else:
                 messages.append((False, end, sizes[index]))
                 copies.append((index, end, sizes[index]))
                 end += _aligned(sizes[index])
-        if bucket.small:
-            messages.append((False, end, sum(sizes[index] for index in bucket.small)))
-            for index in bucket.small:
+        if bucket.together:
+            messages.append((False, end, sum(sizes[index] for index in bucket.together)))
+            for index in bucket.together:
                 copies.append((index, end, sizes[index]))
                 end += sizes[index]
         return _Layout(messages, copies, end)

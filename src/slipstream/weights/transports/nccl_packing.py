@@ -123,7 +123,7 @@ class Packer:
         packed = iter(jax.block_until_ready(self._compiled[program](arrays)) if arrays else ())
         messages: list[Message] = []
         held: list[jax.Array] = []
-        for index in bucket.large:
+        for index in bucket.alone:
             source = sources[index]
             array, start = (source.array, source.cut.start or 0) if source.is_straight else (next(packed), 0)
             held.append(array)
@@ -146,10 +146,10 @@ class Packer:
         return Source(array, *known[1:])
 
     def _program(self, bucket: Bucket, sources: Mapping[int, Source]) -> tuple[_Program, list[Source]]:
-        alone = [index for index in bucket.large if not sources[index].is_straight]
+        alone = [index for index in bucket.alone if not sources[index].is_straight]
         inputs: dict[object, tuple[int, Source]] = {}
         parts = []
-        for index in (*alone, *bucket.small):
+        for index in (*alone, *bucket.together):
             source = sources[index]
             name = id(source.array) if source.is_home else (index,)
             position, _ = inputs.setdefault(name, (len(inputs), source))

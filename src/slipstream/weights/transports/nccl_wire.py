@@ -24,10 +24,11 @@ IN_FLIGHT = 2
 """Buckets: while one is sent, the next is packed."""
 
 LARGE_BYTES, LARGE_SHARE = 1 << 20, 4
-"""A move of so many bytes, or of this part of a bucket, is a message of its own: in a group, messages of a megabyte run as
-fast as one of a gigabyte, and what goes from the array itself straight into the image is neither packed nor copied."""
+"""A move of so many bytes, or of this part of a bucket, is a message of its own."""
 _MOST_BUCKETS = 2
 """A bucket with moves that nobody stages has up to this many times its size."""
+_MOST_MESSAGES = 512
+"""Of a bucket's."""
 
 lost: list[object] = []
 """Memory that a kernel may still read or write, because its communicator could not be aborted. Never given back."""
@@ -35,28 +36,30 @@ lost: list[object] = []
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One group of messages: one for each of `large`, then one for all of `small`, end to end. Indices of moves."""
+    """One group of messages: one for each of `alone`, then one for all of `together`, end to end. Indices of moves."""
 
-    large: tuple[int, ...]
-    small: tuple[int, ...]
+    alone: tuple[int, ...]
+    together: tuple[int, ...]
 
 
 def buckets_of(sizes: Mapping[int, int], direct: Set[int], limit: int) -> list[Bucket]:
-    """The moves that are sent, in groups. `sizes` are their bytes, `direct` are those that neither side stages (heeded for
-    large ones only). What is staged of a bucket is at most `limit` bytes, unless it is a single move."""
+    """The moves that are sent, in groups. `sizes` are their bytes; `direct` are those that neither side stages: they go from
+    the array itself into the image, each in a message of its own, since in a group many messages are as fast as one. What
+    is staged of a bucket is at most `limit` bytes, unless it is a single move."""
     buckets: list[Bucket] = []
-    large: list[int] = []
-    small: list[int] = []
+    alone: list[int] = []
+    together: list[int] = []
     staged = total = 0
     for index in sorted(sizes):
         size = sizes[index]
-        room = 0 if index in direct and is_large(size, limit) else size
-        if (large or small) and (staged + room > limit or total + size > _MOST_BUCKETS * limit):
-            buckets.append(Bucket(tuple(large), tuple(small)))
-            large, small, staged, total = [], [], 0, 0
-        (large if is_large(size, limit) else small).append(index)
+        room = 0 if index in direct else size
+        is_full = staged + room > limit or total + size > _MOST_BUCKETS * limit or len(alone) == _MOST_MESSAGES
+        if (alone or together) and is_full:
+            buckets.append(Bucket(tuple(alone), tuple(together)))
+            alone, together, staged, total = [], [], 0, 0
+        (alone if index in direct or is_large(size, limit) else together).append(index)
         staged, total = staged + room, total + size
-    return [*buckets, Bucket(tuple(large), tuple(small))] if large or small else buckets
+    return [*buckets, Bucket(tuple(alone), tuple(together))] if alone or together else buckets
 
 
 def is_large(size: int, limit: int) -> bool:
