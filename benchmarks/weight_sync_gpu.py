@@ -226,11 +226,11 @@ def targets(shapes: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
     def at_least(what: str, value: float, limit: float) -> None:
         found.append((what, value, f"≥ {limit:g}", value >= limit))
 
-    if "cuda" in rows:
+    if rows.get("cuda"):
         at_most("(a) whole sync, ms", 1e3 * median(rows["cuda"], "sync"), 6)
         at_most("(a) pause, ms", 1e3 * median(rows["cuda"], "pause"), 3)
         at_least("(a) transfer, of (d)", median(rows["copy"], "transfer") / median(rows["cuda"], "transfer"), 0.6)
-        if "native" in rows:
+        if rows.get("native"):
             at_least(
                 "(a) whole sync, times faster than (c)",
                 median(rows["native"], "sync") / median(rows["cuda"], "sync"),
@@ -241,7 +241,7 @@ def targets(shapes: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
                 median(rows["native"], "sync") / median(rows["cuda"], "transfer"),
                 30,
             )
-    if "nccl" in rows and "broadcast" in rows:
+    if rows.get("nccl") and rows.get("broadcast"):
         at_least("(b) transfer, of (e)", median(rows["broadcast"], "transfer") / median(rows["nccl"], "transfer"), 0.9)
         at_most("(b) pause, ms", 1e3 * median(rows["nccl"], "pause"), 3)
     return found

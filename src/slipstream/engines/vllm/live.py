@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -107,6 +108,27 @@ class DeviceMemory:
         return torch.as_strided(typed, geometry.shape, geometry.strides, start)
 
 
+@dataclass
+class _Staged:
+    """What is within reach of a version, and where it goes."""
+
+    version: int
+    indices: set[int] = field(default_factory=set)
+    bulk: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
+        default_factory=dict
+    )
+    """Targets and sources, both one run of memory, by their dtypes."""
+    singles: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Target and source, of any strides."""
+    wholes: dict[str, list[tuple[Box, torch.Tensor]]] = field(default_factory=dict)
+    """For vLLM's loader: a tensor's rectangles."""
+
+    def copy(self) -> _Staged:
+        bulk = {key: (list(targets), list(sources)) for key, (targets, sources) in self.bulk.items()}
+        wholes = {name: list(pieces) for name, pieces in self.wholes.items()}
+        return _Staged(self.version, set(self.indices), bulk, list(self.singles), wholes)
+
+
 class Live:
     """The parameters of one rank. `stage` may be called by a thread of its own; all else between two steps."""
 
@@ -117,9 +139,9 @@ class Live:
         self._shapes: list[tuple[int, ...]] = []
         self._targets: dict[int, torch.Tensor] = {}
         """By index: where a piece goes."""
-        self._staged: dict[int, torch.Tensor] = {}
-        """By index: what goes there."""
-        self._version = -1
+        self._dense: set[int] = set()
+        """Indices of targets that are one run of memory."""
+        self._staged = _Staged(-1)
 
     def open(
         self, transport: str, plan: Plan, parameters: Sequence[Parameter], reloaded: Collection[str]
@@ -133,6 +155,7 @@ class Live:
             for index, move in enumerate(self._moves)
             if move.parameter not in reloaded
         }
+        self._dense = {index for index, target in self._targets.items() if target.is_contiguous()}
         senders = sorted({move.sender for move in self._moves})
         receiver = self._receiver = self._make(transport, plan, parameters, senders)
         receiver.start()
@@ -162,7 +185,8 @@ class Live:
         assert self._receiver is not None
         if self._receiver.wait(version, indices, patience) is None:
             return None
-        self.stage(version, {index: self._receiver.source(index) for index in indices})
+        if not self._is_staged(version, indices):
+            self.stage(version, {index: self._receiver.source(index) for index in indices})
         return self._receiver.seconds
 
     def stage(self, version: int, pieces: Mapping[int, torch.Tensor]) -> None:
@@ -174,9 +198,21 @@ class Live:
             if piece.shape != wanted and piece.shape[piece.dim() - len(wanted) :] != wanted:
                 tensor = self._moves[index].tensor
                 raise TransferError(f"{tensor} came with shape {list(piece.shape)}, the plan says {list(wanted)}")
-        if version != self._version:
-            self._version, self._staged = version, {}
-        self._staged = {**self._staged, **pieces}
+        # Who applies sees all of a rank's pieces or none.
+        staged = self._staged.copy() if self._staged.version == version else _Staged(version)
+        staged.indices.update(pieces)
+        for index, piece in pieces.items():
+            target = self._targets.get(index)
+            if target is None:
+                move = self._moves[index]
+                staged.wholes.setdefault(move.parameter, []).append((move.local_box, piece))
+            elif index in self._dense and piece.shape == target.shape and piece.is_contiguous():
+                targets, sources = staged.bulk.setdefault((target.dtype, piece.dtype), ([], []))
+                targets.append(target)
+                sources.append(piece)
+            else:
+                staged.singles.append((target, piece))
+        self._staged = staged
 
     def apply(self, version: int, indices: Collection[int]) -> float:
         """Between two steps: every piece into its place, ahead of the next step's kernels in their stream. The seconds that it
@@ -185,21 +221,19 @@ class Live:
         assert self._receiver is not None
         if not self._is_staged(version, indices):
             self._wait(version, indices)
+        staged, self._staged = self._staged, _Staged(-1)
         start = self._moment()
-        wholes: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        for index, piece in self._staged.items():
-            if index in self._targets:
-                self._targets[index].copy_(piece, non_blocking=True)
-            else:
-                wholes.setdefault(self._moves[index].parameter, []).append((self._moves[index].local_box, piece))
-        if wholes:
-            self._reload((name, _assembled(pieces)) for name, pieces in wholes.items())
+        for targets, sources in staged.bulk.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # a few kernels, instead of one for each
+        for target, piece in staged.singles:
+            target.copy_(piece, non_blocking=True)
+        if staged.wholes:
+            self._reload((name, _assembled(pieces)) for name, pieces in staged.wholes.items())
         end = self._moment()
-        self._staged, self._version = {}, -1
         return self._receiver.done(version, lambda: _seconds(start, end))
 
     def _is_staged(self, version: int, indices: Collection[int]) -> bool:
-        return self._version == version and self._staged.keys() == set(indices)
+        return self._staged.version == version and self._staged.indices == set(indices)
 
     def _wait(self, version: int, indices: Collection[int]) -> None:
         """The order to write may overtake the news of what."""
@@ -210,9 +244,10 @@ class Live:
         except TransferError as error:
             why = f": {error}"
         if not self._is_staged(version, indices):
+            found = f"{len(self._staged.indices)} piece(s) of version {self._staged.version}"
             raise NothingWritten(
-                f"rank {self._rank} has {len(self._staged)} piece(s) of version {self._version} within reach, not the "
-                f"{len(indices)} of version {version} that are to be written{why}"
+                f"rank {self._rank} has {found} within reach, not the {len(indices)} of version {version} that are to be "
+                f"written{why}"
             )
 
     def _moment(self) -> torch.cuda.Event | float:
@@ -239,12 +274,12 @@ class Live:
             torch.cuda.current_stream(self._device).synchronize()
 
     def forget(self) -> None:
-        self._staged, self._version = {}, -1
+        self._staged = _Staged(-1)
         if self._receiver is not None:
             self._receiver.abandon()
 
     def close(self) -> None:
-        self._staged, self._version, self._targets = {}, -1, {}
+        self._staged, self._targets = _Staged(-1), {}
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
