@@ -9,7 +9,7 @@ from slipstream.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-TESTED = ("0.32",)
+TESTED = ("0.26", "0.32")
 """Releases that the conformance suite has run against."""
 
 _NEEDED = {
