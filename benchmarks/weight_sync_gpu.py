@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,8 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
                 take("cuda", []).append(row)
                 take("copy", []).append({"transfer": copy()})
             del copy
+            with busy(root / "run"):
+                take("cuda, while it generates", []).extend(syncs(root / "run", "cuda", versions))
             with attempt(result, "NCCL", console):
                 take("nccl", []).extend(syncs(root / "run", "nccl", versions))
             del versions  # those of 8B in both dtypes would not leave vLLM enough
@@ -120,6 +123,26 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
             for seconds in vllm_native(config, python, rounds):
                 take("native", []).append({"sync": seconds, "transfer": seconds})
     return result
+
+
+@contextmanager
+def busy(run_dir: Path) -> Iterator[None]:
+    """vLLM generates meanwhile: 16 samples at a time, whatever their number."""
+    stop = threading.Event()
+
+    def generate() -> None:
+        with slipstream.connect(run_dir) as bridge:
+            while not stop.is_set():
+                bridge.generate([[1, 2, 3]], slipstream.SamplingParams(n=16, max_tokens=64, ignore_eos=True))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    time.sleep(2.0)  # it has compiled what it needs
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(60)
 
 
 @contextmanager
@@ -250,6 +273,7 @@ def targets(shapes: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
 NAMES = {
     "cuda": "(a) mapped memory",
     "cuda, float32 to bfloat16": "(a) mapped memory, float32 → bfloat16",
+    "cuda, while it generates": "(a) mapped memory, while vLLM generates",
     "nccl": "(b) NCCL",
     "native": "(c) vLLM's own NCCL transfer",
     "copy": "(d) raw device copy",

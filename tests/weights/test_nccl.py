@@ -104,11 +104,10 @@ def test_buckets_by_hand():
         Bucket((5,), (2,)),
         Bucket((), (6, 7)),
     ]
-    assert buckets_of(sizes, {1, 5}, 640) == [Bucket((1, 5), (0, 2)), Bucket((), (6, 7))]
-    assert buckets_of(sizes, {1, 2, 5}, 640) == [Bucket((1, 2, 5), (0,)), Bucket((), (6, 7))]
+    assert buckets_of(sizes, {1, 5}, 640) == [Bucket((1, 5), (0, 2, 6, 7))]
     assert buckets_of({3: 5_000}, set(), 640) == [Bucket((3,), ())]
-    assert buckets_of(dict.fromkeys(range(9), 640), set(range(9)), 640) == [
-        Bucket((0, 1), ()), Bucket((2, 3), ()), Bucket((4, 5), ()), Bucket((6, 7), ()), Bucket((8,), ()),
+    assert buckets_of(dict.fromkeys(range(40), 640), set(range(40)), 640) == [
+        Bucket(tuple(range(16)), ()), Bucket(tuple(range(16, 32)), ()), Bucket(tuple(range(32, 40)), ()),
     ]  # fmt: skip
     assert buckets_of({}, set(), 640) == []
 
@@ -119,15 +118,10 @@ def test_buckets_hold_every_move_once_and_stay_in_bounds(sizes, direct, limit):
     assert sorted(i for b in buckets for i in (*b.alone, *b.together)) == sorted(sizes)
     for bucket in buckets:
         members = (*bucket.alone, *bucket.together)
-        kept = [sizes[i] for i in members if i not in direct]
+        kept = [sizes[i] for i in members if not (i in direct and is_large(sizes[i], limit))]
         assert members and (sum(kept) <= limit or len(members) == 1 or kept == [max(kept)])
-        assert all(i in direct or is_large(sizes[i], limit) for i in bucket.alone)
-        assert not any(i in direct or is_large(sizes[i], limit) for i in bucket.together)
-
-
-def test_a_bucket_has_no_more_messages_than_a_group_should():
-    buckets = buckets_of(dict.fromkeys(range(1100), 1), set(range(1100)), 1 << 20)
-    assert [len(b.alone) for b in buckets] == [512, 512, 76]
+        assert all(is_large(sizes[i], limit) for i in bucket.alone)
+        assert not any(is_large(sizes[i], limit) for i in bucket.together)
 
 
 @given(st.sets(st.integers(0, 40)), st.data())
@@ -223,7 +217,7 @@ def test_a_trainer_rank_without_moves(nccl):
 
 
 def test_what_lies_right_is_sent_from_where_it_lies(nccl, monkeypatch):
-    """bfloat16 to bfloat16 on one rank: all moves, also a band of rows, large or small. Nothing is packed."""
+    """bfloat16 to bfloat16 on one rank: all but the small moves, also a band of rows; nothing large is packed."""
     from slipstream.weights.transports import nccl_packing
 
     seen = []
@@ -236,7 +230,7 @@ def test_what_lies_right_is_sent_from_where_it_lies(nccl, monkeypatch):
     with Fleet(model, nccl) as fleet:
         fleet.update(0, weights)
         same(staged(fleet.receivers[0], model, 0), model.expected(weights, 0))
-    assert seen == []
+    assert seen and all(program.num_alone == 0 for program in seen)
 
 
 def test_pieces_on_another_device_are_brought(nccl):

@@ -10,7 +10,7 @@ from update to update:
     worker    receiver.wait(version, indices), receiver.view(parameter)
 
 On the wire, per update: a header (version, which moves, how they are grouped), then buckets. A bucket is one NCCL group:
-each move that is large, or that neither side has to stage, is a message, all others together are another. Both sides derive the
+each large move is a message, all small ones together are another. Both sides derive the
 buckets from the header and the plan (`buckets_of`). Whether a message comes from the array itself or from a packed copy is the
 sender's affair, and whether it goes straight into the image or through a buffer is the receiver's.
 
@@ -129,7 +129,9 @@ class NcclSender:
         self._packer.prepare(buckets, sources)
         header = Header(version, self._limit, frozenset(sources), direct).pack(self._moves)
         data = jax.device_put(np.frombuffer(header, np.uint8), self._device).block_until_ready()
-        held.append(data)
+        # The first bucket is packed before anything is sent: what waits for a peer is in the way of what computes.
+        packed = self._packer.pack(buckets[0], sources) if buckets else None
+        held += [data, packed]
         with pair.group(f"sending the header of version {version}"):
             pair.send(data.unsafe_buffer_pointer(), data.nbytes)
         in_flight: deque[tuple[str, Any, object]] = deque()
@@ -138,7 +140,8 @@ class NcclSender:
             if len(in_flight) == IN_FLIGHT:
                 self._sent(pair, in_flight)
             what = f"sending bucket {number} of {len(buckets)} of version {version}"
-            messages, kept = self._packer.pack(bucket, sources)
+            messages, kept = packed or self._packer.pack(bucket, sources)
+            packed = None
             held.append(kept)  # until the mark below holds it
             with pair.group(what):
                 for message in messages:

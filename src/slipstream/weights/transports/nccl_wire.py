@@ -25,10 +25,9 @@ IN_FLIGHT = 2
 
 LARGE_BYTES, LARGE_SHARE = 1 << 20, 4
 """A move of so many bytes, or of this part of a bucket, is a message of its own."""
-_MOST_BUCKETS = 2
-"""A bucket with moves that nobody stages has up to this many times its size."""
-_MOST_MESSAGES = 512
-"""Of a bucket's."""
+_MOST_BUCKETS = 16
+"""A bucket with moves that nobody stages has up to this many times its size: each bucket is a kernel, and where two ranks share
+a GPU, their kernels meet only when both have their turn."""
 
 lost: list[object] = []
 """Memory that a kernel may still read or write, because its communicator could not be aborted. Never given back."""
@@ -43,21 +42,20 @@ class Bucket:
 
 
 def buckets_of(sizes: Mapping[int, int], direct: Set[int], limit: int) -> list[Bucket]:
-    """The moves that are sent, in groups. `sizes` are their bytes; `direct` are those that neither side stages: they go from
-    the array itself into the image, each in a message of its own, since in a group many messages are as fast as one. What
-    is staged of a bucket is at most `limit` bytes, unless it is a single move."""
+    """The moves that are sent, in groups. `sizes` are their bytes, `direct` are those that neither side stages (heeded for
+    large ones only: many small messages are slower than one). What is staged of a bucket is at most `limit` bytes, unless
+    it is a single move."""
     buckets: list[Bucket] = []
     alone: list[int] = []
     together: list[int] = []
     staged = total = 0
     for index in sorted(sizes):
         size = sizes[index]
-        room = 0 if index in direct else size
-        is_full = staged + room > limit or total + size > _MOST_BUCKETS * limit or len(alone) == _MOST_MESSAGES
-        if (alone or together) and is_full:
+        room = 0 if index in direct and is_large(size, limit) else size
+        if (alone or together) and (staged + room > limit or total + size > _MOST_BUCKETS * limit):
             buckets.append(Bucket(tuple(alone), tuple(together)))
             alone, together, staged, total = [], [], 0, 0
-        (alone if index in direct or is_large(size, limit) else together).append(index)
+        (alone if is_large(size, limit) else together).append(index)
         staged, total = staged + room, total + size
     return [*buckets, Bucket(tuple(alone), tuple(together))] if alone or together else buckets
 
