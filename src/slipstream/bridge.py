@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -29,6 +28,8 @@ from slipstream.errors import (
     Unsupported,
     UpdateInProgress,
 )
+from slipstream.gateway.staleness import Bound, Late
+from slipstream.rollouts import Rollouts
 from slipstream.types import (
     MAX_TOP_LOGPROBS,
     Completion,
@@ -40,10 +41,11 @@ from slipstream.types import (
     MemoryTag,
     Prompt,
     Request,
+    RolloutGroup,
     SamplingParams,
     Score,
     SyncReport,
-    check_prompt,
+    plain_ids,
 )
 from slipstream.weights.publisher import Fleet as UpdateFleet
 from slipstream.weights.publisher import Publisher
@@ -63,6 +65,10 @@ class Fleet(UpdateFleet, Protocol):
     ) -> AsyncGenerator[list[Completion | Failure], None]: ...
 
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
+
+    async def submit(self, bound: Bound, requests: Sequence[Request]) -> int: ...
+
+    async def take(self, bound: Bound, after: int, count: int, timeout: float) -> list[RolloutGroup]: ...
 
     async def pause(self, engine: str = "") -> None: ...
 
@@ -94,7 +100,8 @@ class Bridge:
         self.run_dir = run_dir
         """Where logs, address and token of a launched or joined gateway are; empty in-process."""
         self._fleet, self._on_close = fleet, on_close
-        self._publisher = Publisher(fleet, transport, trainer_rank, checksums)
+        self._how = (transport, trainer_rank, checksums)
+        self._publisher = Publisher(fleet, *self._how)
         self._known: tuple[tuple[EngineInfo, ...], int] | None = None
         self._syncing = threading.Lock()
         self._version = -1
@@ -155,6 +162,29 @@ class Bridge:
         raise FleetChanged(
             f"the fleet changed during each of {MAX_LOOKS} attempts to sync; see `slipstream status`. The last time: {why}"
         )
+
+    def repair(self, params: Any) -> SyncReport | None:
+        """Brings the version that the fleet serves to engines that do not have it, because they have missed an update, or have
+        just started. `params` are that version's. None if every engine has it. Versions stay as they are: nothing that was
+        generated becomes older."""
+        if not self._syncing.acquire(blocking=False):
+            raise UpdateInProgress("another thread is in bridge.sync; one update at a time")
+        try:
+            return portal.run(self._repair(params))
+        finally:
+            self._syncing.release()
+
+    async def _repair(self, params: Any) -> SyncReport | None:
+        engines, version = await self._fleet.refresh()
+        self._known = None  # who was behind has other links than before
+        behind = tuple(engine for engine in engines if engine.version < version)
+        if not behind:
+            return None
+        publisher = Publisher(self._fleet, *self._how)
+        try:
+            return await publisher.publish(params, behind, version)
+        finally:
+            publisher.close()
 
     def generate(
         self,
@@ -231,6 +261,21 @@ class Bridge:
                 yield [_with_index(result) for result in batch]
         if owed > 0:
             raise EngineFailure(f"{owed} samples were not answered")
+
+    def rollouts(
+        self,
+        max_staleness: int = 0,
+        batch: int = 32,
+        *,
+        late: Late = "renew",
+        position: int = 0,
+        patience: float = 60.0,
+    ) -> Rollouts:
+        """The rollouts of this run, which are taken exactly once and are never older than `max_staleness` versions when they
+        are: 0 is strictly on-policy. `batch` is how many groups (prompts with all their samples) are taken between two
+        syncs. A group that has become too old is made anew (`late="renew"`), or delivered with its age (`"deliver"`).
+        `position` is where a trainer that has crashed goes on; `patience`, how long a gateway may be gone."""
+        return Rollouts(self._fleet, Bound(max_staleness, batch, late), position, patience)
 
     def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
         """Raw logprobs of token sequences under the current policy, in order; with `top_k`, also those of the likeliest
@@ -351,13 +396,3 @@ def _tags(tags: MemoryTag | Sequence[MemoryTag] | None) -> Sequence[MemoryTag] |
         if tag not in get_args(MemoryTag):
             raise RequestError(f"wake takes {' and '.join(map(repr, get_args(MemoryTag)))}, got {tag!r}")
     return tags
-
-
-def plain_ids(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Plain ints, from lists, numpy or JAX arrays."""
-    try:
-        ids = tuple(operator.index(t) for t in tokens)
-    except TypeError:
-        raise InvalidPrompt(f"token ids must be integers, got {tokens!r:.80}") from None
-    check_prompt(ids)
-    return ids

@@ -19,6 +19,9 @@
     │   ├── UpdateInProgress      another update is under way
     │   ├── FleetChanged          engines came or went since the trainer looked; `bridge.sync` looks again and retries
     │   └── TransferError         bytes could not be moved
+    ├── RolloutError
+    │   ├── StaleRollouts         what is asked for would be older than the run allows
+    │   └── JournalError          the run's journal cannot be read, or contradicts itself
     ├── PeerError
     │   ├── EngineLost            an engine died or stopped answering
     │   ├── GatewayLost           the gateway died or cannot be reached
@@ -96,6 +99,15 @@ def wants_elsewhere(engine: str) -> FleetChanged:
 
 
 class TransferError(WeightsError): ...
+
+
+class RolloutError(SlipstreamError): ...
+
+
+class StaleRollouts(RolloutError): ...
+
+
+class JournalError(RolloutError): ...
 
 
 class PeerError(SlipstreamError): ...

@@ -4,6 +4,7 @@ beyond checks and derived properties, and no import of JAX, gRPC or torch."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -174,6 +175,16 @@ def check_prompt(prompt: Prompt) -> None:
             )
 
 
+def plain_ids(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Plain ints, from lists, numpy or JAX arrays."""
+    try:
+        ids = tuple(operator.index(t) for t in tokens)
+    except TypeError:
+        raise InvalidPrompt(f"token ids must be integers, got {tokens!r:.80}") from None
+    check_prompt(ids)
+    return ids
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Tokens `[start, stop)` of a completion were produced by policy `version`."""
@@ -229,6 +240,23 @@ class Failure:
 
     request_id: str
     error: SlipstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """A prompt's samples as a trainer takes them (`bridge.rollouts`), or the error that is in their place."""
+
+    id: str
+    """As it was submitted."""
+    position: int
+    """In the order of taking, from 1. A trainer that saves it goes on behind it after a crash."""
+    version: int
+    """What was being trained when it was taken."""
+    age: int
+    """Versions between the oldest token's and that one."""
+    completions: tuple[Completion, ...]
+    """By sample index."""
+    error: SlipstreamError | None = None
 
 
 @dataclass(frozen=True, slots=True)

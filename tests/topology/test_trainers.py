@@ -91,7 +91,7 @@ def fleet(tmp_path):
     group.start_gateway(GatewayConfig())
     shapes = {"tp1": 1, "tp2": 2, "tp3": 3, "again": 1}
     for name, tp in shapes.items():
-        group.start_engine(name, tmp_path / "model", EngineConfig(max_concurrency=4, max_model_len=64, tp=tp))
+        group.start_engine(name, tmp_path / "model", EngineConfig(max_concurrency=4, max_model_len=64, tp=tp), 3.0)
     group.wait_for_engines(len(shapes))
     trainers = Trainers(tmp_path / "run")
     yield Path(group.run_dir), trainers

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from slipstream import portal
-from slipstream.bridge import Bridge, plain_ids
+from slipstream.bridge import Bridge
 from slipstream.config import EngineConfig, build
 from slipstream.engines.embedded import EmbeddedEngine
 from slipstream.engines.local import LocalFleet
@@ -36,6 +36,7 @@ from slipstream.types import (
     SamplingParams,
     Score,
     SyncReport,
+    plain_ids,
 )
 
 if TYPE_CHECKING:

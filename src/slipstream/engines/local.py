@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from slipstream.engines.base import Engine
-from slipstream.errors import UnknownEngine, Unsupported, wants_elsewhere
+from slipstream.errors import NotReady, UnknownEngine, Unsupported, wants_elsewhere
 from slipstream.types import (
     Berths,
     CommitReport,
@@ -22,9 +25,14 @@ from slipstream.types import (
     MemoryTag,
     Offer,
     Request,
+    RolloutGroup,
     Score,
     StageReport,
 )
+
+if TYPE_CHECKING:
+    from slipstream.gateway.rollouts import Interrupted, Refused, Rollouts, Sample
+    from slipstream.gateway.staleness import Bound
 
 
 class LocalFleet:
@@ -34,6 +42,8 @@ class LocalFleet:
         self._begun: dict[str, Berths] = {}
         self._staged: dict[str, StageReport] = {}
         self._committed: dict[str, CommitReport] = {}
+        self._rollouts: Rollouts | None = None
+        self._numbers = itertools.count(1)
 
     async def status(self) -> FleetStatus:
         info, asleep = self._engine.describe(), await self._asleep()
@@ -68,6 +78,43 @@ class LocalFleet:
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
         self._check(engine)
         return await self._engine.score(sequences, top_k)
+
+    async def submit(self, bound: Bound, requests: Sequence[Request]) -> int:
+        from slipstream.gateway import convert
+        from slipstream.gateway.rollouts import by_id
+
+        return self._run(bound).submit(by_id([(r.id, convert.request_bytes(r), r.sampling.n) for r in requests]))
+
+    async def take(self, bound: Bound, after: int, count: int, timeout: float) -> list[RolloutGroup]:
+        from slipstream.gateway import convert
+
+        taken = await self._run(bound).take(after, count, timeout)
+        return [convert.group_from_pb(convert.taken_to_pb(one)) for one in taken]
+
+    def _run(self, bound: Bound) -> Rollouts:
+        """As in a gateway, with a journal that lives as long as this process."""
+        from slipstream.gateway import convert
+        from slipstream.gateway.journal import Journal
+        from slipstream.gateway.rollouts import Rollouts
+
+        if self._engine.describe().version < 0:
+            raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
+        if self._rollouts is None:
+            version = self._engine.describe().version
+            self._rollouts = Rollouts(Journal(), bound, version, self._samples, convert.error_bytes)
+        elif self._rollouts.bound != bound:
+            self._rollouts.rebind(bound)
+        return self._rollouts
+
+    async def _samples(self, data: bytes) -> AsyncGenerator[Sample | Refused | Interrupted, None]:
+        from slipstream.gateway import convert
+        from slipstream.gateway.rollouts import outcomes
+
+        request = replace(convert.request_from_bytes(data), id=f"rollout-{next(self._numbers)}")
+        async with contextlib.aclosing(self.generate([request])) as batches:
+            async for batch in batches:
+                for outcome in outcomes(convert.results_to_pb(batch)):
+                    yield outcome
 
     async def pause(self, engine: str = "") -> None:
         self._check(engine)
@@ -105,9 +152,14 @@ class LocalFleet:
 
     async def commit(self, version: int, in_flight: InFlight) -> None:
         self._committed = {self._name: await self._engine.commit(version, in_flight)}
+        self._now_serves(version)
 
     async def committed(self) -> dict[str, CommitReport]:
         return self._committed
+
+    def _now_serves(self, version: int) -> None:
+        if self._rollouts is not None:
+            self._rollouts.synced(version)
 
     async def swap(
         self,
@@ -130,6 +182,8 @@ class LocalFleet:
         await self._engine.rollback(version)
 
     async def close(self) -> None:
+        if self._rollouts is not None:
+            await self._rollouts.close()
         await self._engine.close()
 
     @property

@@ -12,6 +12,7 @@ from slipstream.errors import DeadlineExceeded, GatewayLost, ProtocolMismatch
 from slipstream.gateway import convert, wire
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
+from slipstream.gateway.staleness import Bound
 from slipstream.types import (
     Berths,
     CommitReport,
@@ -24,6 +25,7 @@ from slipstream.types import (
     MemoryTag,
     Offer,
     Request,
+    RolloutGroup,
     Score,
     StageReport,
 )
@@ -79,6 +81,20 @@ class GatewayFleet:
                 await self._stub.Score(message, timeout=self._timeout, metadata=self._metadata)
             )
 
+    # --- the rollouts of a run ---
+
+    async def submit(self, bound: Bound, requests: Sequence[Request]) -> int:
+        message = pb.SubmitRequest(bound=convert.bound_to_pb(bound), prompts=convert.requests_to_pb(requests))
+        with self._errors("submitting prompts"):
+            reply = await self._stub.Submit(message, timeout=self._timeout, metadata=self._metadata)
+        return int(reply.num_new)
+
+    async def take(self, bound: Bound, after: int, count: int, timeout: float) -> list[RolloutGroup]:
+        request = pb.TakeRequest(bound=convert.bound_to_pb(bound), after=after, count=count, timeout_seconds=timeout)
+        with self._errors("taking rollouts"):
+            call = self._stub.Take(request, timeout=timeout + GRACE_SECONDS, metadata=self._metadata)
+            return [convert.group_from_pb(group) async for group in call]
+
     # --- pause and sleep ---
 
     async def pause(self, engine: str = "") -> None:
@@ -110,7 +126,7 @@ class GatewayFleet:
         await self._write(pb.UpdateStep(begin=self._begin(version, offers, drop_failed)))
 
     def _begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> pb.Begin:
-        if self._updates is None:
+        if self._updates is None or self._updates.done():  # it ended between two updates: a gateway that was restarted
             self._updates = self._stub.Update(metadata=self._trainer)
         begin = pb.Begin(version=version, epoch=self._epoch, drop_failed=drop_failed)
         for name, offer in offers.items():

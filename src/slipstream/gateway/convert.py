@@ -11,6 +11,8 @@ from typing import get_args
 from slipstream import errors
 from slipstream.errors import InvalidPrompt, ProtocolMismatch
 from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.journal import Taken
+from slipstream.gateway.staleness import Bound, Late
 from slipstream.types import (
     Berths,
     Box,
@@ -29,6 +31,7 @@ from slipstream.types import (
     Parameter,
     Part,
     Request,
+    RolloutGroup,
     SamplingParams,
     Score,
     StageReport,
@@ -160,24 +163,25 @@ def results_to_pb(results: Iterable[Completion | Failure]) -> pb.Results:
 
 
 def results_from_pb(message: pb.Results) -> list[Completion | Failure]:
-    found: list[Completion | Failure] = [
-        Completion(
-            request_id=row.request_id,
-            sample_index=row.sample_index,
-            prompt_token_ids=tuple(row.prompt_token_ids),
-            token_ids=tuple(row.token_ids),
-            text=row.text,
-            logprobs=tuple(row.logprobs),
-            raw_logprobs=tuple(row.raw_logprobs),
-            finish_reason=word(row.finish_reason, FinishReason, "finish_reason"),  # type: ignore[arg-type]
-            spans=tuple(VersionSpan(s.version, s.start, s.stop) for s in row.spans),
-            engine=row.engine,
-            top_logprobs=_top_from_pb(row.top_logprobs, len(row.token_ids)),
-        )
-        for row in message.completions
-    ]
+    found: list[Completion | Failure] = [completion_from_pb(row) for row in message.completions]
     found += [Failure(row.request_id, error_from_pb(row.error)) for row in message.failures]
     return found
+
+
+def completion_from_pb(row: pb.Completion) -> Completion:
+    return Completion(
+        request_id=row.request_id,
+        sample_index=row.sample_index,
+        prompt_token_ids=tuple(row.prompt_token_ids),
+        token_ids=tuple(row.token_ids),
+        text=row.text,
+        logprobs=tuple(row.logprobs),
+        raw_logprobs=tuple(row.raw_logprobs),
+        finish_reason=word(row.finish_reason, FinishReason, "finish_reason"),  # type: ignore[arg-type]
+        spans=tuple(VersionSpan(s.version, s.start, s.stop) for s in row.spans),
+        engine=row.engine,
+        top_logprobs=_top_from_pb(row.top_logprobs, len(row.token_ids)),
+    )
 
 
 def _top_to_pb(rows: Sequence[TopLogprobs]) -> pb.TopLogprobs | None:
@@ -283,6 +287,42 @@ def manifests_from_pb(message: pb.Manifests) -> list[tuple[bytes, ...]]:
 
 def in_flight_from_pb(value: str) -> InFlight:
     return word(value, InFlight, "in_flight")  # type: ignore[return-value]
+
+
+def bound_to_pb(bound: Bound) -> pb.RolloutBound:
+    return pb.RolloutBound(**dataclasses.asdict(bound))
+
+
+def bound_from_pb(message: pb.RolloutBound) -> Bound:
+    return Bound(message.max_staleness, message.batch, word(message.late, Late, "late"))  # type: ignore[arg-type]
+
+
+def request_bytes(request: Request) -> bytes:
+    """For the journal: the same bytes for the same request, whoever writes it."""
+    return requests_to_pb([request]).SerializeToString(deterministic=True)
+
+
+def request_from_bytes(data: bytes) -> Request:
+    (request,) = requests_from_pb(pb.GenerateRequest.FromString(data))
+    return request
+
+
+def error_bytes(error: errors.SlipstreamError) -> bytes:
+    return error_to_pb(error).SerializeToString()
+
+
+def taken_to_pb(taken: Taken) -> pb.TakenGroup:
+    group = pb.TakenGroup(position=taken.position, id=taken.id, version=taken.version, age=taken.age)
+    group.completions.extend(pb.Completion.FromString(data) for data in taken.completions)
+    if taken.error:
+        group.error.ParseFromString(taken.error)
+    return group
+
+
+def group_from_pb(message: pb.TakenGroup) -> RolloutGroup:
+    error = error_from_pb(message.error) if message.HasField("error") else None
+    completions = tuple(dataclasses.replace(completion_from_pb(c), request_id=message.id) for c in message.completions)
+    return RolloutGroup(message.id, message.position, message.version, message.age, completions, error)
 
 
 def stage_report_to_pb(report: StageReport) -> pb.StageReport:

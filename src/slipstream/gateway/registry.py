@@ -110,7 +110,10 @@ class Registry:
             raise UnknownEngine(f"no engine is named {name!r}; the fleet has {sorted(self._members) or 'none'}")
         return self._members[name]
 
-    def check_version(self, version: int) -> None:
+    def check_version(self, version: int, names: Iterable[str]) -> None:
+        """A new version is for all; the fleet's own is for engines that do not have it."""
+        if version == self.version >= 0 and all(self.get(name).info.version < version for name in names):
+            return
         if version <= self.version:
             raise VersionError(f"version {version} is not newer than the fleet's, {self.version}; versions only grow")
 

@@ -10,7 +10,9 @@ import logging
 import os
 import secrets
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -92,18 +94,24 @@ async def running(config: GatewayConfig, token: str, service: Service | None = N
         leases.cancel()
         await health.enter_graceful_shutdown()
         await server.stop(grace=0.5)
+        await service.close()
 
 
 async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event) -> None:
-    """Runs until `stop` is set. The address and the token are files of the run directory, gone when it ends."""
+    """Runs until `stop` is set. The address and the token are files of the run directory, gone when it ends. One that was
+    killed leaves them behind, and the next goes on under the same: engines and trainers find it again."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_urlsafe(32)
     token_file, address_file = run_dir / "token", run_dir / "gateway.json"
-    token_file.unlink(missing_ok=True)
-    with open(os.open(token_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(token)
+    token, port = _left_behind(token_file, address_file, config.host)
+    if not token:
+        token = secrets.token_urlsafe(32)
+        with open(os.open(token_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(token)
+    if config.port == 0 and port:
+        config = replace(config, port=port if _is_free(config.host, port) else 0)
+    service = Service(config.lease_seconds, run_dir / "journal.sqlite")
     try:
-        async with running(config, token) as address:
+        async with running(config, token, service) as address:
             part = address_file.with_suffix(".part")
             part.write_text(json.dumps({"address": address, "pid": os.getpid()}))
             part.rename(address_file)  # whoever finds the file finds all of it
@@ -114,3 +122,32 @@ async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event) -> No
     finally:
         address_file.unlink(missing_ok=True)
         token_file.unlink(missing_ok=True)
+
+
+def _left_behind(token_file: Path, address_file: Path, host: str) -> tuple[str, int]:
+    """Token and port of a gateway that was killed here; nothing, unless all of it can be read."""
+    try:
+        if token_file.stat().st_mode & 0o077 or token_file.stat().st_uid != os.getuid():
+            raise OSError("others can read it")
+        facts = json.loads(address_file.read_text())
+        token, port, pid = token_file.read_text(), int(facts["address"].rpartition(":")[2]), int(facts["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        token_file.unlink(missing_ok=True)
+        return "", 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        if not _is_free(host, port):
+            raise ConfigError(
+                f"{address_file.parent} belongs to a gateway that is running (pid {pid}); choose another run directory"
+            )
+    return token, port
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 
@@ -16,7 +19,9 @@ from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.attach import EngineLink
 from slipstream.gateway.dispatch import Dispatch
 from slipstream.gateway.fanout import control
+from slipstream.gateway.journal import Journal
 from slipstream.gateway.registry import Registry
+from slipstream.gateway.rollouts import Interrupted, Refused, Rollouts, Sample, by_id, outcomes
 from slipstream.gateway.slipstream_pb2_grpc import GatewayServicer
 from slipstream.gateway.trainers import MAX_STEP_SECONDS, TrainerGroup
 from slipstream.gateway.updates import FleetUpdate
@@ -27,16 +32,24 @@ log = logging.getLogger(__name__)
 HEARTBEATS_PER_LEASE = 4
 SCORE_SECONDS = 600.0
 MAX_TRAINERS = 1 << 16
+MAX_TAKE_SECONDS = 3600.0
 
 
 class Service(GatewayServicer):
     """All methods run on one event loop, so the registry and the links need no locks."""
 
-    def __init__(self, lease_seconds: float) -> None:
+    def __init__(self, lease_seconds: float, journal: Path | None = None) -> None:
+        """`journal` is the file that rollouts are written down in; without one they live as long as the gateway."""
         self._registry = Registry(lease_seconds)
+        self._journal = Journal(journal)
+        self._rollouts: Rollouts | None = None
+        if self._journal.num_groups():
+            # A gateway before us died in the midst of a run: what engines hold is judged by what it committed.
+            self._registry.version = int(self._journal.fact("version") or -1)
         self._links: dict[str, EngineLink] = {}
         self._trainers: TrainerGroup | None = None
         self._num_completions = 0
+        self._numbers = itertools.count(1)
         self._started = time.monotonic()
 
     async def watch_leases(self) -> None:
@@ -101,13 +114,63 @@ class Service(GatewayServicer):
 
     def _join(self, rank: int, world: int, peer: str) -> TrainerGroup:
         if self._trainers is None:
-            self._trainers = TrainerGroup(FleetUpdate(self._registry, self._links), world, peer)
+            self._trainers = TrainerGroup(FleetUpdate(self._registry, self._links, self._on_commit), world, peer)
         if self._trainers.world != world or not self._trainers.join(rank):
             raise UpdateInProgress(
                 f"another trainer ({self._trainers.peer}, {self._trainers.world} process(es)) holds this fleet's updates; "
                 "close it first"
             )
         return self._trainers
+
+    # --- rollouts ---
+
+    async def Submit(self, request: pb.SubmitRequest, context: grpc.aio.ServicerContext) -> pb.SubmitReply:
+        async with _typed_errors(context):
+            rollouts = self._run(request.bound)
+            prompts = convert.requests_from_pb(request.prompts)
+            rows = [(r.id, convert.request_bytes(r), r.sampling.n) for r in prompts]
+            return pb.SubmitReply(num_new=rollouts.submit(by_id(rows)))
+        raise AssertionError("aborted above")
+
+    async def Take(self, request: pb.TakeRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TakenGroup]:
+        async with _typed_errors(context):
+            rollouts = self._run(request.bound)
+            for taken in await rollouts.take(
+                request.after, request.count, min(request.timeout_seconds, MAX_TAKE_SECONDS)
+            ):
+                yield convert.taken_to_pb(taken)
+
+    def _run(self, bound: pb.RolloutBound) -> Rollouts:
+        wanted = convert.bound_from_pb(bound)
+        if self._registry.version < 0:
+            raise self._registry.why_not_ready()
+        if self._rollouts is None:
+            self._rollouts = Rollouts(
+                self._journal, wanted, self._registry.version, self._generate, convert.error_bytes
+            )
+        elif self._rollouts.bound != wanted:
+            self._rollouts.rebind(wanted)
+        return self._rollouts
+
+    async def _generate(self, data: bytes) -> AsyncGenerator[Sample | Refused | Interrupted, None]:
+        """A request of the journal's, on whichever engines there are."""
+        # One that is begun anew is another to an engine.
+        request = replace(convert.request_from_bytes(data), id=f"rollout-{next(self._numbers)}")
+        dispatch = Dispatch(self._registry, self._links)
+        async with contextlib.aclosing(dispatch.run([request])) as batches:
+            async for results in batches:
+                self._num_completions += len(results.completions)
+                for outcome in outcomes(results):
+                    yield outcome
+
+    def _on_commit(self, version: int) -> None:
+        if self._rollouts is not None:
+            self._rollouts.synced(version)
+
+    async def close(self) -> None:
+        if self._rollouts is not None:
+            await self._rollouts.close()
+        self._journal.close()
 
     # --- engines ---
 

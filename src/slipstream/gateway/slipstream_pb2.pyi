@@ -144,6 +144,58 @@ class Results(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
     def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
 
+class RolloutBound(_message.Message):
+    __slots__ = ("max_staleness", "batch", "late")
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    max_staleness: int
+    batch: int
+    late: str
+    def __init__(self, max_staleness: _Optional[int] = ..., batch: _Optional[int] = ..., late: _Optional[str] = ...) -> None: ...
+
+class SubmitRequest(_message.Message):
+    __slots__ = ("bound", "prompts")
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    bound: RolloutBound
+    prompts: GenerateRequest
+    def __init__(self, bound: _Optional[_Union[RolloutBound, _Mapping]] = ..., prompts: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
+
+class SubmitReply(_message.Message):
+    __slots__ = ("num_new",)
+    NUM_NEW_FIELD_NUMBER: _ClassVar[int]
+    num_new: int
+    def __init__(self, num_new: _Optional[int] = ...) -> None: ...
+
+class TakeRequest(_message.Message):
+    __slots__ = ("bound", "after", "count", "timeout_seconds")
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bound: RolloutBound
+    after: int
+    count: int
+    timeout_seconds: float
+    def __init__(self, bound: _Optional[_Union[RolloutBound, _Mapping]] = ..., after: _Optional[int] = ..., count: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class TakenGroup(_message.Message):
+    __slots__ = ("position", "id", "version", "age", "completions", "error")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    id: str
+    version: int
+    age: int
+    completions: _containers.RepeatedCompositeFieldContainer[Completion]
+    error: Error
+    def __init__(self, position: _Optional[int] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., age: _Optional[int] = ..., completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
 class ScoreRequest(_message.Message):
     __slots__ = ("sequences", "engine", "top_k")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]

@@ -54,6 +54,16 @@ class GatewayStub(object):
                 request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.ScoreReply.FromString,
                 _registered_method=True)
+        self.Submit = channel.unary_unary(
+                '/slipstream.v1.Gateway/Submit',
+                request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.SubmitReply.FromString,
+                _registered_method=True)
+        self.Take = channel.unary_stream(
+                '/slipstream.v1.Gateway/Take',
+                request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.TakeRequest.SerializeToString,
+                response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.TakenGroup.FromString,
+                _registered_method=True)
         self.Control = channel.unary_unary(
                 '/slipstream.v1.Gateway/Control',
                 request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlRequest.SerializeToString,
@@ -94,6 +104,19 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Submit(self, request, context):
+        """The rollouts of a run: accepted once, generated as often as needed, taken once. Both may be repeated after a failure.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Take(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,6 +165,16 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.ScoreRequest.FromString,
                     response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ScoreReply.SerializeToString,
+            ),
+            'Submit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Submit,
+                    request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.SubmitRequest.FromString,
+                    response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.SubmitReply.SerializeToString,
+            ),
+            'Take': grpc.unary_stream_rpc_method_handler(
+                    servicer.Take,
+                    request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.TakeRequest.FromString,
+                    response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.TakenGroup.SerializeToString,
             ),
             'Control': grpc.unary_unary_rpc_method_handler(
                     servicer.Control,
@@ -267,6 +300,60 @@ class Gateway(object):
             '/slipstream.v1.Gateway/Score',
             slipstream_dot_gateway_dot_slipstream__pb2.ScoreRequest.SerializeToString,
             slipstream_dot_gateway_dot_slipstream__pb2.ScoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Submit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Gateway/Submit',
+            slipstream_dot_gateway_dot_slipstream__pb2.SubmitRequest.SerializeToString,
+            slipstream_dot_gateway_dot_slipstream__pb2.SubmitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Take(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.v1.Gateway/Take',
+            slipstream_dot_gateway_dot_slipstream__pb2.TakeRequest.SerializeToString,
+            slipstream_dot_gateway_dot_slipstream__pb2.TakenGroup.FromString,
             options,
             channel_credentials,
             insecure,

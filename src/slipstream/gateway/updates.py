@@ -34,8 +34,11 @@ ROLLBACK_SECONDS = 5.0
 class FleetUpdate:
     """The updates of one trainer's stream, one after the other."""
 
-    def __init__(self, registry: Registry, links: Mapping[str, EngineLink]) -> None:
-        self._registry, self._links = registry, links
+    def __init__(
+        self, registry: Registry, links: Mapping[str, EngineLink], on_commit: Callable[[int], None] | None = None
+    ) -> None:
+        """`on_commit` is told the version that the fleet serves from now on, before anything else happens."""
+        self._registry, self._links, self._on_commit = registry, links, on_commit
         self._version: int | None = None
         self._engines: list[str] = []
         self._drop_failed = False
@@ -84,7 +87,7 @@ class FleetUpdate:
             )
             if not done:
                 raise together(failed, f"no engine committed version {step.version}")
-            self._registry.commit(step.version, done)
+            self._committed(step.version, done)
             return pb.UpdateReply(committed=pb.Committed(engines=done))
 
         return await asyncio.shield(asyncio.create_task(everywhere()))
@@ -117,7 +120,7 @@ class FleetUpdate:
                     await self._roll_back(version, [name])
                 serving = f"the fleet goes on with version {self._registry.version}"
                 raise together({name: error}, f"version {version} was not committed; {serving}") from None
-            self._registry.commit(version, [name])
+            self._committed(version, [name])
             done = answer.swapped
             return pb.UpdateReply(
                 swapped=pb.Swapped(
@@ -168,10 +171,16 @@ class FleetUpdate:
             await self._roll_back(version, failed)
         return done
 
+    def _committed(self, version: int, names: Iterable[str]) -> None:
+        is_new = version != self._registry.version  # else engines that had missed it have it now
+        self._registry.commit(version, names)
+        if is_new and self._on_commit is not None:
+            self._on_commit(version)
+
     def _check_begin(self, step: pb.Begin) -> None:
         if step.epoch != self._registry.epoch:
             raise FleetChanged("engines came or went since the trainer looked")
-        self._registry.check_version(step.version)
+        self._registry.check_version(step.version, step.offers)
         for name in step.offers:
             self._check_alive(name)
 

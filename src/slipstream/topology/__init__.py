@@ -15,6 +15,8 @@ from slipstream.topology.local import ProcessGroup, new_run_dir
 
 SYNC_SECONDS = 120.0
 START_SECONDS = 120.0
+FOLLOW_SECONDS, RESTART_SECONDS = 3.0, 60.0
+"""How long an engine does without its gateway: not long, unless it will be started again."""
 
 
 def launch(
@@ -29,6 +31,7 @@ def launch(
     trainer: tuple[int, int] = (0, 1),
     timeout: float = SYNC_SECONDS,
     start_timeout: float = START_SECONDS,
+    keep_alive: bool = False,
 ) -> Bridge:
     """Starts a gateway and `engines` engine processes on this machine, and connects to them.
 
@@ -36,7 +39,8 @@ def launch(
     `sync` brings them. Logs, address and token are in `run_dir`. The processes end with the bridge, and also when this
     process dies, however it dies. `timeout` bounds each step of a sync and each score. `transport` forces a data plane
     (`shm`, `tcp`, `disk:/directory`); `checksums=False` trusts it. A trainer of several JAX processes launches in one of
-    them and connects in the others, each with `trainer=(jax.process_index(), jax.process_count())`; all call `sync`."""
+    them and connects in the others, each with `trainer=(jax.process_index(), jax.process_count())`; all call `sync`. With
+    `keep_alive`, a gateway or an engine that dies is started again (see `bridge.rollouts` and `bridge.repair`)."""
     if engines < 1:
         raise ConfigError(f"engines must be at least 1, got {engines}; slipstream.inprocess needs no engine process")
     if engines > 1 and engine is not None and engine.kind == "remote":
@@ -47,8 +51,11 @@ def launch(
     try:
         group.start_gateway(gateway)
         for index in range(engines):
-            group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig())
+            patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
+            group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig(), patience)
         group.wait_for_engines(engines)
+        if keep_alive:
+            group.keep_alive()
         address, token = read_run_dir(directory)
         return _bridge(
             address, token, timeout, gateway.max_message_bytes, transport, checksums, trainer, directory, group

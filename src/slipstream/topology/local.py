@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import re
 import secrets
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -19,7 +21,10 @@ from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
 from slipstream.topology.environments import home, interpreter
 from slipstream.weights.transports import shm
 
+log = logging.getLogger(__name__)
+
 STOP_SECONDS = 5.0
+WATCH_SECONDS = 0.1
 LOG_LINES = 30
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
 
@@ -36,6 +41,10 @@ class ProcessGroup:
         self.run_dir, self._deadline = run_dir, time.monotonic() + start_timeout
         self._start_timeout = start_timeout
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, list[str]] = {}
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self.num_restarts = 0
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o700)
         if (run_dir / "gateway.json").exists():
@@ -49,9 +58,10 @@ class ProcessGroup:
         self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config)])
         self._wait(lambda: (self.run_dir / "gateway.json").exists(), "the gateway to listen")
 
-    def start_engine(self, name: str, model: Path, config: EngineConfig) -> None:
+    def start_engine(self, name: str, model: Path, config: EngineConfig, patience: float) -> None:
         self._mark(name).unlink(missing_ok=True)
-        arguments = ["engine", "--run-dir", str(self.run_dir), "--model", str(model), "--name", name, "--patience", "3"]
+        arguments = ["engine", "--run-dir", str(self.run_dir), "--model", str(model), "--name", name]
+        arguments += ["--patience", f"{patience:g}"]
         self._start(name, arguments + _overrides(config), interpreter(config))
 
     def wait_for_engines(self, count: int) -> None:
@@ -59,14 +69,29 @@ class ProcessGroup:
         marks = [self._mark(name) for name in self._processes if name != "gateway"]
         self._wait(lambda: sum(m.exists() for m in marks) >= count, f"{count} engine(s) to register")
 
+    def keep_alive(self) -> None:
+        """From now on a process that dies is started again. An engine then has no weights, or old ones: `bridge.repair`. A
+        gateway goes on under the same address, with what is in its journal."""
+        threading.Thread(target=self._watch, name="slipstream-keeper", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._ending.wait(WATCH_SECONDS):
+            with self._lock:
+                for name, process in list(self._processes.items()):
+                    if process.poll() is not None and not self._ending.is_set():
+                        self.num_restarts += 1
+                        log.warning("%s ended with exit code %s; starting it again", name, process.returncode)
+                        self._spawn(name)
+
     def _mark(self, name: str) -> Path:
         return self.run_dir / f"{name}.ready"
 
     def close(self) -> None:
         """Engines first, so that the gateway sees them go; then whatever is left is killed. May be called twice."""
         atexit.unregister(self.close)
-        processes = list(reversed(self._processes.values()))
-        self._processes = {}
+        self._ending.set()
+        with self._lock:  # nobody starts anything any more
+            processes, self._processes = list(reversed(self._processes.values())), {}
         for process in processes:
             process.terminate()
         deadline = time.monotonic() + STOP_SECONDS
@@ -79,11 +104,19 @@ class ProcessGroup:
         shm.sweep()
 
     def _start(self, name: str, arguments: Sequence[str], python: str = sys.executable) -> None:
-        command = [python, "-m", "slipstream.cli", *arguments, "--owner", str(os.getpid())]
-        with open(self.run_dir / f"{name}.log", "wb") as log:
+        self._commands[name] = [python, "-m", "slipstream.cli", *arguments, "--owner", str(os.getpid())]
+        (self.run_dir / f"{name}.log").write_bytes(b"")
+        self._spawn(name)
+
+    def _spawn(self, name: str) -> None:
+        with open(self.run_dir / f"{name}.log", "ab") as output:
             # A session of its own: Ctrl-C reaches this process alone, which then ends the others in order.
             self._processes[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self._commands[name],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def _wait(self, done, what: str) -> None:  # type: ignore[no-untyped-def]

@@ -1,0 +1,253 @@
+"""The rollouts of a run: accepted once, generated as often as needed, taken once.
+
+    submit ──► journal ──► start, when the bound on staleness has room ──► engines ──► journal ──► take
+
+A trainer that crashes submits the same prompts again, and takes again from the position that it has saved: it gets the very
+groups that it had been given. A gateway that crashes finds everything in the journal. An engine that dies has its work done by
+another, and what both have made counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from slipstream.errors import DeadlineExceeded, EngineLost, NotReady, PeerError, RolloutError, SlipstreamError
+from slipstream.gateway import convert
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.journal import Group, Journal, Taken
+from slipstream.gateway.staleness import Bound, Staleness
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 0.2
+"""Between two attempts to find an engine."""
+MAX_DEATHS = 10
+"""A prompt that so many engines died of is not given to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One of a group's samples has come."""
+
+    index: int
+    oldest: int
+    """The version that made its oldest token."""
+    completion: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The group cannot be generated, whoever tries."""
+
+    error: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Nobody could go on with it just now."""
+
+    error: SlipstreamError
+    died: bool
+    """Whether an engine has died of it, or with it."""
+
+
+Generate: TypeAlias = Callable[[bytes], AsyncGenerator[Sample | Refused | Interrupted, None]]
+"""From a request as it was submitted. Ends when all samples have come, or with one of the others."""
+
+
+class Rollouts:
+    """All methods are called on one event loop."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        bound: Bound,
+        version: int,
+        generate: Generate,
+        refusal: Callable[[SlipstreamError], bytes],
+    ) -> None:
+        """`version` is what the fleet serves. `refusal` writes an error down."""
+        self._journal, self._generate, self._refusal = journal, generate, refusal
+        self._staleness = Staleness(bound, version, journal.num_taken_at(version))
+        self._queue: deque[Group] = deque(journal.waiting())
+        self._begun = journal.begun()
+        """Groups in the queue that a gateway before us has begun: the version of their oldest token."""
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._deaths: Counter[int] = Counter()
+        self._finished: dict[int, int] = {}
+        self._news = asyncio.Event()
+        for number, oldest in journal.finished().items():
+            self._end(number, oldest)
+            self._staleness.start(number, oldest if oldest >= 0 else version)
+        for number in self._staleness.too_old():
+            self._renew(number)
+        self._pump()
+
+    @property
+    def bound(self) -> Bound:
+        return self._staleness.bound
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Groups by where they are."""
+        return {
+            "waiting": len(self._queue),
+            "running": len(self._running),
+            "finished": len(self._finished),
+            "taken": self._journal.num_taken(),
+        }
+
+    def rebind(self, bound: Bound) -> None:
+        self._staleness.bound = bound
+        self._pump()
+
+    def submit(self, requests: Mapping[str, tuple[bytes, int]]) -> int:
+        """By id: the request, and the samples it asks for. How many of them are new."""
+        fresh = self._journal.accept(requests)
+        self._queue.extend(fresh)
+        self._pump()
+        return len(fresh)
+
+    async def take(self, after: int, count: int, timeout: float) -> list[Taken]:
+        """`count` groups behind position `after`: those that were taken before, and then finished ones, the first accepted
+        first. All of them, or `DeadlineExceeded` and none."""
+        missing = count - len(self._journal.taken(after, count))
+        if missing > 0:
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._until(missing)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"{len(self._finished)} of {missing} groups were finished within {timeout:g} s ({self._where()})"
+                ) from None
+            numbers = sorted(self._finished)[:missing]
+            self._journal.take(numbers, self._staleness.version)
+            for number in numbers:
+                del self._finished[number]
+                self._staleness.take(number)
+            self._pump()
+        return self._journal.taken(after, count)
+
+    async def _until(self, count: int) -> None:
+        while len(self._finished) < count:
+            if not self._running and not self._finished:
+                self._staleness.check_can_take()
+            if not self._running and not self._queue:
+                raise RolloutError(
+                    f"{count} groups are asked for, and only {len(self._finished)} prompts were submitted that have not been "
+                    "taken; submit more first"
+                )
+            self._news.clear()
+            await self._news.wait()
+
+    def _where(self) -> str:
+        return ", ".join(f"{count} {what}" for what, count in self.counts.items())
+
+    def synced(self, version: int) -> None:
+        """The fleet serves a new version."""
+        self._journal.synced(version)
+        for number in self._staleness.synced(version):
+            self._renew(number)
+        self._pump()
+
+    async def close(self) -> None:
+        """What runs is stopped; it is in the journal, and begins again with the next of us."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- one group ---
+
+    def _pump(self) -> None:
+        while self._queue and self._staleness.room:
+            group = self._queue.popleft()
+            self._staleness.start(group.number, self._begun.pop(group.number, None))
+            if group.number in self._staleness.too_old():
+                self._renew(group.number)
+            else:
+                self._start(group)
+
+    def _start(self, group: Group) -> None:
+        self._journal.started(group, self._staleness.version)
+        self._running[group.number] = asyncio.create_task(self._run(group))
+
+    async def _run(self, group: Group) -> None:
+        try:
+            while not await self._attempt(group):
+                await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            if self._running.get(group.number) is asyncio.current_task():
+                del self._running[group.number]
+                self._news.set()
+
+    async def _attempt(self, group: Group) -> bool:
+        """Whether the group has ended."""
+        try:
+            async with contextlib.aclosing(self._generate(group.request)) as outcomes:
+                async for outcome in outcomes:
+                    if isinstance(outcome, Sample):
+                        oldest = self._journal.add(group, outcome.index, outcome.completion, outcome.oldest)
+                        if oldest is not None:
+                            self._end(group.number, oldest)
+                            return True
+                    elif isinstance(outcome, Refused):
+                        return self._fail(group, outcome.error)
+                    else:
+                        return self._interrupted(group, outcome)
+            return False
+        except SlipstreamError as error:
+            return self._interrupted(group, Interrupted(error, died=False))
+
+    def _interrupted(self, group: Group, outcome: Interrupted) -> bool:
+        log.info("prompt %s is interrupted: %s", group.id, outcome.error)
+        self._deaths[group.number] += outcome.died
+        return self._deaths[group.number] >= MAX_DEATHS and self._fail(group, self._refusal(outcome.error))
+
+    def _fail(self, group: Group, error: bytes) -> bool:
+        if self._journal.fail(group, error):
+            self._end(group.number, -1)
+        return True
+
+    def _end(self, number: int, oldest: int) -> None:
+        self._finished[number] = oldest
+        self._news.set()
+
+    def _renew(self, number: int) -> None:
+        """Too old: it is made anew, under the present version."""
+        if (task := self._running.pop(number, None)) is not None:
+            task.cancel()
+        if self._finished.get(number, 0) < 0:
+            return  # an error does not age
+        self._finished.pop(number, None)
+        if (group := self._journal.renew(number)) is not None:
+            self._staleness.renew(number)
+            self._start(group)
+
+
+def outcomes(results: pb.Results) -> Iterator[Sample | Refused | Interrupted]:
+    """What an engine's answer means to a group."""
+    for completion in results.completions:
+        oldest = min(span.version for span in completion.spans)
+        yield Sample(completion.sample_index, oldest, completion.SerializeToString())
+    for failure in results.failures:
+        error = convert.error_from_pb(failure.error)
+        if isinstance(error, (PeerError, NotReady, DeadlineExceeded)):
+            yield Interrupted(error, died=isinstance(error, EngineLost))
+        else:
+            yield Refused(failure.error.SerializeToString())
+
+
+def by_id(requests: Sequence[tuple[str, bytes, int]]) -> dict[str, tuple[bytes, int]]:
+    """As `Rollouts.submit` wants them. Raises `RolloutError` for two of one id."""
+    found: dict[str, tuple[bytes, int]] = {}
+    for id, request, num_samples in requests:
+        if id in found:
+            raise RolloutError(f"two prompts have the id {id!r}; give every prompt of a run an id of its own")
+        found[id] = (request, num_samples)
+    return found

@@ -1,0 +1,97 @@
+"""How old a rollout may be. Pure: counts and versions in, decisions out.
+
+A trainer takes `batch` groups of completions (a prompt's samples are a group), trains on them, and syncs: that makes the next
+version. The age of a group is the number of versions between the oldest that made one of its tokens and the one that is being
+trained when it is taken. No group is taken at an age above `bound`:
+
+    start   only while   groups that were started and not taken  ≤  (bound + 1) · batch − taken since the last sync
+            so that, taken in the order of starting, none would be too old by its turn
+    sync    a group that others have overtaken, and that is now too old, is made anew under the new version
+
+With a bound of 0 nothing is started that the next version would see: strictly on-policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from slipstream.errors import ConfigError, StaleRollouts
+
+Late: TypeAlias = Literal["renew", "deliver"]
+"""What becomes of a group that is too old: it is made anew, or delivered with its age."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Example: with `Bound(max_staleness=2, batch=32)` engines are at most two versions ahead of a trainer that takes 32 groups
+    for each version."""
+
+    max_staleness: int
+    batch: int
+    """Groups that the trainer takes between two syncs."""
+    late: Late = "renew"
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0 or self.batch < 1:
+            raise ConfigError(
+                f"max_staleness must be 0 or more and batch 1 or more; got {self.max_staleness} and {self.batch}"
+            )
+        if self.late not in ("renew", "deliver"):
+            raise ConfigError(f"late must be 'renew' or 'deliver', got {self.late!r}")
+
+
+@dataclass
+class Staleness:
+    """The groups between their start and their taking."""
+
+    bound: Bound
+    version: int
+    """What the fleet serves."""
+    taken: int = 0
+    """Groups, since the last sync."""
+    _started: dict[int, int] = field(default_factory=dict)
+    """By group: the version that served when it was started. None of its tokens is older."""
+
+    @property
+    def room(self) -> int:
+        """How many groups may be started now."""
+        return max(0, (self.bound.max_staleness + 1) * self.bound.batch - self.taken - len(self._started))
+
+    def start(self, group: int, version: int | None = None) -> None:
+        """`version` is that of its oldest token, for a group of which there are some."""
+        self._started[group] = self.version if version is None else version
+
+    def renew(self, group: int) -> None:
+        """It begins anew, in its old place."""
+        if group in self._started:
+            self._started[group] = self.version
+
+    def end(self, group: int) -> None:
+        """It has failed, and will not be taken."""
+        self._started.pop(group, None)
+
+    def age(self, oldest: int) -> int:
+        """Of a group whose oldest token `oldest` has made, if it were taken now."""
+        return self.version - oldest
+
+    def take(self, group: int) -> None:
+        self._started.pop(group, None)
+        self.taken += 1
+
+    def check_can_take(self) -> None:
+        """Raises `StaleRollouts` when waiting would never end: nothing is under way, and nothing may start before a sync."""
+        if not self._started and not self.room:
+            raise StaleRollouts(
+                f"{self.taken} groups were taken since the last sync, and with max_staleness {self.bound.max_staleness} and "
+                f"batch {self.bound.batch} no more may be generated before the next; sync, or say a larger batch"
+            )
+
+    def synced(self, version: int) -> list[int]:
+        """The fleet serves a new version. Groups that are too old now, and must be made anew."""
+        self.version, self.taken = version, 0
+        return self.too_old()
+
+    def too_old(self) -> list[int]:
+        if self.bound.late == "deliver":
+            return []
+        return [group for group, version in self._started.items() if self.age(version) > self.bound.max_staleness]

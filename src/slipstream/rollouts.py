@@ -1,0 +1,95 @@
+"""The rollouts of a run, as a trainer sees them: prompts go in, groups of completions come out, each once.
+
+    rollouts = bridge.rollouts(max_staleness=2, batch=32)
+    rollouts.submit(ids, prompts, sampling)        engines begin as soon as the bound on staleness lets them
+    groups = rollouts.take()                       32 groups, none older than two versions; train on them, and sync
+    position = rollouts.position                   save it: after a crash, go on behind it
+
+Both calls may be repeated. A gateway that is gone is waited for: what it had accepted is in its journal."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from slipstream import portal
+from slipstream.errors import GatewayLost, InvalidSampling, NotReady, RolloutError, SlipstreamError
+from slipstream.gateway.staleness import Bound
+from slipstream.types import Prompt, Request, RolloutGroup, SamplingParams, plain_ids
+
+if TYPE_CHECKING:
+    from slipstream.bridge import Fleet
+
+T = TypeVar("T")
+
+AGAIN_SECONDS = 0.2
+SUBMIT_PROMPTS = 256
+"""Prompts in one message."""
+
+
+class Rollouts:
+    """Made by `Bridge.rollouts`. Used by one thread."""
+
+    def __init__(self, fleet: Fleet, bound: Bound, position: int, patience: float) -> None:
+        self._fleet, self._patience = fleet, patience
+        self.bound = bound
+        self.position = position
+        """Of the last group that was taken."""
+
+    def submit(
+        self,
+        ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> int:
+        """Hands prompts over, each under an id that no other prompt of the run has. How many of them were new: one that was
+        submitted before is not generated again. A prompt without a seed gets one made of its id."""
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if not len(ids) == len(prompts) == len(sampling):
+            raise InvalidSampling(
+                f"{len(ids)} ids, {len(prompts)} prompts and {len(sampling)} sampling parameters; as many of each, or one "
+                "set of parameters for all"
+            )
+        requests = [_request(id, prompt, how) for id, prompt, how in zip(ids, prompts, sampling)]
+        parts = [requests[i : i + SUBMIT_PROMPTS] for i in range(0, len(requests), SUBMIT_PROMPTS)]
+        return sum(self._persist(lambda part=part: self._fleet.submit(self.bound, part)) for part in parts)  # type: ignore[misc]
+
+    def take(self, count: int | None = None, timeout: float = 600.0) -> list[RolloutGroup]:
+        """The next groups, `bound.batch` of them unless said otherwise, in the order in which they were submitted as far as
+        they are finished. Waits for them; `DeadlineExceeded` after `timeout` seconds, and then none is taken."""
+        wanted = self.bound.batch if count is None else count
+        if wanted < 1:
+            raise RolloutError(f"{wanted} groups are asked for; take at least one")
+        after = self.position
+        groups = self._persist(lambda: self._fleet.take(self.bound, after, wanted, timeout))
+        self.position = groups[-1].position
+        return groups
+
+    def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Tries again while the gateway is gone, or its engines are not back yet."""
+        until = time.monotonic() + self._patience
+
+        async def run() -> T:
+            return await call()
+
+        while True:
+            try:
+                return portal.run(run())
+            except (GatewayLost, NotReady):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(AGAIN_SECONDS)
+
+
+def _request(id: str, prompt: Prompt, sampling: SamplingParams) -> Request:
+    if sampling.seed is None:
+        sampling = dataclasses.replace(sampling, seed=xxhash.xxh3_64_intdigest(id.encode()) >> 1)
+    try:
+        return Request(id, prompt if isinstance(prompt, str) else plain_ids(prompt), sampling)
+    except SlipstreamError as error:
+        raise type(error)(f"prompt {id!r}: {error}") from None

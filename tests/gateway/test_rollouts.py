@@ -1,0 +1,374 @@
+"""Exactly once: what was accepted is taken once, whatever is generated how often, and whoever crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.errors import DeadlineExceeded, EngineLost, JournalError, RequestError, RolloutError, StaleRollouts
+from slipstream.gateway.journal import Journal, check
+from slipstream.gateway.rollouts import Interrupted, Refused, Rollouts, Sample, by_id
+from slipstream.gateway.staleness import Bound
+
+
+class Engines:
+    """Generates two samples per request, when it is told to, with the version that serves then."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.going = asyncio.Event()
+        self.going.set()
+        self.begun: list[bytes] = []
+        self.dying: set[bytes] = set()
+        self.slow: set[bytes] = set()
+        self.hold = asyncio.Event()
+
+    async def __call__(self, request: bytes) -> AsyncGenerator[Sample | Refused | Interrupted, None]:
+        self.begun.append(request)
+        version = self.version
+        await self.going.wait()
+        if request in self.slow:
+            await self.hold.wait()
+        if request == b"bad":
+            yield Refused(b"too long")
+            return
+        yield Sample(1, version, b"%s/1@%d" % (request, version))
+        if request in self.dying:
+            self.dying.discard(request)
+            yield Interrupted(EngineLost("it died"), died=True)
+            return
+        yield Sample(0, version, b"%s/0@%d" % (request, version))
+
+
+def rollouts(engines: Engines, bound: Bound, journal: Journal | None = None) -> Rollouts:
+    return Rollouts(journal or Journal(), bound, engines.version, engines, lambda error: str(error).encode())
+
+
+def prompts(*names: str) -> dict[str, tuple[bytes, int]]:
+    return {name: (name.encode(), 2) for name in names}
+
+
+def sync(engines: Engines, desk: Rollouts) -> None:
+    engines.version += 1
+    desk.synced(engines.version)
+
+
+def test_groups_are_taken_in_order_and_once() -> None:
+    async def main() -> None:
+        engines = Engines()
+        desk = rollouts(engines, Bound(0, 3))
+        assert desk.submit(prompts("a", "b", "c", "d")) == 4
+        assert desk.submit(prompts("b", "a")) == 0  # again
+        first = await desk.take(0, 3, 5)
+        assert [(t.position, t.id, t.age, t.completions) for t in first] == [
+            (1, "a", 0, (b"a/0@0", b"a/1@0")),
+            (2, "b", 0, (b"b/0@0", b"b/1@0")),
+            (3, "c", 0, (b"c/0@0", b"c/1@0")),
+        ]
+        assert await desk.take(0, 3, 5) == first  # the answer was lost: the same again
+        with pytest.raises(StaleRollouts):
+            await desk.take(3, 1, 5)
+        sync(engines, desk)
+        (last,) = await desk.take(3, 1, 5)
+        assert (last.position, last.id, last.version) == (4, "d", 1) and last.completions == (b"d/0@1", b"d/1@1")
+        with pytest.raises(RolloutError, match="1 groups are asked for, and only 0 prompts were submitted"):
+            await desk.take(4, 1, 5)
+        assert check(desk._journal, 0) == []
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_makes_nothing_twice() -> None:
+    async def main() -> None:
+        engines = Engines()
+        engines.dying = {b"a"}
+        desk = rollouts(engines, Bound(0, 2))
+        desk.submit(prompts("a", "b"))
+        taken = await desk.take(0, 2, 5)
+        assert [t.completions for t in taken] == [(b"a/0@0", b"a/1@0"), (b"b/0@0", b"b/1@0")]
+        assert engines.begun.count(b"a") == 2 and check(desk._journal, 0) == []
+
+    asyncio.run(main())
+
+
+def test_a_refusal_is_an_error_in_its_place_and_never_a_row() -> None:
+    async def main() -> None:
+        desk = rollouts(Engines(), Bound(0, 2))
+        desk.submit(prompts("bad", "good"))
+        bad, good = await desk.take(0, 2, 5)
+        assert (bad.id, bad.completions, bad.error) == ("bad", (), b"too long")
+        assert (good.id, len(good.completions), good.error) == ("good", 2, b"")
+        assert check(desk._journal, 0) == []
+
+    asyncio.run(main())
+
+
+def test_engines_run_ahead_no_further_than_the_bound() -> None:
+    async def main() -> None:
+        engines = Engines()
+        desk = rollouts(engines, Bound(1, 2))
+        desk.submit(prompts(*"abcdefgh"))
+        await desk.take(0, 2, 5)
+        await asyncio.sleep(0)
+        assert engines.begun == [b"a", b"b", b"c", b"d"]  # two versions' worth, and no more before the sync
+        sync(engines, desk)
+        taken = await desk.take(2, 2, 5)
+        assert [(t.id, t.version, t.age) for t in taken] == [("c", 1, 1), ("d", 1, 1)]
+        while len(engines.begun) < 6:
+            await asyncio.sleep(0)
+        assert engines.begun == [b"a", b"b", b"c", b"d", b"e", b"f"]
+        assert check(desk._journal, 1) == [] and check(desk._journal, 0) != []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("late", ["renew", "deliver"])
+def test_a_straggler_that_is_too_old_is_made_anew_or_delivered_with_its_age(late) -> None:
+    async def main() -> None:
+        engines = Engines()
+        engines.slow = {b"a"}
+        desk = rollouts(engines, Bound(1, 1, late))
+        desk.submit(prompts(*"abcde"))
+        assert [t.id for t in await desk.take(0, 1, 5)] == ["b"]
+        sync(engines, desk)
+        assert [t.id for t in await desk.take(1, 1, 5)] == ["c"]
+        sync(engines, desk)  # a was begun two versions ago
+        engines.hold.set()
+        (taken,) = await desk.take(2, 1, 5)
+        if late == "renew":
+            assert (taken.id, taken.age, taken.completions) == ("a", 0, (b"a/0@2", b"a/1@2")), taken
+            assert engines.begun.count(b"a") == 2 and check(desk._journal, 1) == []
+        else:
+            assert (taken.id, taken.age, taken.completions) == ("a", 2, (b"a/0@0", b"a/1@0")), taken
+            assert engines.begun.count(b"a") == 1
+
+    asyncio.run(main())
+
+
+def test_taking_has_a_deadline_and_then_takes_nothing() -> None:
+    async def main() -> None:
+        engines = Engines()
+        engines.slow = {b"b"}
+        desk = rollouts(engines, Bound(0, 2))
+        desk.submit(prompts("a", "b"))
+        with pytest.raises(
+            DeadlineExceeded, match=r"1 of 2 groups were finished within 0.1 s \(.*1 running, 1 finished"
+        ):
+            await desk.take(0, 2, 0.1)
+        engines.hold.set()
+        assert [t.id for t in await desk.take(0, 2, 5)] == ["a", "b"]
+
+    asyncio.run(main())
+
+
+def test_a_journal_goes_on_where_it_was(tmp_path: Path) -> None:
+    async def main() -> None:
+        engines = Engines()
+        journal = Journal(tmp_path / "journal.sqlite")
+        desk = rollouts(engines, Bound(0, 2), journal)
+        engines.slow = {b"d"}
+        desk.submit(prompts(*"abcdef"))
+        first = await desk.take(0, 2, 5)
+        sync(engines, desk)
+        while not desk._finished:  # c is finished, d runs, e and f wait
+            await asyncio.sleep(0.01)
+        await desk.close()
+        journal.close()
+        engines.hold.set()
+        again = rollouts(engines, Bound(0, 2), Journal(tmp_path / "journal.sqlite"))
+        assert await again.take(0, 2, 5) == first
+        assert again.submit(prompts(*"abcdef")) == 0
+        assert [t.id for t in await again.take(2, 2, 5)] == ["c", "d"]
+        with pytest.raises(StaleRollouts):
+            await again.take(4, 1, 5)  # what was taken before the restart counts
+        sync(engines, again)
+        assert [t.id for t in await again.take(4, 2, 5)] == ["e", "f"]
+        assert check(again._journal, 0) == [] and engines.begun.count(b"c") == 1
+
+    asyncio.run(main())
+
+
+def test_what_was_made_for_older_weights_is_made_anew_by_the_next_gateway(tmp_path: Path) -> None:
+    async def main() -> None:
+        engines = Engines()
+        journal = Journal(tmp_path / "journal.sqlite")
+        desk = rollouts(engines, Bound(0, 1), journal)
+        desk.submit(prompts("a"))
+        while not desk._finished:
+            await asyncio.sleep(0.01)
+        await desk.close()
+        journal.close()
+        engines.version = 5  # the trainer went on, and the fleet with it
+        again = rollouts(engines, Bound(0, 1), Journal(tmp_path / "journal.sqlite"))
+        (taken,) = await again.take(0, 1, 5)
+        assert (taken.age, taken.completions) == (0, (b"a/0@5", b"a/1@5"))
+
+    asyncio.run(main())
+
+
+def test_ids_mean_one_prompt_each() -> None:
+    async def main() -> None:
+        desk = rollouts(Engines(), Bound(0, 1))
+        desk.submit(prompts("a"))
+        with pytest.raises(RequestError, match="'a' was accepted before, with other tokens or sampling"):
+            desk.submit({"b": (b"b", 2), "a": (b"other", 2)})
+        assert desk.counts["waiting"] + desk.counts["running"] == 1  # b was not accepted either
+        with pytest.raises(RolloutError, match="two prompts have the id 'x'"):
+            by_id([("x", b"1", 1), ("x", b"2", 1)])
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 3))
+def test_any_order_of_events_keeps_the_history_clean(seed: int, bound: int, batch: int) -> None:
+    """Engines that finish, die and stall at random; a trainer that takes, crashes, replays and syncs."""
+
+    async def main() -> None:
+        random_ = random.Random(seed)
+        engines, names = Engines(), [str(i) for i in range(4 * batch)]
+        engines.slow = {n.encode() for n in names if random_.random() < 0.3}
+        engines.dying = {n.encode() for n in names if random_.random() < 0.3}
+        journal = Journal()
+        desk = rollouts(engines, Bound(bound, batch), journal)
+        desk.submit(prompts(*names))
+        position, seen = 0, []
+        while position < len(names):
+            for _ in range(random_.randint(0, 3)):
+                await asyncio.sleep(0)
+            if random_.random() < 0.3:
+                engines.hold.set()
+                engines.slow = set()
+            if random_.random() < 0.2:  # the gateway crashes
+                await desk.close()
+                desk = rollouts(engines, Bound(bound, batch), journal)
+            try:
+                taken = await desk.take(position, batch, 0.01)
+            except DeadlineExceeded:
+                continue
+            assert [t.position for t in taken] == list(range(position + 1, position + batch + 1))
+            if random_.random() < 0.3:
+                assert await desk.take(position, batch, 0.01) == taken
+            position, seen = position + batch, [*seen, *taken]
+            assert all(t.age <= bound for t in taken)
+            sync(engines, desk)
+        assert sorted(t.id for t in seen) == sorted(names) and check(journal, bound) == []
+        await desk.close()
+
+    journals_again = 0.001
+    import slipstream.gateway.rollouts as module
+
+    before, module.AGAIN_SECONDS = module.AGAIN_SECONDS, journals_again
+    try:
+        asyncio.run(main())
+    finally:
+        module.AGAIN_SECONDS = before
+
+
+# --- the file ---
+
+
+WRITER = """
+import sys
+from slipstream.gateway.journal import Group, Journal
+journal = Journal(__import__("pathlib").Path(sys.argv[1]))
+known = {g.id: g for g in journal.waiting()}
+first = len(journal.states())
+for i in range(first, first + 10_000):
+    for group in journal.accept({f"p{i}": (b"x" * 200, 2)}):
+        journal.add(group, 0, b"y" * 500, 0)
+        journal.add(group, 1, b"z" * 500, 0)
+        journal.take([group.number], 0)
+        print(group.number, flush=True)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_a_journal_that_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    random_ = random.Random(3)
+    for _ in range(6):
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", WRITER, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(random_.randint(1, 40)):
+                said = int(process.stdout.readline())
+            process.send_signal(signal.SIGKILL)
+        journal = Journal(path)
+        states = journal.states()
+        assert states[said][0] == "taken" and check(journal) == []  # what was said has happened
+        for group in journal.waiting():  # what had begun can be brought to its end
+            for sample in range(2):
+                journal.add(group, sample, b"", 0)
+        journal.take(journal.finished(), 0)
+        assert check(journal) == [] and all(state == "taken" for state, _, _ in journal.states().values())
+        journal.close()
+
+
+def test_the_checker_sees_what_is_wrong() -> None:
+    def broken(*events: tuple[str, int, int, int, int]) -> list[str]:
+        journal = Journal()
+        (group,) = journal.accept({"a": (b"", 1)})
+        journal.add(group, 0, b"", 3)
+        journal.take([group.number], 3)
+        for event in events:
+            journal._event(*event)
+        return check(journal, 0)
+
+    assert broken() == []
+    assert "taken twice" in broken(("take", 1, 2, 0, 3))[0]
+    assert "accepted twice" in broken(("accept", 1, -1, 0, -1))[0]
+    assert "begun anew after" in broken(("renew", 1, -1, 1, -1))[0]
+    assert "came twice" in broken(("sample", 1, 0, 0, 3))[0]
+    assert "went back" in broken(("sync", 0, -1, 0, 5), ("sync", 0, -1, 0, 4))[0]
+    journal = Journal()
+    (group,) = journal.accept({"a": (b"", 1)})
+    journal.add(group, 0, b"", 1)
+    journal.take([group.number], 3)
+    assert check(journal, 2) == [] and "older than 1" in check(journal, 1)[0]
+
+
+def test_samples_of_an_attempt_that_was_given_up_are_dropped() -> None:
+    journal = Journal()
+    (group,) = journal.accept({"a": (b"", 2)})
+    assert journal.add(group, 0, b"old", 0) is None
+    renewed = journal.renew(group.number)
+    assert renewed is not None and renewed.attempt == 1
+    assert journal.add(group, 1, b"old", 0) is None and journal.finished() == {}
+    assert journal.add(renewed, 0, b"new", 1) is None and journal.add(renewed, 0, b"twice", 1) is None
+    assert journal.add(renewed, 5, b"what?", 1) is None
+    assert journal.add(renewed, 1, b"new", 2) == 1
+    journal.take([1], 2)
+    assert journal.renew(1) is None and journal.taken(0, 9)[0].completions == (b"new", b"new")
+    with pytest.raises(JournalError, match="group 1 cannot be taken"):
+        journal.take([1], 2)
+    assert not journal.fail(renewed, b"late")
+
+
+def test_what_is_no_journal_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(os.urandom(4096))
+    with pytest.raises(JournalError, match="is no journal of rollouts"):
+        Journal(path)
+    path.unlink()
+    Journal(path).remember(format="99")
+    with pytest.raises(JournalError, match="has format 99"):
+        Journal(path)
+
+
+def test_what_was_saved_elsewhere_can_be_forgotten() -> None:
+    journal = Journal()
+    for group in journal.accept(dict.fromkeys("abc", (b"", 1))):
+        journal.add(group, 0, b"data", 0)
+    journal.take([1, 2, 3], 0)
+    journal.forget_before(2)
+    assert [t.completions for t in journal.taken(0, 9)] == [(), (), (b"data",)] and check(journal) == []

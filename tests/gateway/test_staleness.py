@@ -1,0 +1,128 @@
+"""The bound on staleness as a state machine: whatever engines and trainer do, nothing too old is taken, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slipstream.errors import ConfigError, StaleRollouts
+from slipstream.gateway.staleness import Bound, Staleness
+
+
+class Run(RuleBasedStateMachine):
+    """Engines finish groups in any order; the trainer takes any that are finished, and syncs when it has a batch."""
+
+    @initialize(bound=st.integers(0, 3), batch=st.integers(1, 4))
+    def begin(self, bound: int, batch: int) -> None:
+        self.bound = Bound(bound, batch)
+        self.staleness = Staleness(self.bound, version=7)
+        self.running: dict[int, int] = {}
+        """By group: the version under which it was really begun."""
+        self.finished: dict[int, int] = {}
+        self.next = self.taken = 0
+
+    @precondition(lambda self: self.staleness.room)
+    @rule()
+    def start(self) -> None:
+        self.staleness.start(self.next)
+        self.running[self.next] = self.staleness.version
+        self.next += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(sorted(self.running)))
+        self.finished[group] = self.running.pop(group)
+
+    @precondition(lambda self: self.finished and self.taken < self.bound.batch)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(sorted(self.finished)))
+        oldest = self.finished.pop(group)
+        assert self.staleness.age(oldest) <= self.bound.max_staleness
+        if not self.bound.max_staleness:
+            assert oldest == self.staleness.version
+        self.staleness.take(group)
+        self.taken += 1
+
+    @precondition(lambda self: self.taken == self.bound.batch)
+    @rule()
+    def sync(self) -> None:
+        for group in self.staleness.synced(self.staleness.version + 1):
+            assert group in self.running or group in self.finished
+            self.running.pop(group, None)
+            self.finished.pop(group, None)
+            self.staleness.renew(group)
+            self.running[group] = self.staleness.version
+        self.taken = 0
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[group]
+        self.staleness.end(group)
+
+    @invariant()
+    def engines_are_never_too_far_ahead(self) -> None:
+        limit = (self.bound.max_staleness + 1) * self.bound.batch
+        assert len(self.running) + len(self.finished) + self.taken <= limit
+
+    @invariant()
+    def nobody_waits_for_ever(self) -> None:
+        """A trainer that still wants groups finds some that are under way, or may be started."""
+        if self.taken < self.bound.batch and not self.running and not self.finished:
+            assert self.staleness.room
+
+
+Run.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+test_run = Run.TestCase
+
+
+def test_on_policy_by_hand() -> None:
+    """K = 0: a batch, and nothing more before the sync."""
+    staleness = Staleness(Bound(0, 2), version=0)
+    assert staleness.room == 2
+    staleness.start(1)
+    staleness.start(2)
+    assert staleness.room == 0
+    staleness.take(1)
+    staleness.take(2)
+    assert staleness.room == 0
+    with pytest.raises(StaleRollouts, match=r"2 groups were taken since the last sync.*sync, or say a larger batch"):
+        staleness.check_can_take()
+    assert staleness.synced(1) == [] and staleness.room == 2
+
+
+def test_a_straggler_that_is_overtaken_is_made_anew() -> None:
+    staleness = Staleness(Bound(1, 1), version=0)
+    staleness.start(1)
+    staleness.start(2)
+    staleness.take(2)
+    assert staleness.synced(1) == []  # group 1 is one version old: that is allowed
+    staleness.start(3)
+    staleness.take(3)
+    assert staleness.synced(2) == [1]
+    staleness.renew(1)
+    assert staleness.synced(3) == [] and staleness.age(2) == 1
+
+
+def test_what_is_late_may_be_delivered_with_its_age() -> None:
+    staleness = Staleness(Bound(0, 1, "deliver"), version=0)
+    staleness.start(1)
+    assert staleness.synced(4) == [] and staleness.age(0) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Bound(-1, 1), "max_staleness must be 0 or more"),
+        (lambda: Bound(0, 0), "batch 1 or more"),
+        (lambda: Bound(0, 1, "ignore"), "late must be 'renew' or 'deliver'"),  # type: ignore[arg-type]
+    ],
+)
+def test_bounds_that_make_no_sense(make, what) -> None:
+    with pytest.raises(ConfigError, match=what):
+        make()

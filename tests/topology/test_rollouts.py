@@ -1,0 +1,169 @@
+"""The rollouts of a run with real processes: whoever is killed, every prompt is taken once, and none is too old."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.config import GatewayConfig
+from slipstream.errors import DeadlineExceeded, InvalidSampling, NotReady, RolloutError, StaleRollouts
+from slipstream.gateway.journal import Journal, check
+from slipstream.types import SamplingParams, VersionSpan
+from tests.tiny import random_params, tiny_config, write_config
+
+CONFIG = tiny_config("llama")
+SAMPLING = SamplingParams(max_tokens=6, n=2, ignore_eos=True)
+LONG = SamplingParams(max_tokens=50, n=2, ignore_eos=True)
+
+
+@pytest.fixture
+def bridge(tmp_path: Path) -> Iterator[Any]:
+    directory = write_config(tmp_path / "model", CONFIG)
+    gateway = GatewayConfig(lease_seconds=2.0)
+    with slipstream.launch(directory, run_dir=tmp_path / "run", gateway=gateway, timeout=30, keep_alive=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with slipstream.inprocess(write_config(tmp_path_factory.mktemp("model"), CONFIG)) as found:
+        yield found
+
+
+def prompts(count: int, first: int = 0) -> tuple[list[str], list[tuple[int, ...]]]:
+    numbers = range(first, first + count)
+    return [f"prompt-{n}" for n in numbers], [(1 + n % 50, 2, 3) for n in numbers]
+
+
+def kill(bridge: Any, name: str) -> None:
+    if name == "gateway":
+        pid = json.loads((Path(bridge.run_dir) / "gateway.json").read_text())["pid"]
+    else:
+        pid = bridge.status().engines[0].info.pid
+    os.kill(pid, signal.SIGKILL)
+
+
+def healed(bridge: Any, params: Any) -> None:
+    """Waits until the engine is back, and brings it what it missed."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            if bridge.status().engines and bridge.status().engines[0].state == "ready":
+                return
+            bridge.repair(params)
+        except slipstream.SlipstreamError as error:
+            assert time.monotonic() < deadline, error
+        time.sleep(0.1)
+
+
+def history(bridge: Any, bound: int) -> list[str]:
+    return check(Journal(Path(bridge.run_dir) / "journal.sqlite"), bound)
+
+
+def test_on_policy_in_one_process(local: Any) -> None:
+    local.sync(random_params(CONFIG, 0))
+    rollouts = local.rollouts(max_staleness=0, batch=2)
+    ids, tokens = prompts(4)
+    assert rollouts.submit(ids, tokens, SAMPLING) == 4 and rollouts.submit(ids, tokens, SAMPLING) == 0
+    first = rollouts.take()
+    assert [(g.id, g.position, g.version, g.age, g.error) for g in first] == [
+        ("prompt-0", 1, local.version, 0, None),
+        ("prompt-1", 2, local.version, 0, None),
+    ]
+    for group in first:
+        assert [c.sample_index for c in group.completions] == [0, 1]
+        assert all(
+            c.spans == (VersionSpan(local.version, 0, 6),) and c.request_id == group.id for c in group.completions
+        )
+    with pytest.raises(StaleRollouts, match="sync, or say a larger batch"):
+        rollouts.take()
+    local.sync(random_params(CONFIG, 1))
+    second = rollouts.take()
+    assert [(g.id, g.version) for g in second] == [("prompt-2", local.version), ("prompt-3", local.version)]
+    again = local.rollouts(max_staleness=0, batch=2, position=0)
+    assert again.take(4) == first + second  # a trainer that begins again gets the very same
+
+
+def test_input_that_makes_no_sense(local: Any) -> None:
+    local.sync(random_params(CONFIG, 0))
+    rollouts = local.rollouts(max_staleness=3, batch=4, position=4)
+    with pytest.raises(InvalidSampling, match="2 ids, 1 prompts"):
+        rollouts.submit(["a", "b"], [(1,)], SAMPLING)
+    with pytest.raises(RolloutError, match="two prompts have the id 'x'"):
+        rollouts.submit(["x", "x"], [(1,), (2,)], SAMPLING)
+    with pytest.raises(RolloutError, match="0 groups are asked for"):
+        rollouts.take(0)
+    with pytest.raises(RolloutError, match="only 0 prompts were submitted"):
+        rollouts.take(1)
+    too_long = tuple(range(1, 60))
+    rollouts.submit(["too long", "fine"], [too_long * 20, (1, 2)], SAMPLING)
+    bad, good = rollouts.take(2)
+    assert bad.completions == () and bad.id == "too long" and bad.error is not None
+    assert good.error is None and len(good.completions) == 2
+
+
+def test_without_weights_there_is_nothing_to_take(tmp_path: Path) -> None:
+    with (
+        slipstream.inprocess(write_config(tmp_path, CONFIG)) as bridge,
+        pytest.raises(NotReady, match="no weights yet"),
+    ):
+        bridge.rollouts(patience=0.1).submit(["a"], [(1,)], SAMPLING)
+
+
+def test_a_gateway_that_is_killed_goes_on(bridge: Any) -> None:
+    params = random_params(CONFIG, 0)
+    bridge.sync(params)
+    rollouts = bridge.rollouts(max_staleness=1, batch=3)
+    ids, tokens = prompts(6)
+    rollouts.submit(ids, tokens, LONG)
+    first = rollouts.take()
+    kill(bridge, "gateway")
+    assert rollouts.submit(ids, tokens, LONG) == 0
+    second = rollouts.take()
+    assert sorted(g.id for g in first + second) == ids
+    assert [g.position for g in first + second] == [1, 2, 3, 4, 5, 6]
+    again = bridge.rollouts(max_staleness=1, batch=3, position=3)
+    assert again.take() == second
+    healed(bridge, params)
+    bridge.sync(random_params(CONFIG, 1))
+    assert history(bridge, 1) == []
+
+
+def test_an_engine_that_is_killed_is_replaced_and_repaired(bridge: Any) -> None:
+    params = random_params(CONFIG, 0)
+    bridge.sync(params)
+    rollouts = bridge.rollouts(max_staleness=0, batch=4)
+    ids, tokens = prompts(4)
+    rollouts.submit(ids, tokens, LONG)
+    kill(bridge, "engine")
+    with pytest.raises(DeadlineExceeded, match=r"of 4 groups were finished within 0\.2 s"):
+        rollouts.take(timeout=0.2)
+    healed(bridge, params)
+    taken = rollouts.take()
+    assert [g.id for g in taken] == ids and {g.version for g in taken} == {0} and {g.age for g in taken} == {0}
+    assert bridge.repair(params) is None
+    bridge.sync(random_params(CONFIG, 1))
+    assert bridge.version == 1 and history(bridge, 0) == []
+
+
+def test_an_update_in_mid_generation_ages_what_runs(bridge: Any) -> None:
+    bridge.sync(random_params(CONFIG, 0))
+    rollouts = bridge.rollouts(max_staleness=1, batch=2)
+    ids, tokens = prompts(8)
+    rollouts.submit(ids, tokens, LONG)
+    seen = []
+    for seed in range(1, 5):
+        groups = rollouts.take()
+        assert all(0 <= g.age <= 1 and g.version == seed - 1 for g in groups)
+        assert all(g.version - g.age == min(c.version for c in g.completions) for g in groups)
+        seen += [g.id for g in groups]
+        bridge.sync(random_params(CONFIG, seed))
+    assert sorted(seen) == ids and history(bridge, 1) == []
