@@ -118,8 +118,10 @@ def test_versions_only_grow_and_unknown_names_are_named():
     registry = Registry(10)
     registry.register(info("a", version=3), 0)
     with pytest.raises(VersionError, match="3 is not newer"):
-        registry.check_version(3)
-    registry.check_version(4)
+        registry.check_version(3, ["a"])
+    registry.check_version(4, ["a"])
+    registry.register(info("b", version=2), 0)
+    registry.check_version(3, ["b"])  # it has missed the fleet's own version
     with pytest.raises(UnknownEngine, match="'zebra'"):
         registry.get("zebra")
 
