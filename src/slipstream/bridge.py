@@ -43,6 +43,7 @@ from slipstream.types import (
     SamplingParams,
     Score,
     SyncReport,
+    VerifyReport,
     check_prompt,
 )
 from slipstream.weights.publisher import Fleet as UpdateFleet
@@ -155,6 +156,28 @@ class Bridge:
         raise FleetChanged(
             f"the fleet changed during each of {MAX_LOOKS} attempts to sync; see `slipstream status`. The last time: {why}"
         )
+
+    def verify(self, params: Any, *, draft: Any = None) -> VerifyReport:
+        """Which tensors the engines do not hold as `params` has them, byte for byte in each engine's dtype: for when logprobs
+        of trainer and engine disagree. `params` is a whole tree, as for `sync`; of the version that the engines serve, that is,
+        what was synced last.
+
+        Every weight is read and hashed on both sides, so this takes seconds for a large model. Raises `Unsupported` where no
+        engine can read its weights back; engines that cannot beside others that can are in `VerifyReport.unchecked`. Of a
+        trainer of several processes, each compares what it holds itself."""
+        if not self._syncing.acquire(blocking=False):
+            raise UpdateInProgress("bridge.sync is under way; compare weights before or after it")
+        try:
+            return portal.run(self._verify(params, draft))
+        finally:
+            self._syncing.release()
+
+    async def _verify(self, params: Any, draft: Any) -> VerifyReport:
+        self._known = None  # looking at the fleet says to the gateway that we know it: the next sync must, too
+        engines, _ = await self._fleet.refresh()
+        if not engines:
+            raise NotReady("no engine has registered, so there is nothing to compare with; see `slipstream status`")
+        return await self._publisher.verify(params, engines, draft)
 
     def generate(
         self,
