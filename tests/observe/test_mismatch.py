@@ -153,7 +153,9 @@ def test_a_swapped_tensor_is_suspected_and_the_comparison_names_it(bridge: Bridg
 
 
 def test_another_forward_pass_with_the_same_weights_is_not_called_wrong_weights(bridge: Bridge, dtype: str) -> None:
-    trainer, tokens = arrays(sample(bridge), swapped(PARAMS), bridge.version)  # stands for a trainer that computes otherwise
+    trainer, tokens = arrays(
+        sample(bridge), swapped(PARAMS), bridge.version
+    )  # stands for a trainer that computes otherwise
     assert diagnose(trainer, *tokens, dtype=dtype).cause == "weights"
     cleared = diagnose(trainer, *tokens, dtype=dtype, report=bridge.verify(PARAMS))
     assert cleared.cause == "numerics" and "forward pass" in cleared.sentence
@@ -257,5 +259,3 @@ def test_completions_newer_than_the_trainer_are_refused(bridge: Bridge) -> None:
 
     with pytest.raises(VersionError, match="newer than the trainer's"):
         tokens_of(sample(bridge), bridge.version - 1, LENGTH)
-
-

@@ -187,7 +187,7 @@ class _Step:
         if not self.tells.any() and mixed.sum() >= MIN_TOKENS and self.model[mixed].mean() <= tolerance:
             self.tells = mixed  # their context is older, and it does not show
         of = self.model[self.tells]
-        self.baseline = float(of.mean()) if len(of) else _before_age(self.by_age)
+        self.baseline = float(of.mean()) if len(of) else _before_age(self.model, age)
         self.bias = float(signed[self.tells].mean() / max(of.mean(), 1e-12)) if len(of) else 0.0
         self.num_outliers = int((of > OUTLIER * tolerance).sum())
         self.outlier_share = self.num_outliers / max(len(of), 1)
@@ -303,12 +303,19 @@ def _stands_out(values: np.ndarray) -> bool:
     return abs(float(values.mean())) > SIGMAS * _error(values)
 
 
-def _before_age(by_age: Sequence[tuple[int, float, int]]) -> float | None:
-    """The gap at age 0, where no token is that fresh: drawn from two ages or more. Weights that move step by step make gaps
-    whose squares grow with age, evenly or faster; what a straight line leaves at 0 is there without staleness."""
-    rows = [(age, mean**2, count) for age, mean, count in by_age if count >= MIN_TOKENS and age > 0]
-    if len(rows) < 2:
+def _before_age(model: np.ndarray, age: np.ndarray) -> float | None:
+    """The least that the gap is at age 0, where no token is that fresh: drawn from two ages or more, None if they do not tell.
+
+    Weights that move step by step make gaps whose squares grow with age, evenly or faster: what a straight line leaves at 0 is
+    there without staleness."""
+    groups = [(a, model[age == a]) for a in np.unique(age) if a > 0 and (age == a).sum() >= MIN_TOKENS]
+    if len(groups) < 2:
         return None
-    ages, squares, counts = (np.array(column, float) for column in zip(*rows))
-    intercept = np.polyfit(ages, squares, 1, w=np.sqrt(counts))[1]
-    return math.sqrt(min(max(float(intercept), 0.0), float(squares.min())))
+    rows = [(a, gaps.mean() ** 2, 2 * gaps.mean() * _error(gaps), len(gaps)) for a, gaps in groups]
+    ages, squares, errors, counts = (np.array(column, float) for column in zip(*rows))
+    design = np.stack([np.ones_like(ages), ages], axis=1)
+    shares = np.linalg.solve(design.T @ (counts[:, None] * design), design.T * counts)[
+        0
+    ]  # of each age in the intercept
+    least = float(shares @ squares) - SIGMAS * float(np.linalg.norm(shares * errors))
+    return math.sqrt(min(least, float(squares.min()))) if least > 0 else None
