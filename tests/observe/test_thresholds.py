@@ -133,7 +133,7 @@ def test_without_fresh_tokens_and_with_one_age_only_a_gross_gap_is_suspect() -> 
 
 
 def test_a_few_tokens_far_off_are_suspect_though_the_mean_is_small() -> None:
-    trainer, processed, raw, age, mask = step(noise=1e-3, count=4000)
+    trainer, _, raw, age, mask = step(noise=1e-3, count=4000)
     raw = raw.copy()
     raw[::80] += 1.5
     found = diagnose(trainer, raw, raw, age, mask)
