@@ -162,7 +162,7 @@ class Bridge:
         of trainer and engine disagree. `params` is a whole tree, as for `sync`; of the version that the engines serve, that is,
         what was synced last.
 
-        Every weight is read and hashed on both sides, so this takes seconds for a large model. Raises `Unsupported` where no
+        Every weight is read and hashed on both sides: not for every step. Raises `Unsupported` where no
         engine can read its weights back; engines that cannot beside others that can are in `VerifyReport.unchecked`. Of a
         trainer of several processes, each compares what it holds itself."""
         if not self._syncing.acquire(blocking=False):

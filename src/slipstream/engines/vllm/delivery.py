@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 0.02
 """For what is still on its way over NCCL, before vLLM may take its next step."""
 
 HASHED_BYTES = 256 << 20
-"""Read back and hashed by a worker before vLLM may take its next step: some tens of milliseconds."""
+"""Read back and hashed by a worker before vLLM may take its next step."""
 
 T = TypeVar("T")
 
