@@ -28,7 +28,7 @@ Cause: TypeAlias = Literal["none", "unknown", "staleness", "sampling", "numerics
 TOLERANCE = {"float64": 5e-3, "float32": 5e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """Mean |gap| in nats that arithmetic in the engine's dtype may leave. A bfloat16 has 8 bits, so a logit of 10 is rounded by up
 to 0.03. The random models of the tests leave 0.014 in bfloat16, and 0.8 and more with two tensors swapped; the limit lies
-between. It is not calibrated on large models. On GPUs float32 products may keep 10 bits (TF32), hence a limit near float16's."""
+between. Not calibrated on large models. On GPUs float32 products may keep 10 bits (TF32), so its limit is near float16's."""
 NEGLIGIBLE = 1e-4
 """Nats that two programs for the same float32 arithmetic may differ by: no gap at all."""
 OUTLIER, OUTLIER_SHARE = 20.0, 0.01
