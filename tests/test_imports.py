@@ -48,6 +48,11 @@ def test_an_engine_for_a_server_needs_neither_jax_nor_vllm():
     assert loaded_by("import slipstream.engines.remote.engine", absent=without).isdisjoint(without)
 
 
+def test_a_diagnosis_needs_numpy_alone():
+    without = ("jax", "jaxlib", "torch", "vllm", "grpc", "rich")
+    assert loaded_by("import slipstream.observe.watch", absent=without).isdisjoint(without)
+
+
 def test_weights_and_gateway_do_not_import_each_other():
     code = (
         "import slipstream.{0}\nassert not any(m.startswith('slipstream.{1}') for m in sys.modules), sys.modules.keys()"

@@ -45,6 +45,7 @@ from slipstream.types import (
     SamplingParams,
     Score,
     SyncReport,
+    VerifyReport,
     plain_ids,
 )
 from slipstream.weights.publisher import Fleet as UpdateFleet
@@ -185,6 +186,28 @@ class Bridge:
             return await publisher.publish(params, behind, version)
         finally:
             publisher.close()
+
+    def verify(self, params: Any, *, draft: Any = None) -> VerifyReport:
+        """Which tensors the engines do not hold as `params` has them, byte for byte in each engine's dtype: for when logprobs
+        of trainer and engine disagree. `params` is a whole tree, as for `sync`; of the version that the engines serve, that is,
+        what was synced last.
+
+        Every weight is read and hashed on both sides: not for every step. Raises `Unsupported` where no
+        engine can read its weights back; engines that cannot beside others that can are in `VerifyReport.unchecked`. Of a
+        trainer of several processes, each compares what it holds itself."""
+        if not self._syncing.acquire(blocking=False):
+            raise UpdateInProgress("bridge.sync is under way; compare weights before or after it")
+        try:
+            return portal.run(self._verify(params, draft))
+        finally:
+            self._syncing.release()
+
+    async def _verify(self, params: Any, draft: Any) -> VerifyReport:
+        self._known = None  # looking at the fleet says to the gateway that we know it: the next sync must, too
+        engines, _ = await self._fleet.refresh()
+        if not engines:
+            raise NotReady("no engine has registered, so there is nothing to compare with; see `slipstream status`")
+        return await self._publisher.verify(params, engines, draft)
 
     def generate(
         self,

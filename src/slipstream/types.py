@@ -450,6 +450,71 @@ class SyncReport:
         return max((e.commit.pause_seconds for e in self.engines), default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterChecksums:
+    """What a rank of an engine holds of one parameter: an xxh3 checksum for each of `Parameter.parts`, in their order, of that
+    rectangle's bytes, row by row, in the engine's dtype. Padding is no part, and in no checksum. No checksums at all where
+    the engine cannot read the parameter as the tensors that it is made of."""
+
+    name: str
+    rank: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """The weights that an engine generates with."""
+
+    version: int
+    parameters: tuple[ParameterChecksums, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A rectangle of a tensor that an engine does not hold as the trainer has it.
+
+    `Difference("engine-0", 1, "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.q_proj.weight",
+    ((16, 32), (0, 32)))`: on rank 1 the rows of q inside the fused parameter are wrong, those of k and v are right."""
+
+    engine: str
+    rank: int
+    parameter: str
+    tensor: str
+    tensor_box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """What could not be compared, and why."""
+
+    engine: str
+    tensor: str
+    """Empty for all of the engine's."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `bridge.verify` found."""
+
+    versions: tuple[tuple[str, int], ...]
+    """The engines that were compared, and the version that each served at that moment."""
+    num_parts: int
+    """Rectangles compared, over all engines and ranks."""
+    differences: tuple[Difference, ...] = ()
+    unchecked: tuple[Unchecked, ...] = ()
+
+    @property
+    def is_same(self) -> bool:
+        """Whatever was compared is the same, byte for byte, and something was. See `unchecked` for the rest."""
+        return not self.differences and self.num_parts > 0
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that differ anywhere."""
+        return tuple(sorted({d.tensor for d in self.differences}))
+
+
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
 EngineState: TypeAlias = Literal["empty", "ready", "asleep", "stale", "lost"]

@@ -34,7 +34,16 @@ from slipstream.errors import (
 )
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
-from slipstream.types import Completion, EngineInfo, Failure, Request, SamplingParams, Score, VersionSpan
+from slipstream.types import (
+    Completion,
+    EngineInfo,
+    Failure,
+    Request,
+    SamplingParams,
+    Score,
+    VerifyReport,
+    VersionSpan,
+)
 from slipstream.weights.device import PLANES
 from slipstream.weights.publisher import Publisher
 from tests.weights.by_hand import HandUpdate
@@ -493,6 +502,67 @@ def test_a_part_of_the_tensors_can_be_updated(subject: Subject) -> None:
         np.testing.assert_allclose(score.logprobs, expected, atol=subject.tolerance)
     finally:
         subject.publish(subject.params)
+
+
+# --- what it holds ---
+
+
+def verified(subject: Subject, params: Any) -> VerifyReport:
+    publisher = Publisher(LocalFleet(subject.engine))
+    try:
+        return subject.runner.run(publisher.verify(params, (subject.engine.describe(),)))
+    except Unsupported as error:
+        pytest.skip(str(error))
+    finally:
+        publisher.close()
+
+
+def test_what_it_holds_is_what_it_was_given(subject: Subject) -> None:
+    info = subject.engine.describe()
+    report = verified(subject, subject.params)
+    assert report.is_same and not report.unchecked, report
+    assert report.versions == ((info.name, info.version),)
+    assert report.num_parts == sum(len(p.parts) for p in info.parameters)
+
+
+def test_exactly_the_tensors_that_changed_are_named(subject: Subject) -> None:
+    """One that engines may fuse with others, one that they may split, one that they may pad."""
+    named, info = checkpoint.flatten(subject.params), subject.engine.describe()
+    changed = {"model.layers.0.self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight"}
+    verified(subject, subject.params)  # or skip
+    new = checkpoint.unflatten({name: leaf * 0.5 if name in changed else leaf for name, leaf in named.items()})
+    subject.publish(new)
+    try:
+        assert verified(subject, new).is_same
+        report = verified(subject, subject.params)
+        assert not report.is_same and set(report.tensors) == changed
+        expected = {
+            (p.rank, p.name, part.tensor) for p in info.parameters for part in p.parts if part.tensor in changed
+        }
+        assert {(d.rank, d.parameter, d.tensor) for d in report.differences} == expected
+    finally:
+        subject.publish(subject.params)
+    assert verified(subject, subject.params).is_same
+
+
+def test_two_tensors_of_one_shape_that_changed_places_are_both_named(subject: Subject) -> None:
+    named = checkpoint.flatten(subject.params)
+    k, v = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")
+    verified(subject, subject.params)  # or skip
+    subject.publish(checkpoint.unflatten(named | {k: named[v], v: named[k]}))
+    try:
+        assert verified(subject, subject.params).tensors == (k, v)
+    finally:
+        subject.publish(subject.params)
+
+
+def test_weights_that_sleep_cannot_be_read(subject: Subject) -> None:
+    verified(subject, subject.params)  # or skip
+    subject.runner.run(subject.engine.sleep())
+    with pytest.raises(NotReady, match="wake"):
+        subject.runner.run(subject.engine.checksums())
+    subject.runner.run(subject.engine.wake())
+    assert verified(subject, subject.params).is_same
 
 
 # --- control ---

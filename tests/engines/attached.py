@@ -24,6 +24,7 @@ from slipstream.gateway.attach import EngineLink
 from slipstream.gateway.service import Service
 from slipstream.types import (
     Berths,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
@@ -88,6 +89,10 @@ class AttachedEngine:
 
     async def memory(self) -> MemoryReport:
         return await self._control(memory=pb.Memory())
+
+    async def checksums(self) -> Checksums:
+        answer = await self._ask(pb.ToEngine(control=pb.Control(verify=pb.Verify())))
+        return convert.checksums_from_pb(answer.checksums)
 
     async def close(self) -> None:
         self.process.terminate()

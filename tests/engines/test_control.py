@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,11 +12,24 @@ import numpy as np
 import pytest
 
 from slipstream.bridge import Bridge
+from slipstream.config import EngineConfig
+from slipstream.engines.embedded import EmbeddedEngine
 from slipstream.engines.local import LocalFleet
 from slipstream.errors import EngineFailure, FleetChanged, NotReady, Unsupported, UpdateInProgress
 from slipstream.types import Completion, Failure, MemoryReport, VersionSpan
 from tests.conformance.engines import Subject, other_params, request, update_of
-from tests.engines.subjects import Hold, assert_nothing_leaked, collect, opened, publish, stage, stats
+from tests.engines.subjects import (
+    CONFIG,
+    OPTIONS,
+    Hold,
+    assert_nothing_leaked,
+    collect,
+    opened,
+    publish,
+    stage,
+    stats,
+)
+from tests.tiny import random_params
 
 LONG = request("long", [7, 8, 9], max_tokens=40)
 
@@ -352,3 +366,45 @@ def test_what_is_refused() -> None:
         run(engine.sleep())
         run(engine.wake())
         assert len(subject.complete([5, 6]).token_ids) == 8
+
+
+def test_checksums_are_of_one_version_whatever_is_committed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as subject:
+        engine: Any = subject.engine
+        hashes, commits = engine._hash, [1]
+
+        def slow(policy: Any) -> Any:
+            if commits[0]:
+                commits[0] -= 1
+                loop_of_its_own(publish(subject, random_params(CONFIG, policy.version + 1)))
+            return hashes(policy)
+
+        monkeypatch.setattr(engine, "_hash", slow)
+        found = subject.runner.run(engine.checksums())
+        assert found.version == engine.describe().version == 1
+        assert found == subject.runner.run(engine.checksums())
+        commits[0] = 100
+        with pytest.raises(UpdateInProgress, match="3 attempts"):
+            subject.runner.run(engine.checksums())
+
+
+def loop_of_its_own(work: Any) -> None:
+    thread = threading.Thread(target=asyncio.run, args=(work,))
+    thread.start()
+    thread.join()
+
+
+def test_an_engine_without_weights_has_nothing_to_verify() -> None:
+    engine = EmbeddedEngine(CONFIG, None, options=EngineConfig(**OPTIONS))
+    with asyncio.Runner() as runner:
+        with pytest.raises(NotReady):
+            runner.run(engine.checksums())
+        runner.run(engine.close())
+
+
+def test_a_bridge_does_not_verify_in_the_midst_of_a_sync() -> None:
+    with opened() as subject:
+        bridge = Bridge(LocalFleet(subject.engine))
+        with bridge._syncing, pytest.raises(UpdateInProgress):
+            bridge.verify(subject.params)
+        assert bridge.verify(subject.params).is_same

@@ -219,3 +219,14 @@ def test_wrong_rules_are_caught(guesser: Subject, rule: Any, monkeypatch: pytest
     programs = guesser.engine._worker._executor._programs  # type: ignore[attr-defined]
     monkeypatch.setattr(programs, "verify", rule(programs.verify))
     assert p_value(guesser) < 1e-6
+
+
+def test_a_drafts_weights_are_verified_where_they_are_given() -> None:
+    policy, draft = random_params(CONFIG), random_params(DRAFT, 1)
+    with opened(**GUESSING, draft=DRAFT, draft_params=draft) as subject:
+        bridge = Bridge(LocalFleet(subject.engine))
+        alone, both = bridge.verify(policy), bridge.verify(policy, draft=draft)
+        assert alone.is_same and both.is_same and alone.num_parts < both.num_parts
+        norm = "model.norm.weight"
+        other = checkpoint.unflatten(checkpoint.flatten(draft) | {norm: jnp.zeros(DRAFT.hidden_size)})
+        assert bridge.verify(policy, draft=other).tensors == ("draft." + norm,)

@@ -890,6 +890,8 @@ def test_sleep_and_wake(directory: Path, script: Script, library: SocketLibrary)
         assert (await engine.wake()).asleep == ()
         (found,) = await collected(engine, request())
         assert isinstance(found, Completion)
+        with pytest.raises(Unsupported, match="reads its weights back"):
+            await engine.checksums()
         with pytest.raises(Unsupported):
             await engine.sleep(3)
         with pytest.raises(Unsupported):

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from slipstream.engines.vllm.delivery import Direct
+from slipstream.engines.vllm import delivery as delivery_module
+from slipstream.engines.vllm import live as live_module
+from slipstream.engines.vllm.delivery import Direct, Reloaded
 from slipstream.engines.vllm.live import Live, NothingWritten
 from slipstream.errors import (
     ChecksumMismatch,
@@ -21,15 +23,17 @@ from slipstream.errors import (
     FleetChanged,
     TransferError,
     UnknownVersion,
+    Unsupported,
     UpdateInProgress,
     VersionError,
 )
-from slipstream.types import Offer
+from slipstream.types import Checksums, EngineInfo, Offer
 from slipstream.weights import families, source
 from slipstream.weights.device import DeviceOutbox
 from slipstream.weights.families.live import vllm_parameters, written_parameters
 from slipstream.weights.plan import Plan, make_plan
 from slipstream.weights.transports import cuda
+from slipstream.weights.verify import compare
 from tests.tiny import random_params, tiny_config
 from tests.weights.by_hand import HandUpdate
 from tests.weights.memfd import Memfd
@@ -88,6 +92,10 @@ class Workers:
 
         self.ranks[rank].write(tensors(), reloaded)
         return {"s0": 3}, 0.0, ""
+
+    def slipstream_checksums(self, rank: int, names: Sequence[str]) -> list[tuple[str, list[int]]]:
+        own = [p for p in vllm_parameters(CONFIG, TP) if p.rank == rank and p.name in names]
+        return self.ranks[rank].checksums(own)
 
     def slipstream_forget(self, rank: int) -> None:
         self.ranks[rank].forget()
@@ -285,3 +293,44 @@ def test_what_failed_the_proof_goes_through_the_loader(monkeypatch: pytest.Monke
         trainer.outbox.close()
 
     asyncio.run(scenario())
+
+
+def test_live_parameters_are_hashed_part_by_part_unless_vllm_arranged_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    monkeypatch.setattr(delivery_module, "HASHED_BYTES", 1 << 12)  # several calls
+    monkeypatch.setattr(live_module, "COPIED_BYTES", 1 << 9)  # several runs of rows
+    failed = {"model.layers.1.mlp.gate_up_proj.weight": "of the test"}
+    workers = Workers(list(failed))
+
+    async def scenario() -> None:
+        delivery = direct(workers, failed=failed)
+        trainer = Trainer(delivery)
+        await trainer.stage(1)
+        await trainer.commit(1)
+        q = "model.layers.0.self_attn.q_proj.weight"
+        workers.live[1]["model.layers.0.self_attn.qkv_proj.weight"][0, 0] += 1  # rank 1's first row of q
+        workers.calls.clear()
+        found = {"engine-0": Checksums(1, await delivery.checksums())}
+        assert len(workers.calls) > 3 and set(workers.calls) == {"slipstream_checksums"}
+        info = EngineInfo(
+            "engine-0", "vllm", "m", "float32", TP, families.tensors(CONFIG), delivery.parameters, (), "h", 64, 8, 1
+        )
+        report = compare(trainer.tensors, [info], found)
+        assert [(d.rank, d.parameter, d.tensor) for d in report.differences] == [
+            (1, "model.layers.0.self_attn.qkv_proj.weight", q)
+        ]
+        names = {f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")}
+        assert {u.tensor for u in report.unchecked} == names
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_vllm_packed_on_cpu_is_not_vouched_for() -> None:
+    async def call(*_: Any) -> list[Any]:
+        return []
+
+    delivery = Reloaded("engine-0", CONFIG, "float32", call, True)
+    with pytest.raises(Unsupported, match="packs linear weights"):
+        asyncio.run(delivery.checksums())
+    delivery.close()

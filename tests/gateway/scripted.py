@@ -10,11 +10,13 @@ from slipstream.errors import TransferError, Unsupported, VersionError
 from slipstream.gateway.attach import serve_engine
 from slipstream.types import (
     Berths,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
     MemoryReport,
     Parameter,
+    ParameterChecksums,
     Part,
     Score,
     StageReport,
@@ -140,6 +142,10 @@ class ScriptedEngine:
     async def memory(self):
         held = [0 if tag in self.asleep else size for tag, size in (("weights", 80), ("kv_cache", 20))]
         return MemoryReport(*held, sum(held), self.asleep)
+
+    async def checksums(self):
+        await self._control("checksums")
+        return Checksums(self.version, (ParameterChecksums("w", 0, (2**64 - 1 - self.version,)),))
 
     async def _control(self, *verb):
         self.history.append(verb)

@@ -12,12 +12,14 @@ from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
     Berths,
+    Checksums,
     Completion,
     EngineInfo,
     Failure,
     FleetStatus,
     MemoryReport,
     Offer,
+    ParameterChecksums,
     Request,
     SamplingParams,
     Score,
@@ -124,6 +126,13 @@ def test_memory(weights, kv_cache, in_use, asleep):
     assert convert.memory_from_pb(pb.MemoryReport.FromString(wire)) == report
 
 
+@given(st.integers(-1, 2**40), st.lists(st.tuples(st.integers(0, 7), st.lists(st.integers(0, 2**64 - 1)).map(tuple))))
+def test_checksums(version, rows):
+    found = Checksums(version, tuple(ParameterChecksums(f"p{i}", rank, parts) for i, (rank, parts) in enumerate(rows)))
+    wire = convert.checksums_to_pb(found).SerializeToString()
+    assert convert.checksums_from_pb(pb.Checksums.FromString(wire)) == found
+
+
 @pytest.mark.parametrize(
     "top",
     [
@@ -185,6 +194,7 @@ def test_arbitrary_bytes_never_give_anything_but_a_typed_error(data):
         (pb.FleetStatus, convert.status_from_pb, FleetStatus),
         (pb.Offer, convert.offer_from_pb, Offer),
         (pb.MemoryReport, convert.memory_from_pb, MemoryReport),
+        (pb.Checksums, convert.checksums_from_pb, Checksums),
     ):
         try:
             parsed = message.FromString(data)

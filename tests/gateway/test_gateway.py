@@ -5,6 +5,7 @@ import contextlib
 from typing import get_args
 
 import grpc
+import numpy as np
 import pytest
 
 from slipstream import errors, portal
@@ -15,6 +16,7 @@ from slipstream.errors import (
     FleetChanged,
     GatewayLost,
     InvalidSampling,
+    MappingError,
     MessageTooLarge,
     NotReady,
     ProtocolMismatch,
@@ -32,7 +34,19 @@ from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.client import GatewayFleet
 from slipstream.gateway.server import SERVICE, running
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
-from slipstream.types import Berths, Completion, Failure, InFlight, Offer, Request, SamplingParams, StageReport
+from slipstream.types import (
+    Berths,
+    Checksums,
+    Completion,
+    Failure,
+    InFlight,
+    Offer,
+    ParameterChecksums,
+    Request,
+    SamplingParams,
+    StageReport,
+)
+from slipstream.weights.publisher import Publisher
 from tests.gateway.scripted import ScriptedEngine, attached
 
 TOKEN = "secret"
@@ -306,6 +320,43 @@ async def test_control_of_engines_that_are_not_there(address, fleet):
     await asyncio.sleep(0.1)
     with pytest.raises(EngineLost, match="'a' is lost"):
         await fleet.sleep(engine="a")
+
+
+@on_the_loop
+async def test_checksums_come_from_all_engines_or_the_one_named(address, fleet):
+    async with pair(address, version=3) as (_, b):
+        expected = Checksums(3, (ParameterChecksums("w", 0, (2**64 - 4,)),))
+        assert await fleet.checksums() == {"a": expected, "b": expected}
+        assert await fleet.checksums(engine="b") == {"b": expected}
+        assert await states(fleet) == {"a": "ready", "b": "ready"}
+        b.fail_control = True
+        with pytest.raises(Unsupported, match=r"verify failed on b; done on a. \[b\] this engine cannot"):
+            await fleet.checksums()
+        b.fail_control, b.hang_control = False, True
+        with pytest.raises(DeadlineExceeded, match="engine 'b' did not verify within 1 s"):
+            await fleet.checksums(engine="b")
+        with pytest.raises(UnknownEngine, match="'zebra'"):
+            await fleet.checksums(engine="zebra")
+
+
+@on_the_loop
+async def test_verifying_names_the_engine_that_differs_and_the_one_that_cannot_tell(address, fleet):
+    async with pair(address) as (_, b):
+        engines, _ = await fleet.refresh()
+        publisher = Publisher(fleet)
+        report = await publisher.verify({"w": np.zeros(2, np.float32)}, engines)
+        assert [(d.engine, d.rank, d.parameter, d.tensor) for d in report.differences] == [
+            ("a", 0, "w", "w"),
+            ("b", 0, "w", "w"),
+        ]
+        b.fail_control = True
+        report = await publisher.verify({"w": np.zeros(2, np.float32)}, engines)
+        assert report.versions == (("a", 0),) and {d.engine for d in report.differences} == {"a"}
+        assert [(u.engine, u.tensor) for u in report.unchecked] == [("b", "")]
+        with pytest.raises(Unsupported, match="this engine cannot"):
+            await publisher.verify({"w": np.zeros(2, np.float32)}, engines[1:])
+        with pytest.raises(MappingError, match=r"engine 'a'(.|\n)*expects shape"):
+            await publisher.verify({"w": np.zeros(3, np.float32)}, engines)
 
 
 @on_the_loop

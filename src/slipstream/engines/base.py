@@ -7,6 +7,7 @@ from typing import Protocol
 
 from slipstream.types import (
     Berths,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
@@ -85,6 +86,13 @@ class Engine(Protocol):
     async def release(self) -> None:
         """The trainer is gone: what is kept for it alone (connections, memory to receive into) is given up. Another may
         come."""
+        ...
+
+    async def checksums(self) -> Checksums:
+        """What the live parameters hold, part by part: all of `describe().parameters`, of one version. Reads and hashes every
+        weight, so it is for when something is wrong, not for every step; generation goes on or waits, as the engine can.
+        A commit may wait for it. Raises `NotReady` while there are no weights or they sleep, `UpdateInProgress` when commits
+        came too fast to read a version as a whole, `Unsupported` where live weights cannot be read back."""
         ...
 
     async def pause(self) -> None:

@@ -38,6 +38,10 @@ def weights_dropped(engine: str) -> NotReady:
     return NotReady(f"engine {engine!r} dropped its weights (sleep level 2); a sync brings new ones and wakes them")
 
 
+def weights_asleep(engine: str) -> NotReady:
+    return NotReady(f"the weights of engine {engine!r} are asleep, and cannot be read; bridge.wake brings them back")
+
+
 def not_staged(engine: str, version: int) -> UnknownVersion:
     return UnknownVersion(f"engine {engine!r} has not staged version {version}: begin and stage it first")
 

@@ -13,6 +13,7 @@ from slipstream.engines.base import Engine
 from slipstream.errors import NotReady, UnknownEngine, Unsupported, wants_elsewhere
 from slipstream.types import (
     Berths,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
@@ -135,6 +136,10 @@ class LocalFleet:
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         self._check(engine)
         return {self._name: await self._engine.memory()}
+
+    async def checksums(self, engine: str = "") -> dict[str, Checksums]:
+        self._check(engine)
+        return {self._name: await self._engine.checksums()}
 
     async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None:
         for name in offers:

@@ -278,6 +278,8 @@ class EngineSession:
                 return self._memory_answer(await self._engine.wake(tags or None))
             case "memory":
                 return self._memory_answer(await self._engine.memory())
+            case "verify":
+                return pb.FromEngine(checksums=convert.checksums_to_pb(await self._engine.checksums()))
             case verb:
                 raise ProtocolMismatch(f"this engine does not understand the gateway's control {verb!r}")
         return pb.FromEngine(done=pb.Done())

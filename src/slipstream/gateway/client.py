@@ -15,6 +15,7 @@ from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
 from slipstream.gateway.staleness import Bound
 from slipstream.types import (
     Berths,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
@@ -114,11 +115,18 @@ class GatewayFleet:
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         return await self._control(pb.Control(memory=pb.Memory()), engine)
 
+    async def checksums(self, engine: str = "") -> dict[str, Checksums]:
+        reply = await self._ask(pb.Control(verify=pb.Verify()), engine)
+        return {name: convert.checksums_from_pb(found) for name, found in reply.checksums.items()}
+
     async def _control(self, control: pb.Control, engine: str) -> dict[str, MemoryReport]:
+        reply = await self._ask(control, engine)
+        return {name: convert.memory_from_pb(report) for name, report in reply.engines.items()}
+
+    async def _ask(self, control: pb.Control, engine: str) -> pb.ControlReply:
         request = pb.ControlRequest(control=control, engine=engine, timeout_seconds=self._timeout)
         with self._errors(f"{control.WhichOneof('verb')} on the engines"):
-            reply = await self._stub.Control(request, timeout=self._timeout + GRACE_SECONDS, metadata=self._metadata)
-        return {name: convert.memory_from_pb(report) for name, report in reply.engines.items()}
+            return await self._stub.Control(request, timeout=self._timeout + GRACE_SECONDS, metadata=self._metadata)
 
     # --- weight updates: one stream, held open from update to update ---
 

@@ -16,6 +16,7 @@ from slipstream.gateway.staleness import Bound, Late
 from slipstream.types import (
     Berths,
     Box,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
@@ -29,6 +30,7 @@ from slipstream.types import (
     MemoryTag,
     Offer,
     Parameter,
+    ParameterChecksums,
     Part,
     Request,
     RolloutGroup,
@@ -339,6 +341,16 @@ def commit_report_to_pb(report: CommitReport) -> pb.CommitReport:
 
 def commit_report_from_pb(message: pb.CommitReport) -> CommitReport:
     return CommitReport(message.pause_seconds, message.wait_seconds, message.load_seconds)
+
+
+def checksums_to_pb(found: Checksums) -> pb.Checksums:
+    rows = [pb.ParameterChecksums(name=p.name, rank=p.rank, parts=p.parts) for p in found.parameters]
+    return pb.Checksums(version=found.version, parameters=rows)
+
+
+def checksums_from_pb(message: pb.Checksums) -> Checksums:
+    rows = tuple(ParameterChecksums(p.name, p.rank, tuple(p.parts)) for p in message.parameters)
+    return Checksums(message.version, rows)
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

@@ -14,19 +14,21 @@ T = TypeVar("T")
 
 
 async def control(links: Mapping[str, EngineLink], verb: pb.Control, timeout: float) -> pb.ControlReply:
-    """Pause, resume, sleep, wake or memory on all of `links`. If some fail, the others have done it all the same, and
+    """Pause, resume, sleep, wake, memory or verify on all of `links`. If some fail, the others have done it all the same, and
     the error names both: these verbs may be repeated."""
     doing = verb.WhichOneof("verb")
     if doing is None:
         raise ProtocolMismatch("a control call without a verb came")
 
-    async def one(link: EngineLink) -> pb.MemoryReport:
-        return (await link.ask(pb.ToEngine(control=verb), timeout, doing)).memory
+    async def one(link: EngineLink) -> pb.FromEngine:
+        return await link.ask(pb.ToEngine(control=verb), timeout, doing)
 
     done, failed = await each({name: one(link) for name, link in links.items()})
     if failed:
         raise together(failed, f"{doing} failed on {', '.join(failed)}; done on {', '.join(done) or 'no engine'}")
-    return pb.ControlReply(engines=done)
+    if doing == "verify":
+        return pb.ControlReply(checksums={name: answer.checksums for name, answer in done.items()})
+    return pb.ControlReply(engines={name: answer.memory for name, answer in done.items()})
 
 
 async def each(calls: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[dict[str, T], dict[str, SlipstreamError]]:

@@ -372,19 +372,25 @@ class Memory(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Verify(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Control(_message.Message):
-    __slots__ = ("pause", "resume", "sleep", "wake", "memory")
+    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify")
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     WAKE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
     pause: Pause
     resume: Resume
     sleep: Sleep
     wake: Wake
     memory: Memory
-    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+    verify: Verify
+    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
     __slots__ = ("control", "engine", "timeout_seconds")
@@ -408,8 +414,26 @@ class MemoryReport(_message.Message):
     asleep: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, weights: _Optional[int] = ..., kv_cache: _Optional[int] = ..., in_use: _Optional[int] = ..., asleep: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ParameterChecksums(_message.Message):
+    __slots__ = ("name", "rank", "parts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Checksums(_message.Message):
+    __slots__ = ("version", "parameters")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    parameters: _containers.RepeatedCompositeFieldContainer[ParameterChecksums]
+    def __init__(self, version: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[ParameterChecksums, _Mapping]]] = ...) -> None: ...
+
 class ControlReply(_message.Message):
-    __slots__ = ("engines",)
+    __slots__ = ("engines", "checksums")
     class EnginesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -417,9 +441,18 @@ class ControlReply(_message.Message):
         key: str
         value: MemoryReport
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[MemoryReport, _Mapping]] = ...) -> None: ...
+    class ChecksumsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Checksums
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.MessageMap[str, MemoryReport]
-    def __init__(self, engines: _Optional[_Mapping[str, MemoryReport]] = ...) -> None: ...
+    checksums: _containers.MessageMap[str, Checksums]
+    def __init__(self, engines: _Optional[_Mapping[str, MemoryReport]] = ..., checksums: _Optional[_Mapping[str, Checksums]] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("plan", "fingerprint", "transport", "fresh", "hashed")
@@ -722,7 +755,7 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun", "memory", "swapped")
+    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun", "memory", "swapped", "checksums")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -735,6 +768,7 @@ class FromEngine(_message.Message):
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     call: int
     register: EngineInfo
     heartbeat: Heartbeat
@@ -747,4 +781,5 @@ class FromEngine(_message.Message):
     begun: Berths
     memory: MemoryReport
     swapped: EngineSwapped
-    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ..., swapped: _Optional[_Union[EngineSwapped, _Mapping]] = ...) -> None: ...
+    checksums: Checksums
+    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ..., swapped: _Optional[_Union[EngineSwapped, _Mapping]] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...

@@ -123,7 +123,7 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Control(self, request, context):
-        """Pause, sleep and their opposites, on every engine at once or on one.
+        """Pause, sleep and their opposites, memory and checksums, on every engine at once or on one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

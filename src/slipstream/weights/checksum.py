@@ -27,11 +27,12 @@ def chunks(array: np.ndarray) -> list[tuple[Any, ...]]:
     return [(slice(start, start + rows),) for start in range(0, array.shape[0], rows)]
 
 
-def checksum(array: np.ndarray) -> int:
-    """xxh3, 64 bits, of an array's bytes in row order; an array that is not contiguous is hashed as its copy would be."""
+def checksum(array: np.ndarray, dtype: np.dtype | None = None) -> int:
+    """xxh3, 64 bits, of an array's bytes in row order, cast to `dtype` if given; an array that is not contiguous is hashed as
+    its copy would be."""
     digest = xxhash.xxh3_64()
     for part in chunks(array):
-        digest.update(_bytes(array[part]))
+        digest.update(_bytes(array[part] if dtype is None else array[part].astype(dtype, copy=False)))
     return digest.intdigest()
 
 

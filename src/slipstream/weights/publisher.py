@@ -16,7 +16,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from slipstream.errors import MappingError, Unsupported, wants_elsewhere
-from slipstream.types import Berths, CommitReport, EngineInfo, EngineSync, InFlight, Offer, StageReport, SyncReport
+from slipstream.types import (
+    Berths,
+    Checksums,
+    CommitReport,
+    EngineInfo,
+    EngineSync,
+    InFlight,
+    Offer,
+    StageReport,
+    SyncReport,
+    Unchecked,
+    VerifyReport,
+)
 from slipstream.weights import source, transports
 from slipstream.weights.device import PLANES, DeviceOutbox, is_ready, on_accelerator
 from slipstream.weights.layout import whole
@@ -24,6 +36,7 @@ from slipstream.weights.plan import Plan, Source, make_plan
 from slipstream.weights.source import Tensor
 from slipstream.weights.transfer import Outbox
 from slipstream.weights.unchanged import Memory
+from slipstream.weights.verify import compare
 
 
 class Fleet(Protocol):
@@ -59,6 +72,8 @@ class Fleet(Protocol):
     async def swapped(self) -> tuple[dict[str, StageReport], dict[str, CommitReport]]: ...
 
     async def rollback(self, version: int) -> None: ...
+
+    async def checksums(self, engine: str = "") -> dict[str, Checksums]: ...
 
 
 class _Route:
@@ -126,6 +141,13 @@ DRAFT = "draft."
 """Before the names of a draft model's tensors: they are part of the policy's version and of its transaction."""
 
 
+def _named(params: Any, draft: Any) -> dict[str, Tensor]:
+    tensors = source.named_tensors(params)
+    if draft is not None:
+        tensors |= {DRAFT + name: tensor for name, tensor in source.named_tensors(draft).items()}
+    return tensors
+
+
 class Publisher:
     """Keeps plans and routes from one update to the next. Not for concurrent use: one update at a time."""
 
@@ -153,9 +175,7 @@ class Publisher:
         tensors that are not in `params` stay as they are. `draft` is for engines that guess with a draft model; without
         it theirs stays as it is."""
         start = time.perf_counter()
-        tensors = source.named_tensors(params)
-        if draft is not None:
-            tensors |= {DRAFT + name: tensor for name, tensor in source.named_tensors(draft).items()}
+        tensors = _named(params, draft)
         routes = self._routes_for(self._describe(tensors), engines, partial, tensors)
         unchanged = {name: route.unchanged(tensors) for name, route in routes.items()}
         planned = time.perf_counter()
@@ -194,6 +214,26 @@ class Publisher:
         )
         self._best = max(self._best, report.bytes_per_second)
         return replace(report, best_bytes_per_second=self._best)
+
+    async def verify(self, params: Any, engines: Sequence[EngineInfo], draft: Any = None) -> VerifyReport:
+        """Compares what the engines hold with `params`, tensor by tensor. Raises `Unsupported` if no engine can tell."""
+        tensors = _named(params, draft)
+        for engine in engines:
+            self._plan(self._describe(tensors), engine, partial=False)  # a tree that does not fit is refused by name
+        asked = [self._fleet.checksums(engine.name) for engine in engines]
+        found: dict[str, Checksums] = {}
+        cannot: list[Unchecked] = []
+        for engine, answer in zip(engines, await asyncio.gather(*asked, return_exceptions=True)):
+            if isinstance(answer, Unsupported):
+                cannot.append(Unchecked(engine.name, "", str(answer)))
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found |= answer
+        if cannot and not found:
+            raise Unsupported("no engine can tell what it holds. " + " | ".join(u.why for u in cannot))
+        report = await asyncio.to_thread(compare, tensors, engines, found)
+        return replace(report, unchecked=(*cannot, *report.unchecked))
 
     def close(self) -> None:
         self._drop(*self._routes)

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.config import EngineConfig
-from slipstream.engines.checks import check_in_flight, check_sleep, check_tags, not_staged
+from slipstream.engines.checks import (
+    check_in_flight,
+    check_sleep,
+    check_tags,
+    not_staged,
+    weights_asleep,
+    weights_dropped,
+)
 from slipstream.engines.desk import Desk
 from slipstream.engines.embedded.executor import Executor, Policy
 from slipstream.engines.embedded.scheduler import Scheduler
@@ -36,12 +43,15 @@ from slipstream.errors import (
     MappingError,
     NotReady,
     UnknownVersion,
+    UpdateInProgress,
 )
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.model.decoder import Params
+from slipstream.model.tree import flatten
 from slipstream.types import (
     Berths,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
@@ -50,17 +60,24 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Parameter,
+    ParameterChecksums,
     Request,
     Score,
     StageReport,
 )
 from slipstream.weights import families
 from slipstream.weights.image import num_bytes
+from slipstream.weights.publisher import DRAFT
 from slipstream.weights.transfer import Inbox
 from slipstream.weights.transports import TRANSPORTS, host_identity, is_quick
 from slipstream.weights.transports.tcp import Listen
+from slipstream.weights.verify import hash_parameters
 
 log = logging.getLogger(__name__)
+
+MAX_READS = 3
+"""Times that `checksums` begins anew because a version was committed meanwhile."""
 
 T = TypeVar("T")
 
@@ -243,6 +260,36 @@ class EmbeddedEngine:
     def _drop_shadow(self, version: int) -> None:
         if self._shadow is not None and self._shadow.version == version:
             self._shadow = None
+
+    async def checksums(self) -> Checksums:
+        """In a thread, while steps run. Memory that a version left is written to by the one after the next, so what was read
+        counts only if the same version still serves."""
+        for _ in range(MAX_READS):
+            self._check_ready()
+            policy = self._worker.policy
+            assert policy is not None
+            if policy.params is None:
+                raise weights_dropped(self._name)
+            if "weights" in self._worker.memory().asleep:
+                raise weights_asleep(self._name)
+            found = await asyncio.to_thread(self._hash, policy)
+            if self._worker.policy is policy:
+                return Checksums(policy.version, found)
+        raise UpdateInProgress(
+            f"engine {self._name!r}: a version was committed during each of {MAX_READS} attempts to read the weights; ask "
+            "between two syncs"
+        )
+
+    def _hash(self, policy: Policy) -> tuple[ParameterChecksums, ...]:
+        assert policy.params is not None
+        leaves = flatten(policy.params)
+        if policy.draft is not None:
+            leaves |= {DRAFT + name: leaf for name, leaf in flatten(policy.draft).items()}
+
+        def local(parameter: Parameter) -> np.ndarray:
+            return self._placement.shard(leaves[parameter.name], parameter.rank)
+
+        return hash_parameters(self._parameters, local)
 
     # --- control ---
 

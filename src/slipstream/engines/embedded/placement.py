@@ -105,6 +105,13 @@ class Placement:
             del self._adopted[key]
         self._adopted[name, addresses] = leaf
 
+    def shard(self, leaf: jax.Array, rank: int) -> np.ndarray:
+        """What one rank's device holds, in host memory. Read through another array over the same data: one that was read
+        keeps its copy in host memory for as long as it lives."""
+        device = list(self._mesh.devices.flat)[rank]
+        (data,) = (shard.data for shard in leaf.addressable_shards if shard.device == device)
+        return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
+
 
 def to_host(params: Params | None) -> Params | None:
     """The whole tree in host memory, off the devices. (On CPU that is the same memory, and nothing moves.)"""

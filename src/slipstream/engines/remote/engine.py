@@ -38,6 +38,7 @@ from slipstream.errors import (
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
     Berths,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
@@ -255,6 +256,12 @@ class RemoteEngine:
 
     async def release(self) -> None:
         """The connection is between the trainer and the server; the next trainer makes another."""
+
+    async def checksums(self) -> Checksums:
+        raise Unsupported(
+            f"engine {self._name!r} cannot tell what it holds: the vLLM server at {self._client.url} has no call that reads "
+            "its weights back"
+        )
 
     # --- control ---
 

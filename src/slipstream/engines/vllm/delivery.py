@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from slipstream.engines.checks import not_staged
-from slipstream.errors import EngineFailure, FleetChanged, SlipstreamError, TransferError
+from slipstream.errors import EngineFailure, FleetChanged, SlipstreamError, TransferError, Unsupported
 from slipstream.model.config import ModelConfig
-from slipstream.types import Berths, Offer, Parameter, StageReport
+from slipstream.types import Berths, Offer, Parameter, ParameterChecksums, StageReport
 from slipstream.weights import families
 from slipstream.weights.device import PLANES
 from slipstream.weights.families.live import written_parameters
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.02
 """For what is still on its way over NCCL, before vLLM may take its next step."""
+
+HASHED_BYTES = 256 << 20
+"""Read back and hashed by a worker before vLLM may take its next step."""
 
 T = TypeVar("T")
 
@@ -70,6 +73,10 @@ class Delivery(Protocol):
     def finish(self, version: int) -> None: ...
 
     async def rollback(self, version: int) -> None: ...
+
+    async def checksums(self) -> tuple[ParameterChecksums, ...]:
+        """Of what the workers compute with."""
+        ...
 
     def dropped(self) -> None:
         """The weights are gone (sleep level 2)."""
@@ -156,6 +163,12 @@ class Reloaded:
     def _drop(self, version: int) -> None:
         if self._shadow is not None and self._shadow[0] == version:
             self._shadow = None
+
+    async def checksums(self) -> tuple[ParameterChecksums, ...]:
+        raise Unsupported(
+            f"engine {self._name!r} cannot tell what it computes with: on CPU vLLM packs linear weights after loading them, "
+            "and the packed form cannot be read back"
+        )
 
     def dropped(self) -> None:
         self._places, self._has_weights, self._has_checkpoint = {}, False, False
@@ -311,6 +324,29 @@ class Direct(Reception):
                 await self._call("slipstream_forget")
             except Exception as error:
                 log.warning("engine %s: rolling back version %d: %s", self._name, version, error)
+
+    async def checksums(self) -> tuple[ParameterChecksums, ...]:
+        """A few parameters at a time, so that steps run meanwhile. Those that vLLM's own loader fills it also arranges, and
+        they cannot be read as tensors."""
+        sums: dict[tuple[str, int], tuple[int, ...]] = {}
+        for names in self._groups():
+            for rank, answer in enumerate(await self._call("slipstream_checksums", names)):
+                sums |= {(name, rank): tuple(parts) for name, parts in answer}
+        return tuple(ParameterChecksums(p.name, p.rank, sums.get((p.name, p.rank), ())) for p in self.parameters)
+
+    def _groups(self) -> list[list[str]]:
+        """Names of what can be read, as many at a time as make `HASHED_BYTES` on a rank, and at least one."""
+        groups: list[list[str]] = []
+        room = 0
+        for name, size in {p.name: num_bytes([p], self._dtype) for p in self.parameters}.items():
+            if name in self._reloaded:
+                continue
+            if not groups or size > room:
+                groups.append([])
+                room = HASHED_BYTES
+            groups[-1].append(name)
+            room -= size
+        return groups
 
     def dropped(self) -> None:
         self._has_weights = False

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig
-from slipstream.engines.checks import check_in_flight, check_not_dropped, check_sleep, check_tags, never_finish
+from slipstream.engines.checks import (
+    check_in_flight,
+    check_not_dropped,
+    check_sleep,
+    check_tags,
+    never_finish,
+    weights_asleep,
+)
 from slipstream.engines.desk import Desk
 from slipstream.engines.intake import Intake, Room, read_tokenizer
 from slipstream.engines.vllm import compat
@@ -35,6 +42,7 @@ from slipstream.errors import (
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
     Berths,
+    Checksums,
     CommitReport,
     Completion,
     EngineInfo,
@@ -226,6 +234,15 @@ class VllmEngine:
 
     async def release(self) -> None:
         await self._delivery.release()
+
+    async def checksums(self) -> Checksums:
+        self._check_ready()
+        async with (
+            self._turn
+        ):  # no version is swapped in meanwhile; steps run between one call to the workers and the next
+            if "weights" in self._asleep:
+                raise weights_asleep(self._name)
+            return Checksums(self._runs.version, await self._delivery.checksums())
 
     # --- control ---
 

@@ -149,6 +149,12 @@ class Extension:
         self._slipstream_live.write(((n, self._slipstream_tensor(f, o, s, kind)) for n, f, o, s in own), reloaded)
         return drawn, time.perf_counter() - start, ""
 
+    def slipstream_checksums(self, names: Sequence[str]) -> list[tuple[str, list[int]]]:
+        """Of these parameters, as they are now: a checksum for each of their parts."""
+        tp = self.vllm_config.parallel_config.tensor_parallel_size
+        own = [p for p in vllm_parameters(self._slipstream_config, tp) if p.rank == self._slipstream_rank]
+        return self._slipstream_live.checksums([p for p in own if p.name in set(names)])
+
     def slipstream_forget(self) -> None:
         self._slipstream_live.forget()
 

@@ -24,6 +24,9 @@ from slipstream.weights.strided import Strided
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+COPIED_BYTES = 64 << 20
+"""Brought to host memory at a time, to be hashed."""
+
 Reload = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 """vLLM's own loader, with whole tensors under their Hugging Face names; modules of which nothing comes stay as they are."""
 
@@ -269,6 +272,13 @@ class Live:
             self._reload(iter(again))
         self._wait_for_device()
 
+    def checksums(self, parameters: Iterable[Parameter]) -> list[tuple[str, list[int]]]:
+        """By name, of each part; between two steps."""
+        return [
+            (p.name, [_checksum(self._parameters[p.name][slices(part.local_box)]) for part in p.parts])
+            for p in parameters
+        ]
+
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -293,6 +303,15 @@ def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> 
         return float(end) - float(start)  # type: ignore[arg-type]
     end.synchronize()
     return 1e-3 * float(start.elapsed_time(end))
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """As `weights.checksum.checksum`, brought to host memory in runs of rows."""
+    digest, kind = xxhash.xxh3_64(), _BITS[tensor.element_size()]
+    rows = max(1, COPIED_BYTES * tensor.shape[0] // max(1, tensor.numel() * tensor.element_size()))
+    for run in tensor.split(rows):
+        digest.update(run.contiguous().view(kind).cpu().numpy().reshape(-1).view("uint8").data)
+    return digest.intdigest()
 
 
 def _assembled(pieces: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:
