@@ -22,7 +22,9 @@ def made(step, width=5, sharding=None):
     """A state whose every number depends on the step."""
     rng = np.random.default_rng(step)
     params = {
-        "model": {"layers": [{"w": rng.normal(size=(4, width)).astype(np.float32)}, {"w": np.float32(rng.normal(size=3))}]},
+        "model": {
+            "layers": [{"w": rng.normal(size=(4, width)).astype(np.float32)}, {"w": np.float32(rng.normal(size=3))}]
+        },
         "head": jnp.asarray(rng.normal(size=(2, 2)), jnp.bfloat16),
     }
     params = jax.device_put(params, sharding)
@@ -200,7 +202,9 @@ def flip(directory):
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     directory = state.save(tmp_path, made(1), {})
-    with pytest.raises(CheckpointError, match=r"another model .*layers.*'w'\] is \[\[4, 5\], 'float32'\] in it, and \[\[4, 6\]"):
+    with pytest.raises(
+        CheckpointError, match=r"another model .*layers.*'w'\] is \[\[4, 5\], 'float32'\] in it, and \[\[4, 6\]"
+    ):
         state.load(directory, *blank(made(1, width=6)))
     params, opt_state = blank(made(1))
     with pytest.raises(CheckpointError, match=r"head'\] is .* in it, and absent here"):

@@ -87,7 +87,8 @@ def tensorboard(directory: Path, after: int = 0) -> Iterator[Log]:
             event(step_of(record), summary=summary.scalar(tag, value))
         for tag, counts in histograms(record).items():
             values = [value for value, count in counts.items() for _ in range(count)]
-            event(step_of(record), summary=summary.histogram(tag, values, bins="tensorflow"))
+            edges = [age - 0.5 for age in range(int(max(values)) + 2)]  # ages are whole: a bar for each
+            event(step_of(record), summary=summary.histogram(tag, values, bins=edges))
         file.flush()
 
     try:
