@@ -72,7 +72,7 @@ def measure(blocks: int, seed: int) -> tuple[list[StepRecord], list[StepRecord]]
     """Records of the offloaded and of the in-process loop, `blocks` × BLOCK of each."""
     num_steps = (blocks + WARMUP_BLOCKS) * BLOCK
     engine = EngineConfig(max_concurrency=256, max_model_len=32)
-    config = TrainConfig(steps=num_steps, eval_every=num_steps + 1, seed=seed, engine=engine)
+    config = TrainConfig(steps=num_steps, eval_every=num_steps + 1, save_every=0, seed=seed, engine=engine)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = root / "model"

@@ -189,6 +189,16 @@ class GrpoConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggingConfig:
+    """Where a run's records go besides `metrics.jsonl`, which is always written."""
+
+    tensorboard: bool = False
+    """Event files in `tensorboard/` of the run directory."""
+    wandb_project: str = ""
+    """Weights & Biases project; empty sends nothing anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig:
     """`slipstream train CONFIG`: everything about a run."""
 
@@ -204,6 +214,10 @@ class TrainConfig:
     warmup_steps: int = 25
     """Supervised steps before RL, so that there is a reward to climb."""
     eval_every: int = 25
+    save_every: int = 25
+    """Steps from one checkpoint to the next, and one at the end: the same command goes on from the last. 0 makes none."""
+    keep_checkpoints: int = 2
+    """Of those, how many stay on disk."""
     seed: int = 0
     engines: int = 1
     """Engine processes; 0 generates in the trainer's own process."""
@@ -212,9 +226,11 @@ class TrainConfig:
     task: TaskConfig = field(default_factory=TaskConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_concurrency=256))
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
         _at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
+        _at_least(self, save_every=0, keep_checkpoints=1)
         if self.target_accuracy > 1:
             raise ConfigError(f"target_accuracy is a share of right answers, at most 1; got {self.target_accuracy}")
 

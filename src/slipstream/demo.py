@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -13,9 +14,11 @@ from rich.table import Table
 from slipstream import topology
 from slipstream.bridge import Bridge
 from slipstream.config import EngineConfig, TrainConfig, build
-from slipstream.errors import ConfigError, Unsupported
+from slipstream.errors import Unsupported
+from slipstream.observe import loggers
 from slipstream.observe.plot import write_curve
 from slipstream.observe.progress import training_display
+from slipstream.rl import resume
 from slipstream.rl.loop import train
 from slipstream.rl.records import Evaluation, Record, Saved, StepRecord
 from slipstream.rl.tokens import write_small_model
@@ -99,7 +102,10 @@ def run_train(config: TrainConfig, console: Console | None = None) -> int:
 def _execute(config: TrainConfig, console: Console) -> Outcome | None:
     """Runs to the end and prints the summary; None when the user interrupted it."""
     started = time.perf_counter()
-    outcome = Outcome(_new_run_dir(config.run_dir))
+    outcome = Outcome(Path(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
+    loggers.check(config.logging)
+    for record in resume.earlier(config, outcome.run_dir):
+        outcome.add(record)
     model_dir = Path(config.model) if config.model else outcome.run_dir / "model"
     if not config.model:
         write_small_model(model_dir)
@@ -111,6 +117,8 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
     console.print(
         f"task {config.task.name}, rollouts by {where}; logs in {outcome.run_dir}", markup=False, soft_wrap=True
     )
+    if outcome.steps:
+        console.print(f"going on from the checkpoint after step {outcome.steps[-1].step}")
     try:
         with _open_bridge(config, model_dir, outcome.run_dir) as bridge:
             console.print(f"engines up after {time.perf_counter() - started:.1f} s; compiling and warming up")
@@ -120,8 +128,9 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
                     display.show(record)
     except KeyboardInterrupt:
         where = f"{outcome.run_dir}/metrics.jsonl"
+        more = f"; the same command with run_dir={outcome.run_dir} goes on" if config.save_every else ""
         console.print(
-            f"interrupted after {len(outcome.steps)} steps; records are in {where}", markup=False, soft_wrap=True
+            f"interrupted after {len(outcome.steps)} steps; records are in {where}{more}", markup=False, soft_wrap=True
         )
         return None
     outcome.seconds = time.perf_counter() - started
@@ -130,18 +139,18 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
     return outcome
 
 
-def _new_run_dir(run_dir: str) -> Path:
-    directory = Path(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
-    if (directory / "metrics.jsonl").exists():
-        raise ConfigError(f"{directory} holds a run already (it has a metrics.jsonl); choose another directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
 def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path) -> Bridge:
     if config.engines == 0:
         return topology.inprocess(model_dir, engine=config.engine)
-    return topology.launch(model_dir, engines=config.engines, engine=config.engine, run_dir=run_dir)
+    return topology.launch(model_dir, engines=config.engines, engine=config.engine, run_dir=_fleet_dir(run_dir))
+
+
+def _fleet_dir(run_dir: Path) -> Path:
+    """The run's own; for a fleet that is started again one below it, since the first one's gateway may just be ending."""
+    if not (run_dir / "gateway.json").exists():
+        return run_dir
+    numbered = (run_dir / f"fleet-{number}" for number in itertools.count(2))
+    return next(path for path in numbered if not path.exists())
 
 
 def _summary(outcome: Outcome) -> Table:

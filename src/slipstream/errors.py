@@ -10,6 +10,8 @@
     │   ├── MessageTooLarge
     │   ├── OutOfPages            the sequence cannot fit into the KV cache, however empty
     │   └── Unsupported           this engine or build cannot do it
+    ├── CheckpointError           a saved training state is missing, torn, damaged or of another model
+    ├── LogError                  a logger could not take a record; names the logger
     ├── NotReady                  no engine holds a committed policy (yet)
     ├── WeightsError
     │   ├── MappingError          names, shapes or dtypes of trainer and engine do not fit together
@@ -67,6 +69,12 @@ class OutOfPages(RequestError): ...
 
 
 class Unsupported(RequestError): ...
+
+
+class CheckpointError(SlipstreamError): ...
+
+
+class LogError(SlipstreamError): ...
 
 
 class NotReady(SlipstreamError): ...

@@ -75,6 +75,7 @@ class LiveDisplay:
             case WarmupRecord(step=step, loss=loss) if self._warmup is not None:
                 self._progress.update(self._warmup, completed=step, figures=f"cross-entropy {loss:.3f}")
             case StepRecord(step=step):
+                self._progress.start_task(self._steps)  # a run that goes on has no evaluation at its start
                 self._progress.update(self._steps, completed=step, figures=describe_step(record))
             case Evaluation(step=step):
                 self._progress.console.print(describe_evaluation(record))

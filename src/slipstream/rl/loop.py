@@ -2,7 +2,7 @@
 
 Strictly on-policy: each step's completions come from the weights that the step before it made, and that is checked on
 every token's version. Everything random derives from `config.seed` and the step's number, never from what ran before,
-so that two runs of one config make the same records."""
+so that two runs of one config make the same records, and so does one that was interrupted and gone on with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from slipstream.config import TrainConfig
 from slipstream.errors import VersionError
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
-from slipstream.rl import grpo, supervised
+from slipstream.observe.loggers import open_logs
+from slipstream.rl import grpo, resume, state, supervised
 from slipstream.rl.records import (
     Evaluation,
     PhaseSeconds,
@@ -29,14 +30,11 @@ from slipstream.rl.records import (
     StepRecord,
     Stopwatch,
     WarmupRecord,
-    json_lines,
 )
 from slipstream.rl.tasks import Split, Task, task_named
 from slipstream.rl.tokens import Codec, init_small
 from slipstream.types import Completion, MemoryReport, SamplingParams
 
-RECENT_STEPS = 10
-"""Steps over whose mean accuracy `target_accuracy` is judged."""
 EVAL_PROMPTS = 128
 EVAL_SAMPLES = 4
 
@@ -48,28 +46,39 @@ def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -
     """Warms up, trains and evaluates, yielding a record of each step as soon as it is done.
 
     `model_dir` holds the model's config.json and tokenizer.json, and weights to start from if there are any. `run_dir`
-    gets metrics.jsonl and, at the end, the trained model in `checkpoint`. Any failure of an engine is raised: a
-    completion that did not come is not a completion with zero reward."""
-    with json_lines(run_dir / "metrics.jsonl") as log:
-        for record in _run(config, bridge, model_dir, run_dir):
+    gets metrics.jsonl, a checkpoint in `state` now and then, and at the end the trained model in `checkpoint`. If it has
+    a checkpoint already, training goes on from there (`rl/resume.py` says when it may). Any failure of an engine is
+    raised: a completion that did not come is not a completion with zero reward."""
+    with resume.open_run(config, run_dir) as start, open_logs(config, run_dir, start.step) as log:
+        for record in _run(config, bridge, model_dir, run_dir, start):
             log(record)
             yield record
 
 
-def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -> Iterator[Record]:
+def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, start: resume.Start) -> Iterator[Record]:
     model, codec, task = ModelConfig.read(model_dir), Codec(model_dir), task_named(config.task)
     params = _starting_params(config, model, model_dir)
-    warm_up = supervised.warm_up(params, model, task, codec, steps=config.warmup_steps, seed=(config.seed, _WARMUP))
+    warmup_steps = 0 if start.checkpoint else config.warmup_steps
+    warm_up = supervised.warm_up(params, model, task, codec, steps=warmup_steps, seed=(config.seed, _WARMUP))
     for step, (warmed, loss) in enumerate(warm_up, start=1):
         params = warmed
         yield WarmupRecord(step, loss)
 
     train_step, opt_state = grpo.make_train_step(model, config.grpo), grpo.optimiser(config.grpo).init(params)
-    recent: deque[float] = deque(maxlen=RECENT_STEPS)
-    bridge.sync(params)
-    yield evaluate(config, bridge, task, codec, step=0)
+    recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
+    last, evaluated = config.steps, -1
+    if start.checkpoint:
+        saved = state.load(start.checkpoint, params, opt_state)
+        params, opt_state, evaluated = saved.params, saved.opt_state, saved.facts.evaluated
+        recent.extend(saved.facts.recent)
+        if resume.finished(config, start.step, recent):
+            last = start.step
+    bridge.sync(params)  # the fleet's next version, whatever number the policy had when it was saved
+    if evaluated < 0 or (last == start.step and evaluated != last):
+        yield evaluate(config, bridge, task, codec, start.step)
+        evaluated = start.step
 
-    for step in range(1, config.steps + 1):
+    for step in range(start.step + 1, last + 1):
         watch = Stopwatch()
         prompts = task.prompts(np.random.default_rng([config.seed, _PROMPTS, step]), config.grpo.prompts)
         token_ids, sampling, version = codec.prompts(prompts), _sampling(config, step), bridge.version
@@ -114,9 +123,13 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) ->
             memory=memory,
         )
         recent.append(accuracy)
-        done = step >= config.steps or _reached(config, step, recent)
+        done = resume.finished(config, step, recent)
         if done or step % config.eval_every == 0:
             yield evaluate(config, bridge, task, codec, step)
+            evaluated = step
+        if config.save_every and (done or step % config.save_every == 0):
+            facts = state.Facts(step, step, config.seed, bridge.version, recent=tuple(recent), evaluated=evaluated)
+            resume.save(config, run_dir, state.TrainState(params, opt_state, facts))
         if done:
             break
     yield _save(run_dir / "checkpoint", params, model, model_dir)
@@ -178,12 +191,6 @@ def _rewards(task: Task, codec: Codec, prompts: Sequence[str], completions: Sequ
     # Decoded here and not taken from `Completion.text`, which is empty where an engine has no tokenizer.
     texts = codec.decode([c.token_ids for c in completions])
     return np.array([task.reward(prompts[c.prompt_index], text) for c, text in zip(completions, texts)], np.float32)
-
-
-def _reached(config: TrainConfig, step: int, recent: Sequence[float]) -> bool:
-    if not config.target_accuracy or step < config.min_steps or len(recent) < RECENT_STEPS:
-        return False
-    return float(np.mean(recent)) >= config.target_accuracy
 
 
 def _save(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:

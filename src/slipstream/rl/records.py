@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, get_args, get_origin, get_type_hints
 
+from slipstream.errors import ConfigError
 from slipstream.rl.grpo import Metrics
 from slipstream.types import SyncReport
 
@@ -122,7 +124,56 @@ def json_lines(path: Path) -> Iterator[Log]:
     with path.open("a") as file:
 
         def write(record: Record) -> None:
-            file.write(json.dumps({"kind": type(record).__name__, **dataclasses.asdict(record)}) + "\n")
+            file.write(_line(record))
             file.flush()
 
         yield write
+
+
+def read_records(path: Path) -> list[Record]:
+    """What `json_lines` wrote. A last line that was cut off, by a process that was killed, is left out."""
+    *lines, last = path.read_text().split("\n")
+    if last:
+        lines += [last] if _is_json(last) else []
+    kinds = {kind.__name__: kind for kind in get_args(Record)}
+    found: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            fields = json.loads(line)
+            found.append(_revive(kinds[fields.pop("kind")], fields))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"line {number} of {path} is no record of this release ({error!r}): {line[:80]!r}"
+            ) from None
+    return found
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """The file anew, whole or not at all."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("w") as file:
+        file.writelines(map(_line, records))
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _line(record: Record) -> str:
+    return json.dumps({"kind": type(record).__name__, **dataclasses.asdict(record)}) + "\n"
+
+
+def _is_json(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _revive(hint: Any, value: Any) -> Any:
+    """A value from JSON as its type says: dataclasses, and tuples of one type."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        hints = get_type_hints(hint)
+        return hint(**{name: _revive(hints[name], part) for name, part in value.items()})
+    if get_origin(hint) is tuple:
+        return tuple(_revive(get_args(hint)[0], part) for part in value)
+    return value

@@ -1,0 +1,345 @@
+"""A run that is killed and started again is the run that was never killed."""
+
+import dataclasses
+import io
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import slipstream
+from slipstream import demo
+from slipstream.config import EngineConfig, GrpoConfig, TaskConfig, TrainConfig
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.model import checkpoint
+from slipstream.rl import resume, state
+from slipstream.rl.loop import train
+from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord, read_records
+from slipstream.rl.tokens import write_small_model
+
+CONFIG = TrainConfig(
+    steps=8,
+    warmup_steps=3,
+    eval_every=4,
+    save_every=2,
+    seed=3,
+    engines=0,
+    task=TaskConfig(digits=2),
+    grpo=GrpoConfig(prompts=4, group=4, max_tokens=4),
+    engine=EngineConfig(max_concurrency=16, max_model_len=16),
+)
+SETTINGS = """
+steps = 8
+warmup_steps = 3
+eval_every = 4
+save_every = 2
+seed = 3
+engines = 0
+[task]
+digits = 2
+[grpo]
+prompts = 4
+group = 4
+max_tokens = 4
+[engine]
+max_concurrency = 16
+max_model_len = 16
+"""
+
+
+def facts(records):
+    """All that a record says but for what a clock told, and the versions, which a new fleet counts from 0."""
+    found = []
+    for record in records:
+        fields = {"kind": type(record).__name__, **dataclasses.asdict(record)}
+        for name in ("seconds", "sync", "directory", "version"):
+            fields.pop(name, None)
+        found.append(fields)
+    return found
+
+
+def exported(run_dir):
+    return {
+        name: np.asarray(a).tobytes() for name, a in checkpoint.flatten(checkpoint.load(run_dir / "checkpoint")).items()
+    }
+
+
+def run(config, model_dir, run_dir, until=None):
+    """The records of a run, which is left after the record that `until` says."""
+    found = []
+    with slipstream.inprocess(model_dir, engine=config.engine) as bridge:
+        records = train(config, bridge, model_dir, run_dir)
+        for record in records:
+            found.append(record)
+            if until is not None and until(record):
+                records.close()
+                break
+    return found
+
+
+def at_step(step):
+    return lambda record: isinstance(record, StepRecord) and record.step == step
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_small_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(model_dir, tmp_path_factory):
+    """`(records, run directory)` of CONFIG, never interrupted."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    return run(CONFIG, model_dir, run_dir), run_dir
+
+
+@pytest.fixture
+def left(model_dir, tmp_path):
+    """A run that was left after step 5, with a checkpoint of step 4."""
+    run(CONFIG, model_dir, tmp_path / "run", until=at_step(5))
+    return tmp_path / "run"
+
+
+def start_cli(config_file, run_dir):
+    return subprocess.Popen(
+        [sys.executable, "-m", "slipstream.cli", "train", str(config_file), f"run_dir={run_dir}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def num_lines(path):
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_again_and_again_it_ends_with_the_same_weights(whole, tmp_path, seed):
+    """kill -9 of the real command, at points that the seed draws: in the warm-up, between and during steps and saves."""
+    rng = random.Random(seed)
+    (tmp_path / "run.toml").write_text(SETTINGS)
+    run_dir, log, kills = tmp_path / "run", tmp_path / "run" / "metrics.jsonl", 0
+    for _ in range(3):
+        process = start_cli(tmp_path / "run.toml", run_dir)
+        try:
+            before, wait, deadline = num_lines(log), rng.randrange(1, 5), time.monotonic() + 120
+            # Starting again cuts the file back, so look for lines that are new since then.
+            while process.poll() is None and time.monotonic() < deadline:
+                before = min(before, num_lines(log))
+                if num_lines(log) >= before + wait:
+                    break
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.1))
+            kills += process.poll() is None
+        finally:
+            process.kill()
+            process.wait()
+    last = start_cli(tmp_path / "run.toml", run_dir)
+    said, _ = last.communicate(timeout=200)
+    if last.returncode:
+        assert "which is finished after 8 steps" in said, said  # it was the kill that came too late
+    assert kills  # how many of the three came in time depends on the machine
+    assert facts(read_records(log)) == facts(whole[0])
+    assert exported(run_dir) == exported(whole[1])
+    assert not list((run_dir / "state").glob(".*"))
+
+
+def test_killed_with_its_fleet_it_starts_another_and_goes_on(tmp_path, whole):
+    (tmp_path / "run.toml").write_text(SETTINGS.replace("engines = 0", "engines = 1"))
+    run_dir = tmp_path / "run"
+    process = start_cli(tmp_path / "run.toml", run_dir)
+    try:
+        deadline = time.monotonic() + 150
+        while state.latest(run_dir) is None:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    last = start_cli(tmp_path / "run.toml", run_dir)
+    said, _ = last.communicate(timeout=200)
+    assert last.returncode == 0, said
+    assert "going on from the checkpoint after step" in said
+    assert facts(read_records(run_dir / "metrics.jsonl")) == facts(whole[0])
+    assert exported(run_dir) == exported(whole[1])
+
+
+def test_what_follows_a_checkpoint_is_what_would_have_followed(whole, left, model_dir):
+    assert state.latest(left).name == "step-00000004"
+    assert read_records(left / "metrics.jsonl")[-1].step == 5
+    with slipstream.inprocess(model_dir, engine=CONFIG.engine) as bridge:
+        for _ in range(3):  # engines that hold other versions than the run ever had
+            bridge.sync(checkpoint.load(whole[1] / "checkpoint"))
+        more = list(train(CONFIG, bridge, model_dir, left))
+    expected = [r for r in whole[0] if isinstance(r, Saved) or (not isinstance(r, WarmupRecord) and r.step > 4)]
+    assert facts(more) == facts(expected)
+    assert [r.version for r in more if isinstance(r, StepRecord)] == [3, 4, 5, 6]  # the fleet's own count goes on
+    assert all(r.sync.version == r.version + 1 for r in more if isinstance(r, StepRecord))
+    assert facts(read_records(left / "metrics.jsonl")) == facts(whole[0])
+    assert exported(left) == exported(whole[1])
+    last = [state.read(state.latest(d))[0] for d in (left, whole[1])]
+    assert dataclasses.replace(last[0], version=8) == last[1] and last[1].evaluated == 8
+
+
+def test_a_run_that_ended_before_its_export_is_exported(whole, model_dir, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole[1], run_dir)
+    shutil.rmtree(run_dir / "checkpoint")
+    log = run_dir / "metrics.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"Saved"' not in line) + '{"kind": "Sa')
+    assert facts(run(CONFIG, model_dir, run_dir)) == facts(whole[0][-1:])
+    assert exported(run_dir) == exported(whole[1])
+
+
+def test_a_finished_run_is_left_alone_unless_it_is_to_go_on_longer(whole, model_dir, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole[1], run_dir)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"holds a run already, which is finished after 8 steps.*more steps"):
+        run(CONFIG, model_dir, run_dir)
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    more = run(dataclasses.replace(CONFIG, steps=10, eval_every=5, save_every=1), model_dir, run_dir)
+    assert [(type(r), getattr(r, "step", None)) for r in more] == [
+        (StepRecord, 9),
+        (StepRecord, 10),
+        (Evaluation, 10),
+        (Saved, None),
+    ]
+
+
+def test_fewer_steps_than_were_done_end_it_with_an_evaluation(left, model_dir, tmp_path):
+    shutil.rmtree(left / "state" / "step-00000004")
+    more = run(dataclasses.replace(CONFIG, steps=1), model_dir, left)  # the checkpoint is of step 2, not evaluated
+    assert [(type(r), getattr(r, "step", None)) for r in more] == [(Evaluation, 2), (Saved, None)]
+
+
+def test_another_config_is_refused_and_each_difference_shown(left, model_dir):
+    other = dataclasses.replace(
+        CONFIG,
+        seed=4,
+        steps=100,
+        target_accuracy=0.5,
+        grpo=dataclasses.replace(CONFIG.grpo, group=8, learning_rate=0.5),
+    )
+    before = (left / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError) as refused:
+        run(other, model_dir, left)
+    said = str(refused.value)
+    for line in ("seed: then 3, now 4", "grpo.group: then 4, now 8", "grpo.learning_rate: then 0.001, now 0.5"):
+        assert f"\n  {line}\n" in said
+    assert "steps: then" not in said and "target_accuracy: then" not in said
+    assert (left / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError, match=r"seed: then 3, now 4"):  # and before a process is started
+        demo.run_train(dataclasses.replace(other, run_dir=str(left)), Console(file=io.StringIO()))
+
+
+def test_differences():
+    then = dataclasses.asdict(CONFIG)
+    free = dataclasses.replace(CONFIG, steps=1, run_dir="x", eval_every=1, save_every=0, keep_checkpoints=5)
+    assert resume.differences(then, dataclasses.asdict(free)) == []
+    now = {**then, "logging": {"tensorboard": True, "wandb_project": "p"}}
+    assert resume.differences(then, now) == []
+    old = {name: value for name, value in then.items() if name != "take_turns"}  # of a release that did not have it
+    assert resume.differences(old, then) == []
+    assert resume.differences(old, then | {"take_turns": True}) == ["take_turns: then False, now True"]
+    assert resume.differences(then | {"gone": 1}, then) == ["gone: then 1, now 'no such setting'"]
+
+
+def test_killed_before_its_first_checkpoint_it_begins_again(whole, model_dir, tmp_path):
+    run(CONFIG, model_dir, tmp_path / "run", until=at_step(1))
+    with pytest.raises(ConfigError, match="seed: then 3, now 4"):
+        run(dataclasses.replace(CONFIG, seed=4), model_dir, tmp_path / "run")
+    assert facts(run(CONFIG, model_dir, tmp_path / "run")) == facts(whole[0])
+    assert facts(read_records(tmp_path / "run" / "metrics.jsonl")) == facts(whole[0])
+
+
+def test_a_run_without_checkpoints_is_not_written_over(model_dir, tmp_path):
+    config = dataclasses.replace(CONFIG, save_every=0)
+    run(config, model_dir, tmp_path / "run", until=at_step(3))
+    assert state.latest(tmp_path / "run") is None
+    for other in (config, CONFIG):
+        with pytest.raises(ConfigError, match=r"holds a run already .* no checkpoint to go on from"):
+            run(other, model_dir, tmp_path / "run")
+
+
+def test_files_that_are_missing_or_wrong_are_named(left, model_dir):
+    log, kept = left / "metrics.jsonl", (left / "metrics.jsonl").read_text()
+
+    def refused(said, error=ConfigError):
+        with pytest.raises(error, match=said):
+            run(CONFIG, model_dir, left)
+
+    log.unlink()
+    refused("has a checkpoint of step 4 and no metrics.jsonl")
+    log.write_text("".join(line for line in kept.splitlines(True) if '"step": 3, "version"' not in line))
+    refused("lacks step 3 .1 in all., and the checkpoint is of step 4")
+    log.write_text("nonsense\n" + kept)
+    refused("line 1 of .*metrics.jsonl is no record of this release")
+    log.write_text(kept)
+    path = max((p for p in (state.latest(left) / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    good = path.read_bytes()
+    path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    refused("is damaged", CheckpointError)
+    for directory in (left / "state").iterdir():
+        (directory / "state.json").unlink()
+    refused("none of the checkpoints that it made is left whole")
+
+
+def test_two_processes_cannot_train_in_one_directory(left, model_dir):
+    with resume.open_run(CONFIG, left) as start:
+        assert start.step == 4
+        with pytest.raises(ConfigError, match="is in use: another process trains there now"):
+            run(CONFIG, model_dir, left)
+    with resume.open_run(CONFIG, left) as start:
+        assert start == resume.Start(4, left / "state" / "step-00000004")
+
+
+def test_records_come_back_as_they_were(whole):
+    assert read_records(whole[1] / "metrics.jsonl") == whole[0]
+
+
+def test_a_target_is_judged_by_the_steps_before_the_checkpoint_too(model_dir, tmp_path):
+    config = dataclasses.replace(CONFIG, steps=30, save_every=6)
+    run(config, model_dir, tmp_path / "run", until=at_step(7))
+    more = run(dataclasses.replace(config, target_accuracy=1e-9), model_dir, tmp_path / "run")
+    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if isinstance(r, StepRecord)]
+    reached = next(i for i in range(10, 31) if np.mean([s.accuracy for s in steps[i - 10 : i]]) > 0)
+    assert steps[-1].step == reached == [r for r in more if isinstance(r, Evaluation)][-1].step
+
+
+def test_the_export_is_what_transformers_loads_and_answers_with(whole, model_dir):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from slipstream.model import decoder
+    from slipstream.model.config import ModelConfig
+
+    directory = whole[1] / "checkpoint"
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
+    config, params = ModelConfig.read(directory), checkpoint.load(directory)
+    forward = jax.jit(decoder.forward, static_argnums=1)
+    for prompt in ("12=", "90=", "57=", "33="):
+        ids = tokenizer(prompt)["input_ids"]
+        with torch.no_grad():
+            answer = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6)[0].tolist()
+        tokens = list(ids)
+        while len(tokens) < len(answer):
+            padded = np.zeros((1, len(ids) + 6), np.int32)
+            padded[0, : len(tokens)] = tokens
+            tokens.append(int(np.argmax(forward(params, config, padded)[0, len(tokens) - 1])))
+        assert tokens == answer
+        assert len(answer) == len(ids) + 6 or answer[-1] in config.eos_token_ids
+    with slipstream.inprocess(directory, engine=CONFIG.engine) as bridge:
+        (ours,) = bridge.generate(["12="], slipstream.SamplingParams(max_tokens=6, temperature=0.0))
+        ids = tokenizer("12=")["input_ids"]
+        with torch.no_grad():
+            answer = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6)[0].tolist()
+        assert [*ours.prompt_token_ids, *ours.token_ids] == answer
