@@ -207,9 +207,9 @@ class CorrectionConfig:
     """What to do where the engine's policy is not the trainer's: `rl/correction.py`."""
 
     kind: Literal["none", "tis", "mis", "decoupled"] = "none"
-    """`none`: the ratio is taken to the engine's logprobs, and clipped there. `tis`: the ratio is taken to the trainer's own, and
-    weighted by trainer over engine, truncated at `cap`. `mis`: weighted, with weight 0 outside [`low`, `high`].
-    `decoupled`: weighted, however large."""
+    """`none`: the clipped ratio is that of trainer to engine. For the others it is that of the trainer to itself before the
+    update, and gains are weighted by trainer over engine: `tis` by `cap` at most, `mis` by 0 outside [`low`, `high`],
+    `decoupled` by whatever it is."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Whose weight: each token's, the product over its sequence, or the geometric mean over its sequence."""
     cap: float = 2.0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import EngineConfig, GrpoConfig, TaskConfig, TrainConfig
+from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig, TrainConfig
 from slipstream.errors import InvalidPrompt, VersionError
 from slipstream.model import checkpoint
 from slipstream.rl.loop import _sampling, evaluate, require_version, train
@@ -23,7 +23,7 @@ CONFIG = TrainConfig(
     seed=3,
     engines=0,
     task=TaskConfig(digits=2),
-    grpo=GrpoConfig(prompts=16, group=8, max_tokens=4),
+    algorithm=AlgorithmConfig(prompts=16, group=8, max_tokens=4),
     engine=EngineConfig(max_concurrency=128, max_model_len=16),
 )
 
@@ -157,5 +157,5 @@ def test_a_rollout_that_fails_ends_the_run_and_is_no_reward_of_zero(model_dir, t
 
 def test_equal_prompts_in_a_step_get_samples_of_their_own():
     seeds = [[s.seed for s in _sampling(CONFIG, step)] for step in (1, 2)]
-    assert len({*seeds[0], *seeds[1]}) == 2 * CONFIG.grpo.prompts
+    assert len({*seeds[0], *seeds[1]}) == 2 * CONFIG.algorithm.prompts
     assert _sampling(CONFIG, 1)[0] == SamplingParams(max_tokens=4, n=8, temperature=1.0, seed=seeds[0][0])

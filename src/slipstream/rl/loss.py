@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from slipstream.config import AlgorithmConfig, Aggregation
+from slipstream.config import Aggregation, AlgorithmConfig
 from slipstream.errors import ConfigError
 from slipstream.rl import correction
 from slipstream.rl.batch import Batch, sequence_sums
@@ -146,10 +146,10 @@ def clipped_value_loss(values: jax.Array, old: jax.Array, returns: jax.Array, cl
 def objective(found: Forward, batch: Batch, config: AlgorithmConfig, total: Totals | None = None) -> Objective:
     """L and its companions. `total` is of the whole batch, where this one is a part of it."""
     total = totals(batch) if total is None else total
-    recipe, mask, advantages = config.recipe, batch.mask, batch.advantages
-    sampled = jnp.where(mask > 0, found.logprobs, 0.0)  # padding may be so unlikely that its exponential overflows
-    drift = sampled - batch.logprobs
-    old, weight = _old_policy(sampled, batch, config)
+    recipe, mask, advantages = config.recipe, batch.mask, jnp.asarray(batch.advantages)
+    # Masked before any exponential: padding would overflow it, and 0 · inf poisons the gradient.
+    sampled, engine = jnp.where(mask > 0, found.logprobs, 0.0), jnp.where(mask > 0, batch.logprobs, 0.0)
+    old, weight = _old_policy(sampled, engine, batch, config)
     ratio = jnp.exp(sampled - old)
     clipped = jnp.where(advantages > 0, ratio > 1 + recipe.clip_high, ratio < 1 - config.clip) & (advantages != 0)
 
@@ -174,9 +174,9 @@ def objective(found: Forward, batch: Batch, config: AlgorithmConfig, total: Tota
         loss=loss,
         ratio=token_mean(ratio),
         clip_share=token_mean(clipped),
-        kl=token_mean(kl_estimate(jnp.asarray(batch.logprobs), sampled, "k3")),
-        entropy=token_mean(-found.logprobs if found.entropies is None else found.entropies),
-        gap=token_mean(jnp.abs(drift)),
+        kl=token_mean(kl_estimate(engine, sampled, "k3")),
+        entropy=token_mean(-sampled if found.entropies is None else found.entropies),
+        gap=token_mean(jnp.abs(sampled - engine)),
         reference_kl=reference_kl,
         value_loss=value_loss,
         correction=token_mean(weight),
@@ -184,10 +184,12 @@ def objective(found: Forward, batch: Batch, config: AlgorithmConfig, total: Tota
     )
 
 
-def _old_policy(logprobs: jax.Array, batch: Batch, config: AlgorithmConfig) -> tuple[jax.Array, jax.Array]:
+def _old_policy(
+    logprobs: jax.Array, engine: jax.Array, batch: Batch, config: AlgorithmConfig
+) -> tuple[jax.Array, jax.Array]:
     """log π_old and w. Without a correction π_old is the engine's policy, and w is 1."""
     if config.correction.kind == "none":
-        return jnp.asarray(batch.logprobs), jnp.ones_like(logprobs)
+        return engine, jnp.ones_like(logprobs)
     old = jax.lax.stop_gradient(logprobs) if batch.old is None else jnp.where(batch.mask > 0, batch.old, 0.0)
     return old, correction.weights(old, batch, config.correction)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from slipstream.rl.grpo import Metrics
+from slipstream.rl.loss import Metrics
 from slipstream.types import SyncReport
 
 
