@@ -62,7 +62,9 @@ def test_where_trainer_and_engine_agree_every_weight_is_exactly_one(kind, level,
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_have_no_gradient_and_no_overflow(kind, level):
     batch, _ = random_batch()
-    wild = jnp.where(batch.mask > 0, batch.logprobs + 80.0, 1e4)  # the exponential of their sum overflows, so does padding's
+    wild = jnp.where(
+        batch.mask > 0, batch.logprobs + 80.0, 1e4
+    )  # the exponential of their sum overflows, so does padding's
     weights, gradient = (
         correction.weights(wild, batch, CorrectionConfig(kind, level)),
         jax.grad(lambda old: jnp.sum(correction.weights(old, batch, CorrectionConfig(kind, level))))(wild),

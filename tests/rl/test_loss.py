@@ -108,7 +108,9 @@ def naive_metrics(logprobs, batch, clip):
         kl.append(ratio - 1 - log_ratio)
         entropy.append(-float(logprobs[i, t]))
         gap.append(abs(log_ratio))
-    return dict(zip(("ratio", "clip_share", "kl", "entropy", "gap"), map(statistics.mean, (ratios, clipped, kl, entropy, gap))))
+    return dict(
+        zip(("ratio", "clip_share", "kl", "entropy", "gap"), map(statistics.mean, (ratios, clipped, kl, entropy, gap)))
+    )
 
 
 def test_metrics_equal_the_naive_ones():
@@ -135,7 +137,10 @@ def test_k2_and_k3_are_never_negative_and_all_vanish_at_the_reference(logprob, r
 
 def test_k1_and_k3_estimate_the_divergence_and_k2_its_gradient():
     """Expectations taken exactly, over a distribution of five tokens."""
-    logits, reference = jnp.array([0.3, -1.0, 0.8, 0.1, -0.4]), jax.nn.log_softmax(jnp.array([0.0, 0.5, -0.5, 0.2, 0.9]))
+    logits, reference = (
+        jnp.array([0.3, -1.0, 0.8, 0.1, -0.4]),
+        jax.nn.log_softmax(jnp.array([0.0, 0.5, -0.5, 0.2, 0.9])),
+    )
 
     def divergence(logits):
         logp = jax.nn.log_softmax(logits)

@@ -17,12 +17,14 @@ AXIS = "fsdp"
 T = TypeVar("T")
 
 
-def check_mesh(mesh: Mesh) -> None:
+def automatic(mesh: Mesh) -> Mesh:
+    """The same devices, with axes of which the compiler decides what is sharded in between; checked to have ours."""
     if AXIS not in mesh.shape:
         raise ConfigError(
             f"the mesh has axes {list(mesh.shape)}, but none named {AXIS!r}; make one with "
             f"jax.make_mesh((jax.device_count(),), ({AXIS!r},))"
         )
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def leaf_spec(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:

@@ -76,7 +76,7 @@ def init_state(policy: Params, model: ModelConfig, config: AlgorithmConfig, mesh
     weights = Weights(policy, value.init(model) if config.recipe.critic else None)
     if mesh is None:
         return TrainState(weights, make_optimiser(config.optimiser).init(weights))
-    sharding.check_mesh(mesh)
+    mesh = sharding.automatic(mesh)
     weights = sharding.shard(weights, mesh)
     return TrainState(weights, sharding.shard(make_optimiser(config.optimiser).init(weights), mesh))
 
@@ -85,7 +85,7 @@ def init_state(policy: Params, model: ModelConfig, config: AlgorithmConfig, mesh
 def make_train_step(model: ModelConfig, config: AlgorithmConfig, mesh: Mesh | None = None) -> TrainStep:
     """The step of an algorithm, for states of `init_state` with the same model, config and mesh."""
     if mesh is not None:
-        sharding.check_mesh(mesh)
+        mesh = sharding.automatic(mesh)
     optimiser = make_optimiser(config.optimiser)
 
     def loss(weights: Weights, batch: Batch, total: Totals) -> tuple[jax.Array, Objective]:
