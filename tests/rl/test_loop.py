@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig, TrainConfig
+from slipstream.config import AlgorithmConfig, EngineConfig, KlConfig, TaskConfig, TrainConfig
 from slipstream.errors import InvalidPrompt, VersionError
 from slipstream.model import checkpoint
 from slipstream.rl.loop import _sampling, evaluate, require_version, train
@@ -126,6 +126,18 @@ def test_weights_in_the_model_directory_are_where_training_starts(run, tmp_path)
     assert abs(end.greedy_train - start.greedy_train) < 1e-9  # the same weights and prompts; sampling seeds differ
     assert len(of_kind(StepRecord, records)) == 11  # far above its target all along, stopped when allowed to
     assert not of_kind(WarmupRecord, records)
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "dapo", "ppo", "reinforce++"])
+def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
+    algorithm = AlgorithmConfig(kind, prompts=16, group=8, max_tokens=4, micro_batches=2, kl=KlConfig(0.05))
+    config = dataclasses.replace(CONFIG, warmup_steps=20, steps=2, algorithm=algorithm)
+    records = records_of(config, model_dir, tmp_path)
+    first, second = (step.metrics for step in of_kind(StepRecord, records))
+    assert first.ratio == pytest.approx(1, abs=1e-4) and first.gradient_norm > 0
+    assert first.reference_kl == pytest.approx(0, abs=1e-5)  # the reference is where training starts
+    assert second.reference_kl > first.reference_kl
+    assert (first.value_loss > 0) == (kind == "ppo")
 
 
 def test_a_run_without_held_out_prompts_says_so(model_dir):

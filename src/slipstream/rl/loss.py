@@ -43,7 +43,7 @@ class Forward(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What averages divide by; never below 1, so that a batch without tokens has loss 0."""
+    """What averages divide by; never below 1, so that of a batch without tokens the loss is 0, and all metrics are."""
 
     tokens: jax.Array
     sequences: jax.Array
