@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from slipstream import demo
-from slipstream.config import EngineConfig, GrpoConfig, TaskConfig, TrainConfig, load
+from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig, TrainConfig, load
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.model import checkpoint
 from slipstream.observe import plot
 from slipstream.observe.progress import training_display
-from slipstream.rl.grpo import Metrics
+from slipstream.rl.loss import Metrics
 from slipstream.rl.records import Evaluation, PhaseSeconds, StepRecord, WarmupRecord
 from slipstream.types import SyncReport
 
@@ -27,7 +27,7 @@ SMALL = TrainConfig(
     warmup_steps=20,
     engines=0,
     task=TaskConfig(digits=2),
-    grpo=GrpoConfig(prompts=8, group=8, max_tokens=4),
+    algorithm=AlgorithmConfig(prompts=8, group=8, max_tokens=4),
     engine=EngineConfig(max_concurrency=64, max_model_len=16),
 )
 METRICS = Metrics(loss=-0.1, ratio=1.0, clip_share=0.0, kl=0.0, entropy=0.7, gap=0.0, gradient_norm=2.0)
@@ -121,7 +121,7 @@ def test_the_example_config_is_one():
     path = Path(__file__).parents[1] / "examples" / "train.toml"
     config = load(TrainConfig, path, ["seed=3", "task.name=sort"])
     assert (config.seed, config.task.name) == (3, "sort")
-    assert config.grpo.prompts * config.grpo.group <= config.engine.max_concurrency
+    assert config.algorithm.prompts * config.algorithm.group <= config.engine.max_concurrency
 
 
 def test_plain_lines_where_there_is_no_terminal():

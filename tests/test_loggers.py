@@ -12,7 +12,7 @@ import pytest
 from slipstream.config import LoggingConfig, TrainConfig, load
 from slipstream.errors import ConfigError, LogError
 from slipstream.observe import loggers
-from slipstream.rl.grpo import Metrics
+from slipstream.rl.loss import Metrics
 from slipstream.rl.records import Evaluation, PhaseSeconds, Saved, StepRecord, WarmupRecord, json_lines, read_records
 from slipstream.types import CommitReport, EngineSync, StageReport, SyncReport
 

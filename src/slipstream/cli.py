@@ -48,10 +48,10 @@ def demo(
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; see examples/train.toml.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings that win over the file: grpo.group=16 seed=3")
+        list[str] | None, typer.Argument(help="Settings that win over the file: algorithm.group=16 seed=3")
     ] = None,
 ) -> None:
-    """Run GRPO as a TOML file says. Any setting can be changed: [b]slipstream train run.toml steps=50[/b]"""
+    """Train as a TOML file says. Any setting can be changed: [b]slipstream train run.toml steps=50[/b]"""
     from slipstream.config import TrainConfig, load
     from slipstream.demo import run_train
 

@@ -169,7 +169,7 @@ def _summary(outcome: Outcome) -> Table:
             table.add_row(label, f"{getattr(first, name):.3f} → {getattr(last, name):.3f}")
     table.add_section()
     syncs = [step.sync for step in outcome.steps]
-    table.add_row("GRPO steps", str(len(outcome.steps)))
+    table.add_row("RL steps", str(len(outcome.steps)))
     table.add_row("weight syncs", str(len(syncs) + 1))
     table.add_row("sync, median", f"{1e3 * statistics.median(s.total_seconds for s in syncs):.1f} ms")
     table.add_row(
@@ -182,7 +182,7 @@ def _summary(outcome: Outcome) -> Table:
 
 
 def _print_files(outcome: Outcome, config: TrainConfig, console: Console) -> None:
-    title = f"GRPO on {config.task.name!r}, seed {config.seed}"
+    title = f"{config.algorithm.kind} on {config.task.name!r}, seed {config.seed}"
     try:
         curve = str(write_curve(outcome.run_dir / "curve.png", outcome.steps, outcome.evaluations, title))
     except Unsupported as missing:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import EngineConfig, GrpoConfig, TaskConfig, TrainConfig
+from slipstream.config import AlgorithmConfig, EngineConfig, KlConfig, TaskConfig, TrainConfig
 from slipstream.errors import InvalidPrompt, VersionError
 from slipstream.model import checkpoint
 from slipstream.rl.loop import _sampling, evaluate, require_version, train
@@ -23,7 +23,7 @@ CONFIG = TrainConfig(
     seed=3,
     engines=0,
     task=TaskConfig(digits=2),
-    grpo=GrpoConfig(prompts=16, group=8, max_tokens=4),
+    algorithm=AlgorithmConfig(prompts=16, group=8, max_tokens=4),
     engine=EngineConfig(max_concurrency=128, max_model_len=16),
 )
 
@@ -128,6 +128,18 @@ def test_weights_in_the_model_directory_are_where_training_starts(run, tmp_path)
     assert not of_kind(WarmupRecord, records)
 
 
+@pytest.mark.parametrize("kind", ["dr_grpo", "dapo", "ppo", "reinforce++"])
+def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
+    algorithm = AlgorithmConfig(kind, prompts=16, group=8, max_tokens=4, micro_batches=2, kl=KlConfig(0.05))
+    config = dataclasses.replace(CONFIG, warmup_steps=20, steps=2, algorithm=algorithm)
+    records = records_of(config, model_dir, tmp_path)
+    first, second = (step.metrics for step in of_kind(StepRecord, records))
+    assert first.ratio == pytest.approx(1, abs=1e-4) and first.gradient_norm > 0
+    assert first.reference_kl == pytest.approx(0, abs=1e-5)  # the reference is where training starts
+    assert second.reference_kl > first.reference_kl
+    assert (first.value_loss > 0) == (kind == "ppo")
+
+
 def test_a_run_without_held_out_prompts_says_so(model_dir):
     config = dataclasses.replace(CONFIG, task=TaskConfig(digits=1, holdout=0.0))
     with slipstream.inprocess(model_dir, engine=CONFIG.engine) as bridge:
@@ -157,5 +169,5 @@ def test_a_rollout_that_fails_ends_the_run_and_is_no_reward_of_zero(model_dir, t
 
 def test_equal_prompts_in_a_step_get_samples_of_their_own():
     seeds = [[s.seed for s in _sampling(CONFIG, step)] for step in (1, 2)]
-    assert len({*seeds[0], *seeds[1]}) == 2 * CONFIG.grpo.prompts
+    assert len({*seeds[0], *seeds[1]}) == 2 * CONFIG.algorithm.prompts
     assert _sampling(CONFIG, 1)[0] == SamplingParams(max_tokens=4, n=8, temperature=1.0, seed=seeds[0][0])

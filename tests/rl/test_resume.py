@@ -15,7 +15,7 @@ from rich.console import Console
 
 import slipstream
 from slipstream import demo
-from slipstream.config import EngineConfig, GrpoConfig, TaskConfig, TrainConfig
+from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig, TrainConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model import checkpoint
 from slipstream.rl import resume, state
@@ -31,7 +31,7 @@ CONFIG = TrainConfig(
     seed=3,
     engines=0,
     task=TaskConfig(digits=2),
-    grpo=GrpoConfig(prompts=4, group=4, max_tokens=4),
+    algorithm=AlgorithmConfig(prompts=4, group=4, max_tokens=4),
     engine=EngineConfig(max_concurrency=16, max_model_len=16),
 )
 SETTINGS = """
@@ -43,7 +43,7 @@ seed = 3
 engines = 0
 [task]
 digits = 2
-[grpo]
+[algorithm]
 prompts = 4
 group = 4
 max_tokens = 4
@@ -227,13 +227,19 @@ def test_another_config_is_refused_and_each_difference_shown(left, model_dir):
         seed=4,
         steps=100,
         target_accuracy=0.5,
-        grpo=dataclasses.replace(CONFIG.grpo, group=8, learning_rate=0.5),
+        algorithm=dataclasses.replace(
+            CONFIG.algorithm, group=8, optimiser=dataclasses.replace(CONFIG.algorithm.optimiser, learning_rate=0.5)
+        ),
     )
     before = (left / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError) as refused:
         run(other, model_dir, left)
     said = str(refused.value)
-    for line in ("seed: then 3, now 4", "grpo.group: then 4, now 8", "grpo.learning_rate: then 0.001, now 0.5"):
+    for line in (
+        "seed: then 3, now 4",
+        "algorithm.group: then 4, now 8",
+        "algorithm.optimiser.learning_rate: then 0.001, now 0.5",
+    ):
         assert f"\n  {line}\n" in said
     assert "steps: then" not in said and "target_accuracy: then" not in said
     assert (left / "metrics.jsonl").read_bytes() == before

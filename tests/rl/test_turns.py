@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import slipstream
-from slipstream.config import EngineConfig, GrpoConfig, TrainConfig
+from slipstream.config import AlgorithmConfig, EngineConfig, TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import StepRecord
 from slipstream.rl.tokens import write_small_model
@@ -21,7 +21,7 @@ def test_engines_sleep_while_the_trainer_trains_and_the_records_are_the_same(tmp
             warmup_steps=2,
             eval_every=3,
             take_turns=turns,
-            grpo=GrpoConfig(prompts=4, group=2),
+            algorithm=AlgorithmConfig(prompts=4, group=2),
             engine=EngineConfig(max_concurrency=8),
         )
         with slipstream.inprocess(model, engine=config.engine) as bridge:

@@ -49,6 +49,21 @@ def causal_attention(
     return attend(q, k, v, visible(jnp.arange(time)[None], time, how.window), how), cache_layer
 
 
+def packed_attention(segments: jax.Array) -> Attention:
+    """Over rows that hold several sequences, one after the other: as `causal_attention`, but a token sees its own segment
+    only. `segments` `[batch, time]` numbers the sequences of a row. Windows need no positions: within a segment, what is n
+    columns to the left is n positions away."""
+    same = segments[:, :, None] == segments[:, None, :]
+
+    def attention(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache_layer: None, how: LayerAttention
+    ) -> tuple[jax.Array, None]:
+        time = q.shape[1]
+        return attend(q, k, v, same & visible(jnp.arange(time)[None], time, how.window), how), cache_layer
+
+    return attention
+
+
 def rotary_angles(config: ModelConfig, positions: jax.Array, local: bool = False) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine `[batch, time, 1, head_dim / 2]` in float32, to broadcast over heads."""
     angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(config, local)

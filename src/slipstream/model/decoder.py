@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slipstream.model.attention import Attention, causal_attention, rotary_angles, rotate
+from slipstream.model.attention import Attention, causal_attention, packed_attention, rotary_angles, rotate
 from slipstream.model.config import ModelConfig
 from slipstream.model.layers import PRECISION, Params, feed_forward, linear, rms_norm
 from slipstream.model.tree import unflatten
@@ -40,12 +40,32 @@ def init(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) ->
     return unflatten(leaves)
 
 
-def forward(params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
     """Causal logits `[batch, time, vocab]` in float32. Padding on the right changes nothing to its left."""
+    return unembed(params, config, hidden_states(params, config, tokens, positions, segments))
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """What `unembed` turns into logits, `[batch, time, hidden]`, over whole sequences.
+
+    Rows that hold several sequences come with `segments` and `positions`, both `[batch, time]`: no token sees another's
+    segment, and each segment's positions begin at 0."""
     if positions is None:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    hidden, _ = apply_layers(params, config, tokens, positions, causal_attention, None)
-    return unembed(params, config, hidden)
+    attention = causal_attention if segments is None else packed_attention(segments)
+    return apply_layers(params, config, tokens, positions, attention, None)[0]
 
 
 def logprobs(params: Params, config: ModelConfig, tokens: jax.Array, temperature: float = 1.0) -> jax.Array:
@@ -58,6 +78,12 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Log-probability of `tokens[...]` under `logits[..., vocab]`."""
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def entropies(logits: jax.Array) -> jax.Array:
+    """Of the distributions that `logits[..., vocab]` stand for, in nats: −Σ_v p_v log p_v."""
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    return -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
 
 def apply_layers(

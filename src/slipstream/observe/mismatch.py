@@ -54,7 +54,7 @@ MAX_GAP = 50.0
 
 
 class Tokens(NamedTuple):
-    """What engines say of a step's tokens, `[completions, length]`, laid out as `rl.grpo.Batch`."""
+    """What engines say of a step's tokens, `[completions, length]`, laid out as `rl.batch.Batch`."""
 
     processed: np.ndarray
     raw: np.ndarray

@@ -24,7 +24,7 @@ def write_curve(path: Path, steps: Sequence[StepRecord], evaluations: Sequence[E
     # Not through pyplot, whose global state and choice of backend belong to the user's own program.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="GRPO step", ylabel="share of right answers", title=title, ylim=(-0.02, 1.02))
+    axes = figure.add_subplot(xlabel="step", ylabel="share of right answers", title=title, ylim=(-0.02, 1.02))
     numbers, rewards = [s.step for s in steps], [s.reward for s in steps]
     axes.plot(numbers, rewards, color="tab:blue", alpha=0.25, linewidth=1, label="reward of each step")
     axes.plot(numbers, smooth(rewards), color="tab:blue", linewidth=2, label=f"mean of {SMOOTH_STEPS} steps")

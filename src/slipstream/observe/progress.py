@@ -61,7 +61,7 @@ class LiveDisplay:
         self._warmup: TaskID | None = None
         if warmup_steps:
             self._warmup = self._progress.add_task("warm-up", total=warmup_steps, figures="")
-        self._steps = self._progress.add_task("GRPO", total=steps, start=False, figures="")
+        self._steps = self._progress.add_task("RL", total=steps, start=False, figures="")
 
     def __enter__(self) -> LiveDisplay:
         self._progress.start()

@@ -21,7 +21,10 @@ from slipstream.errors import VersionError
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
 from slipstream.observe.loggers import open_logs
-from slipstream.rl import grpo, resume, state, supervised
+from slipstream.rl import resume, state, supervised
+from slipstream.rl.batch import make_batch
+from slipstream.rl.experience import prepare
+from slipstream.rl.loss import Metrics
 from slipstream.rl.records import (
     Evaluation,
     PhaseSeconds,
@@ -33,6 +36,7 @@ from slipstream.rl.records import (
 )
 from slipstream.rl.tasks import Split, Task, task_named
 from slipstream.rl.tokens import Codec, init_small
+from slipstream.rl.train_step import TrainState, init_state, make_train_step
 from slipstream.types import Completion, MemoryReport, SamplingParams
 
 EVAL_PROMPTS = 128
@@ -64,23 +68,24 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
         params = warmed
         yield WarmupRecord(step, loss)
 
-    train_step, opt_state = grpo.make_train_step(model, config.grpo), grpo.optimiser(config.grpo).init(params)
+    algorithm, reference = config.algorithm, params
+    train_step, now = make_train_step(model, algorithm), init_state(params, model, algorithm)
     recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
     last, evaluated = config.steps, -1
     if start.checkpoint:
-        saved = state.load(start.checkpoint, params, opt_state)
-        params, opt_state, evaluated = saved.params, saved.opt_state, saved.facts.evaluated
+        saved = state.load(start.checkpoint, now.weights, now.opt_state)
+        now, evaluated = TrainState(saved.params, saved.opt_state), saved.facts.evaluated
         recent.extend(saved.facts.recent)
         if resume.finished(config, start.step, recent):
             last = start.step
-    bridge.sync(params)  # the fleet's next version, whatever number the policy had when it was saved
+    bridge.sync(now.policy)  # the fleet's next version, whatever number the policy had when it was saved
     if evaluated < 0 or (last == start.step and evaluated != last):
         yield evaluate(config, bridge, task, codec, start.step)
         evaluated = start.step
 
     for step in range(start.step + 1, last + 1):
         watch = Stopwatch()
-        prompts = task.prompts(np.random.default_rng([config.seed, _PROMPTS, step]), config.grpo.prompts)
+        prompts = task.prompts(np.random.default_rng([config.seed, _PROMPTS, step]), algorithm.prompts)
         token_ids, sampling, version = codec.prompts(prompts), _sampling(config, step), bridge.version
         watch.lap("prepare")
 
@@ -88,8 +93,9 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
         require_version(completions, version)
         watch.lap("generate")
 
-        rewards = _rewards(task, codec, prompts, completions).reshape(len(prompts), config.grpo.group)
-        batch = grpo.make_batch(completions, grpo.advantages(rewards), config.grpo.max_tokens)
+        rewards = _rewards(task, codec, prompts, completions).reshape(len(prompts), algorithm.group)
+        batch = make_batch(completions, version=version, max_tokens=algorithm.max_tokens)
+        batch = prepare(batch, rewards, now.weights, model, algorithm, reference)
         watch.lap("reward")
 
         memory: dict[str, int] = {}
@@ -98,13 +104,13 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
             memory["training"] = _in_use(bridge.sleep())
             watch.lap("sleep")
 
-        params, opt_state, metrics = jax.block_until_ready(train_step(params, opt_state, batch))
+        now, metrics = jax.block_until_ready(train_step(now, batch))
         watch.lap("train")
 
         if config.take_turns:
             memory["syncing"] = _in_use(bridge.wake("weights"))
             watch.lap("wake")
-        report = bridge.sync(params)
+        report = bridge.sync(now.policy)
         watch.lap("sync")
         if config.take_turns:
             memory["woken"] = _in_use(bridge.wake())
@@ -117,7 +123,7 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
             reward=float(rewards.mean()),
             accuracy=accuracy,
             num_tokens=sum(len(c.token_ids) for c in completions),
-            metrics=grpo.Metrics(**{name: float(value) for name, value in metrics.items()}),
+            metrics=Metrics(**{name: float(value) for name, value in metrics.items()}),
             seconds=PhaseSeconds(**watch.laps),
             sync=report,
             memory=memory,
@@ -129,10 +135,10 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
             evaluated = step
         if config.save_every and (done or step % config.save_every == 0):
             facts = state.Facts(step, step, config.seed, bridge.version, recent=tuple(recent), evaluated=evaluated)
-            resume.save(config, run_dir, state.TrainState(params, opt_state, facts))
+            resume.save(config, run_dir, state.TrainState(now.weights, now.opt_state, facts))
         if done:
             break
-    yield _save(run_dir / "checkpoint", params, model, model_dir)
+    yield _save(run_dir / "checkpoint", now.policy, model, model_dir)
 
 
 def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step: int) -> Evaluation:
@@ -142,7 +148,7 @@ def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step
     version = bridge.version
 
     def accuracy(prompts: Sequence[str], temperature: float, n: int) -> float:
-        how = [SamplingParams(config.grpo.max_tokens, temperature, n=n, seed=_draw(sample_rng)) for _ in prompts]
+        how = [SamplingParams(config.algorithm.max_tokens, temperature, n=n, seed=_draw(sample_rng)) for _ in prompts]
         completions = bridge.generate(codec.prompts(prompts), how)
         require_version(completions, version)
         return float((_rewards(task, codec, prompts, completions) >= 1).mean())
@@ -151,7 +157,7 @@ def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step
     for split in get_args(Split):
         prompts = list(dict.fromkeys(task.prompts(prompt_rng, EVAL_PROMPTS, split)))  # a small split repeats itself
         if prompts:
-            found[split] = accuracy(prompts, config.grpo.temperature, EVAL_SAMPLES), accuracy(prompts, 0.0, 1)
+            found[split] = accuracy(prompts, config.algorithm.temperature, EVAL_SAMPLES), accuracy(prompts, 0.0, 1)
     return Evaluation(step, version, *found["train"], *found["heldout"])
 
 
@@ -179,7 +185,7 @@ def _starting_params(config: TrainConfig, model: ModelConfig, model_dir: Path) -
 
 def _sampling(config: TrainConfig, step: int) -> list[SamplingParams]:
     """One seed per prompt of the step: equal prompts in a step get samples of their own."""
-    rng, how = np.random.default_rng([config.seed, _SAMPLES, step]), config.grpo
+    rng, how = np.random.default_rng([config.seed, _SAMPLES, step]), config.algorithm
     return [SamplingParams(how.max_tokens, how.temperature, n=how.group, seed=_draw(rng)) for _ in range(how.prompts)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, get_args, get_origin, get_type_hints
 
 from slipstream.errors import ConfigError
-from slipstream.rl.grpo import Metrics
+from slipstream.rl.loss import Metrics
 from slipstream.types import SyncReport
 
 

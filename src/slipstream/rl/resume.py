@@ -87,8 +87,8 @@ def save(config: TrainConfig, run_dir: Path, now: state.TrainState) -> Path:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`grpo.group: then 8, now 16` for each setting that must not change and did. A setting that was not there then had its
-    default."""
+    """`algorithm.group: then 8, now 16` for each setting that must not change and did. A setting that was not there then had
+    its default."""
     before, after, defaults = _flat(then), _flat(now), _flat(dataclasses.asdict(TrainConfig()))
     found = []
     for key in {**before, **after}:

@@ -26,8 +26,7 @@ import jax
 import xxhash
 
 from slipstream.errors import CheckpointError, Unsupported
-from slipstream.model.decoder import Params
-from slipstream.rl.grpo import OptState
+from slipstream.rl.train_step import OptState
 
 FORMAT = 1
 KEEP = 2
@@ -61,7 +60,8 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    params: Params
+    params: Any
+    """A tree of arrays: the policy, or the policy and its critic."""
     opt_state: OptState
     facts: Facts
 
@@ -119,7 +119,7 @@ def read(directory: Path) -> tuple[Facts, dict[str, Any]]:
     return Facts(**facts | {"recent": tuple(facts["recent"])}), described["config"]
 
 
-def load(directory: Path, params: Params, opt_state: OptState) -> TrainState:
+def load(directory: Path, params: Any, opt_state: OptState) -> TrainState:
     """The state in a checkpoint, after every file's hash was found right.
 
     `params` and `opt_state` say how it is to lie in memory: arrays of the same shapes and dtypes, whose values do not
@@ -144,7 +144,7 @@ def load(directory: Path, params: Params, opt_state: OptState) -> TrainState:
 # --- what a checkpoint is made of -------------------------------------------------------------------------------------
 
 
-def _arrays(params: Params, opt_state: OptState) -> dict[str, Any]:
+def _arrays(params: Any, opt_state: OptState) -> dict[str, Any]:
     return {"params": params, "opt_state": opt_state}
 
 

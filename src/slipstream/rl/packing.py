@@ -1,0 +1,65 @@
+"""Several sequences in one row, so that short ones do not pay for the padding of long ones.
+
+Example: lengths 5, 3, 4 in rows of 8 become two rows, [5 and 3] and [4]. Segment numbers keep their attention apart,
+positions begin anew in each (`decoder.hidden_states`), and losses count by segment (`batch.sequence_sums`): logprobs and
+loss are those of the unpacked batch, up to the order of summation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slipstream.errors import ConfigError
+from slipstream.rl.batch import Batch
+
+
+def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Which sequences share a row: the longest first, each into the first row with room (first fit, decreasing)."""
+    if too_long := [i for i, length in enumerate(lengths) if length > capacity]:
+        raise ConfigError(
+            f"sequence {too_long[0]} has {lengths[too_long[0]]} tokens and does not fit into a row of {capacity}; make rows "
+            "at least as long as the longest prompt with its completion"
+        )
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, free in enumerate(room) if free >= lengths[index]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(capacity)
+        rows[row].append(index)
+        room[row] -= lengths[index]
+    return rows
+
+
+def pack(batch: Batch, lengths: Sequence[int], row_tokens: int, rows_multiple: int = 1) -> Batch:
+    """The batch in rows of `row_tokens` tokens. `lengths` are those of prompt and completion together, row by row.
+
+    The number of rows is a multiple of `rows_multiple` (micro-batches, devices); rows that nothing went into are masked.
+    It depends on the lengths, and a new one compiles a new program."""
+    if batch.segments is not None:
+        raise ConfigError("the batch is packed already")
+    if len(lengths) != len(batch.tokens):
+        raise ConfigError(f"the batch has {len(batch.tokens)} rows, got {len(lengths)} lengths")
+    rows = plan_rows(lengths, row_tokens)
+    num_rows = -(-len(rows) // rows_multiple) * rows_multiple
+    tokens = np.zeros((num_rows, row_tokens), np.int32)
+    segments, positions = np.zeros_like(tokens), np.zeros_like(tokens)
+    columns = {
+        name: np.zeros((num_rows, row_tokens - 1), value.dtype)
+        for name, value in batch._asdict().items()
+        if name != "tokens" and value is not None
+    }
+    for row, members in enumerate(rows):
+        start = 0
+        for number, index in enumerate(members, start=1):
+            length = lengths[index]
+            tokens[row, start : start + length] = batch.tokens[index, :length]
+            segments[row, start : start + length] = number
+            positions[row, start : start + length] = np.arange(length)
+            # One column fewer than tokens: the last one would speak of the next sequence's first token.
+            for name, column in columns.items():
+                column[row, start : start + length - 1] = getattr(batch, name)[index, : length - 1]
+            start += length
+    return batch._replace(tokens=tokens, segments=segments, positions=positions, **columns)
