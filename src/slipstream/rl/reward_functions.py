@@ -104,23 +104,24 @@ def judged(outcome: Returned | Raised) -> Judged | Problem:
         return Problem(f"raised {outcome.what}", fix, outcome.trace)
     value = outcome.value
     if not isinstance(value, Mapping):
-        found = _number(value)
+        found = number_from(value)
         return found if isinstance(found, Problem) else Judged(found)
     if not value or len(value) > MAX_PARTS or not all(isinstance(name, str) for name in value):
         return Problem(
-            f"returned the dict {_shown(value)}", f"a dict has 1 to {MAX_PARTS} numbers, by names that are text"
+            f"returned the dict {shown(value)}", f"a dict has 1 to {MAX_PARTS} numbers, by names that are text"
         )
     parts = {}
     for name, part in value.items():
-        found = _number(part)
+        found = number_from(part)
         if isinstance(found, Problem):
             return Problem(f"{found.what} for {name!r}", found.fix)
         parts[name] = found
     return Judged(math.fsum(parts.values()), parts)
 
 
-def _number(value: Any) -> float | Problem:
-    what = f"returned {_shown(value)} ({type(value).__name__})"
+def number_from(value: Any) -> float | Problem:
+    """A finite float, or why it is none."""
+    what = f"returned {shown(value)} ({type(value).__name__})"
     if value is None:
         return Problem(what, "return a number on every path; is a `return` missing?")
     if isinstance(value, bool):
@@ -136,7 +137,8 @@ def _number(value: Any) -> float | Problem:
     return number
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """For errors: a user's value, cut short."""
     try:
         return f"{value!r:.200}"
     except Exception:
