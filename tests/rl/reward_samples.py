@@ -1,6 +1,7 @@
 """Reward functions of every kind, for tests that run them here and in worker processes."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import re
@@ -106,6 +107,11 @@ def by_completion(prompt, completion):
             os.system("echo '{\"value\": 98.0}'")
             assert sys.stdin.read() == ""
             return 0.25
+        case "garble":
+            for fd in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.write(fd, b"[1, 2\n")
+            return 1.0
         case "pid":
             return os.getpid()
         case "count":

@@ -1,6 +1,7 @@
 """Reward functions, in this process and in worker processes: what they may do, and what becomes of those that fail."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import RewardConfig, load
-from slipstream.errors import ConfigError, DeadlineExceeded, RewardFailed, RewardTimeout
+from slipstream.errors import ConfigError, DeadlineExceeded, RequestError, RewardFailed, RewardTimeout
 from slipstream.rl.groups import survivors
-from slipstream.rl.reward_functions import RewardRequest, name_of, reward_from
+from slipstream.rl.reward_functions import Judged, RewardRequest, name_of, reward_from
+from slipstream.rl.reward_processes import _read
 from slipstream.rl.rewards import Rewarder, reward_requests
 from slipstream.rl.tokens import Codec, write_small_model
 from slipstream.types import Completion, VersionSpan
@@ -323,6 +325,34 @@ def test_requests_of_completions(tmp_path):
     made = Completion("x", 1, (1, 9), (*ids, 2), "", (), (), "stop", (VersionSpan(0, 0, 3),), prompt_index=1)
     (found,) = reward_requests(["a", "r12="], [made], codec, answer=lambda prompt: prompt[::-1])
     assert found == RewardRequest("r12=", "21", (1, 9), (*ids, 2), "stop", "=21r", 1, 1)
+
+
+def test_a_function_that_writes_into_the_workers_pipe_is_found_out(apart):
+    with pytest.raises(RewardFailed, match="no verdict"):
+        apart.score([request("garble")])
+    assert apart.score([request("3")]).values == (3.0,)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.dictionaries(st.sampled_from(["value", "parts", "what", "fix", "detail", "x"]), JSON))
+def test_whatever_a_worker_says_is_a_finite_reward_or_none(said):
+    found = _read(said)
+    if isinstance(found, Judged):
+        assert math.isfinite(found.value) and all(math.isfinite(part) for part in found.parts.values())
+    assert found is None or said.keys() <= {"value", "parts", "what", "fix", "detail"}
+
+
+def test_a_closed_rewarder_says_so(apart):
+    for workers in (HERE, APART):
+        with Rewarder(samples.length, workers=workers) as rewarder:
+            pass
+        with pytest.raises(RequestError, match="closed"):
+            rewarder.score([request()])
 
 
 _TRAINER = f"""

@@ -7,6 +7,7 @@ can be kept between calls. What the code does is told as data: an exception of i
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import threading
 import traceback
@@ -76,7 +77,7 @@ class Callbacks:
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            loop.call_soon_threadsafe(_wind_up, loop)
 
     def __enter__(self) -> Callbacks:
         return self
@@ -90,8 +91,14 @@ class Callbacks:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="slipstream-callbacks", daemon=True).start()
+                threading.Thread(target=_serve, args=(self._loop,), name="slipstream-callbacks", daemon=True).start()
             return self._loop
+
+
+@functools.cache
+def shared() -> Callbacks:
+    """For code that outlives a call: what an environment opened in one run is still on its loop in the next."""
+    return Callbacks()
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -107,6 +114,19 @@ def raised(error: BaseException) -> Raised:
     text = "".join(traceback.format_exception(type(error), error, trace)).strip()
     what = traceback.format_exception_only(error)[-1].strip()
     return Raised(what[:500], text if len(text) <= MAX_TRACE else f"…{text[-MAX_TRACE:]}")
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.call_soon, loop.stop)  # once they have heard of it
 
 
 def _run(work: Future[Outcome], function: Callable[..., Any], arguments: Any, named: Any) -> None:

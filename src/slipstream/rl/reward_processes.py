@@ -20,9 +20,9 @@ import signal
 import sys
 from typing import Any
 
-from slipstream.errors import ConfigError, DeadlineExceeded, RewardFailed
-from slipstream.rl.callbacks import Overdue
-from slipstream.rl.reward_functions import Judged, Problem, RewardRequest, Verdict
+from slipstream.errors import ConfigError, DeadlineExceeded, RequestError, RewardFailed
+from slipstream.rl.callbacks import Overdue, Returned
+from slipstream.rl.reward_functions import Judged, Problem, RewardRequest, Verdict, judged
 
 MAX_LINE = 8 << 20
 MAX_OUTPUT = 4000
@@ -42,6 +42,7 @@ class Worker:
     def __init__(self, function: str, start_timeout: float, memory_limit: int = 0) -> None:
         self._function, self._start_timeout, self._memory_limit = function, start_timeout, memory_limit
         self._process: asyncio.subprocess.Process | None = None
+        self._closed = False
         self._printed = bytearray()
         self._listening: asyncio.Task[None] | None = None
 
@@ -51,6 +52,8 @@ class Worker:
 
     async def start(self) -> None:
         """`ConfigError` if the process cannot find the function, `DeadlineExceeded` if it takes too long to look."""
+        if self._closed:
+            raise RequestError(f"the rewarder of {self._function!r} is closed; make another")
         about = {
             "function": self._function,
             "path": sys.path,
@@ -58,7 +61,7 @@ class Worker:
             "memory_limit": self._memory_limit,
         }
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _RUN, json.dumps(about)),
             stdin=pipe,
             stdout=pipe,
@@ -69,9 +72,9 @@ class Worker:
             env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
         )
         self._printed.clear()
-        self._listening = asyncio.create_task(self._listen(self._process))
+        self._listening = asyncio.create_task(self._listen(process))
         try:
-            said = await asyncio.wait_for(self._hear(), self._start_timeout)
+            said = await asyncio.wait_for(_hear(process), self._start_timeout)
         except TimeoutError:
             await self.kill()
             raise DeadlineExceeded(
@@ -100,8 +103,9 @@ class Worker:
             for _ in range(MAX_STARTS):
                 if self._process is None:
                     await self.start()
+                assert self._process is not None
                 try:
-                    said = await asyncio.wait_for(self._call(line), timeout)
+                    said = await asyncio.wait_for(_call(self._process, line), timeout)
                 except TimeoutError:
                     await self.kill()
                     return Overdue()
@@ -119,10 +123,12 @@ class Worker:
         process, self._process = self._process, None
         if process is None:
             return "was not there"
-        if patience:
-            await _reaped(process, patience)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            if patience:
+                await _reaped(process, patience)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         await _reaped(process, END_SECONDS)
         if self._listening is not None:
             await asyncio.wait([self._listening], timeout=0.2)
@@ -132,33 +138,14 @@ class Worker:
             transport.close()  # descriptors that a child of it may hold open
         return _ended(process.returncode)
 
-    async def _call(self, line: bytes) -> dict[str, Any]:
-        """What the worker answered; empty if it had died before; `{"died": true}` if it died of this call."""
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            self._process.stdin.write(line)
-            await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            return {}
-        if "began" not in await self._hear():
-            return {}
-        return await self._hear() or {"died": True}
-
-    async def _hear(self) -> dict[str, Any]:
-        """The worker's next line; empty if there is none to come."""
-        assert self._process is not None and self._process.stdout is not None
-        try:
-            said = json.loads(await self._process.stdout.readline() or b"{}")
-        except ValueError:
-            said = None
-        except ConnectionResetError:
-            return {}
-        return said if isinstance(said, dict) else {"nonsense": True}
+    async def close(self) -> None:
+        self._closed = True
+        await self.kill()
 
     async def _verdict(self, said: dict[str, Any]) -> Verdict:
-        if "value" in said or "what" in said:
-            with contextlib.suppress(TypeError):
-                return Judged(**said) if "value" in said else Problem(**said)
+        verdict = _read(said)
+        if verdict is not None:
+            return verdict
         ended = await self.kill(patience=1.0)
         if "died" not in said:
             fix = "the function must not write to pipes that are not its own"
@@ -178,6 +165,42 @@ class Worker:
         return self._printed.decode(errors="replace").strip()
 
 
+async def _call(process: asyncio.subprocess.Process, line: bytes) -> dict[str, Any]:
+    """What the worker answered; empty if it had died before; `{"died": true}` if it died of this call."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(line)
+        await process.stdin.drain()
+    except (BrokenPipeError, ConnectionResetError):
+        return {}
+    began = await _hear(process)
+    if "began" not in began:
+        return began
+    return await _hear(process) or {"died": True}
+
+
+async def _hear(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    """The worker's next line; empty if there is none to come."""
+    assert process.stdout is not None
+    try:
+        said = json.loads(await process.stdout.readline() or b"{}")
+    except (ValueError, RecursionError):
+        said = None
+    except ConnectionResetError:
+        return {}
+    return said if isinstance(said, dict) else {"nonsense": True}
+
+
+def _read(said: dict[str, Any]) -> Judged | Problem | None:
+    """None where it is neither."""
+    if said.keys() == {"value", "parts"} and isinstance(said["parts"], dict):
+        found = judged(Returned(said["parts"] or said["value"]))
+        return found if isinstance(found, Judged) else None
+    if said.keys() == {"what", "fix", "detail"} and all(isinstance(text, str) for text in said.values()):
+        return Problem(**said)
+    return None
+
+
 async def _reaped(process: asyncio.subprocess.Process, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), seconds)
@@ -187,7 +210,8 @@ def _ended(code: int | None) -> str:
     if code is None:
         return "could not be ended"
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        known = -code in [each.value for each in signal.Signals]
+        return f"ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"ended with exit code {code}"
 
 
@@ -212,4 +236,4 @@ class WorkerPool:
             self._idle.put_nowait(worker)
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.kill() for worker in self.workers))
+        await asyncio.gather(*(worker.close() for worker in self.workers))

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeAlias, get_args
 
 from slipstream import portal
 from slipstream.config import RewardConfig
-from slipstream.errors import ConfigError, RewardError, RewardFailed, RewardTimeout
+from slipstream.errors import ConfigError, RequestError, RewardError, RewardFailed, RewardTimeout
 from slipstream.rl.callbacks import Callbacks, Overdue
-from slipstream.rl.groups import OnError, survivors
+from slipstream.rl.groups import OnError, Rewards, settled
 from slipstream.rl.reward_functions import (
     Judged,
     Problem,
@@ -43,26 +43,6 @@ Functions: TypeAlias = (
     str | RewardFunction | Sequence[str | RewardFunction] | Mapping[str, float] | Mapping[RewardFunction, float]
 )
 """One function or several, by name or as they are; as a mapping, with their weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rewards:
-    """What a batch of completions is worth. Of 4 samples, the third of which failed:
-    `Rewards(kept=(0, 1, 3), values=(1.0, 0.0, 1.0), …, errors=(RewardFailed(…),))`."""
-
-    kept: tuple[int, ...]
-    """Positions, in the batch, of the samples that have a reward."""
-    values: tuple[float, ...]
-    """Of each sample kept: the weighted sum of its functions' rewards."""
-    parts: tuple[Mapping[str, float], ...]
-    """Of each sample kept: what each function gave, by its name, without weight; `name.part` for parts of a dict."""
-    errors: tuple[RewardError, ...]
-    num_requests: int
-
-    @property
-    def num_dropped(self) -> int:
-        """Samples left out: those that failed, and those whose group was left with too few."""
-        return self.num_requests - len(self.kept)
 
 
 def reward_requests(
@@ -127,6 +107,7 @@ class Rewarder:
             )
         self._on_error, self._timeout, self._callbacks = on_error, timeout, Callbacks()
         self._functions: list[_Weighted] = []
+        self._closed = False
         for function, weight in _weighted(functions):
             runner: Runner
             if workers:
@@ -165,6 +146,8 @@ class Rewarder:
         return await portal.arun(self._score(requests))
 
     async def _score(self, requests: Sequence[RewardRequest]) -> Rewards:
+        if self._closed:
+            raise RequestError("this rewarder is closed; make another")
         tasks = [asyncio.create_task(self._judge(request)) for request in requests]
         try:
             for done in asyncio.as_completed(tasks):
@@ -173,7 +156,8 @@ class Rewarder:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return _settled(requests, [task.result() for task in tasks], self._functions)
+        weights = {function.name: function.weight for function in self._functions}
+        return settled(requests, [task.result() for task in tasks], weights)
 
     async def _judge(self, request: RewardRequest) -> list[Judged] | RewardError:
         """What each function gave; the error of the first that failed, or that error raised."""
@@ -196,6 +180,7 @@ class Rewarder:
 
     def close(self) -> None:
         """Ends the worker processes. May be called twice."""
+        self._closed = True
         portal.run(self._close())
         self._callbacks.close()
 
@@ -253,29 +238,6 @@ def _weighted(functions: Functions) -> list[tuple[str | RewardFunction, float]]:
 def _label(function: RewardFunction) -> str:
     """For errors and parts: a function that runs here needs no name by which it could be imported."""
     return getattr(function, "__qualname__", None) or type(function).__qualname__
-
-
-def _settled(
-    requests: Sequence[RewardRequest], found: Sequence[list[Judged] | RewardError], functions: Sequence[_Weighted]
-) -> Rewards:
-    errors = [each for each in found if isinstance(each, RewardError)]
-    failed = {i for i, each in enumerate(found) if isinstance(each, RewardError)}
-    kept = survivors([r.prompt_index for r in requests], failed)
-    if errors and not kept:
-        raise type(errors[0])(f"of {len(requests)} samples none is left to train on; the first error: {errors[0]}")
-    values, parts = [], []
-    for i in kept:
-        given = found[i]
-        assert not isinstance(given, RewardError)
-        values.append(math.fsum(f.weight * verdict.value for f, verdict in zip(functions, given)))
-        parts.append({name: value for f, verdict in zip(functions, given) for name, value in _parts(f, verdict)})
-    return Rewards(kept, tuple(values), tuple(parts), tuple(errors), len(requests))
-
-
-def _parts(function: _Weighted, verdict: Judged) -> Iterator[tuple[str, float]]:
-    yield function.name, verdict.value
-    for name, value in verdict.parts.items():
-        yield f"{function.name}.{name}", value
 
 
 def _error(function: _Weighted, request: RewardRequest, verdict: Problem | Overdue, timeout: float) -> RewardError:

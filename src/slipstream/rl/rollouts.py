@@ -30,7 +30,8 @@ from slipstream.errors import (
     NotReady,
     SlipstreamError,
 )
-from slipstream.rl.callbacks import Callbacks, Overdue, Raised
+from slipstream.rl import callbacks
+from slipstream.rl.callbacks import Overdue, Raised
 from slipstream.rl.environments import NO_MARKERS, Environment, Markers, checked_step, observed
 from slipstream.rl.episodes import EndReason, Episode, Episodes, Turn
 from slipstream.rl.groups import OnError, survivors
@@ -134,18 +135,17 @@ class _Run:
 
     async def all(self, environments: Sequence[Environment]) -> Episodes:
         slots = asyncio.Semaphore(self.concurrency)
-        with Callbacks() as callbacks:
-            tasks = [
-                asyncio.create_task(self._one(_Seat(self, index, environment, callbacks), slots))
-                for index, environment in enumerate(environments)
-            ]
-            try:
-                for done in asyncio.as_completed(tasks):
-                    await done
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [
+            asyncio.create_task(self._one(_Seat(self, index, environment), slots))
+            for index, environment in enumerate(environments)
+        ]
+        try:
+            for done in asyncio.as_completed(tasks):
+                await done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         found = [task.result() for task in tasks]
         errors = tuple(each for each in found if isinstance(each, EpisodeError))
         failed = {index for index, each in enumerate(found) if isinstance(each, EpisodeError)}
@@ -168,8 +168,8 @@ class _Run:
 class _Seat:
     """One environment in a run."""
 
-    def __init__(self, run: _Run, index: int, environment: Environment, callbacks: Callbacks) -> None:
-        self._run, self._index, self._environment, self._callbacks = run, index, environment, callbacks
+    def __init__(self, run: _Run, index: int, environment: Environment) -> None:
+        self._run, self._index, self._environment = run, index, environment
         self._group = index // run.group
         self._seed = _mixed(run.seed, self._group)
         sampling = run.sampling
@@ -228,7 +228,7 @@ class _Seat:
         function: Callable[..., Any] | None = getattr(self._environment, method, None)
         if not callable(function):
             raise EnvironmentFailed(f"{where} is not there; an environment has reset(seed) and step(action)")
-        outcome = await self._callbacks.call(function, (argument,), timeout=seconds)
+        outcome = await callbacks.shared().call(function, (argument,), timeout=seconds)
         if isinstance(outcome, Overdue):
             raise EnvironmentTimeout(
                 f"{where} gave no answer within {seconds:g} s; raise step_timeout if it needs longer"
