@@ -101,6 +101,16 @@ def test_weighted_sums_and_parts(workers):
     )
 
 
+def test_sums_that_overflow_are_refused():
+    with (
+        Rewarder(lambda prompt, completion: {"a": 1e308, "b": 1e308}) as rewarder,
+        pytest.raises(RewardFailed, match="inf"),
+    ):
+        rewarder.score([request()])
+    with Rewarder({samples.length: 1e308}) as rewarder, pytest.raises(RewardFailed, match="weights"):
+        rewarder.score([request("abc")])
+
+
 @pytest.mark.parametrize("workers", [HERE, APART])
 def test_what_is_no_finite_number_is_refused_by_name(workers):
     with Rewarder(samples.odd, workers=workers, timeout=LONG, on_error="drop") as rewarder:

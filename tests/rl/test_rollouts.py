@@ -1,6 +1,8 @@
 """Multi-turn episodes with a real engine in this process: tokens that only grow, what is trained on, and what fails."""
 
 import asyncio
+import os
+import signal
 import threading
 import time
 
@@ -56,9 +58,9 @@ class Seen:
     def __getattr__(self, name):
         return getattr(self._bridge, name)
 
-    async def agenerate(self, prompts, sampling):
+    async def agenerate(self, prompts, sampling, **how):
         self.prompts += prompts
-        return await self._bridge.agenerate(prompts, sampling)
+        return await self._bridge.agenerate(prompts, sampling, **how)
 
     @property
     def stats(self):
@@ -305,6 +307,42 @@ def test_spans_follow_a_policy_that_changes_between_turns(model_dir, codec):
 
         (episode,) = run_episodes(bridge, codec, [Syncs()], SAMPLING).episodes
     assert [span.version for span in episode.spans] == [0, 1, 2] and episode.version == 0
+
+
+class Together(Echo):
+    """Begins when all have come, and does so again in its second turn, where one of them acts."""
+
+    def __init__(self, begin, second):
+        super().__init__()
+        self.begin, self.second = begin, second
+
+    def reset(self, seed):
+        self.begin.wait(60)
+        return super().reset(seed)
+
+    def step(self, action):
+        if len(self.actions) == 1:
+            self.second.wait(60)
+        return super().step(action)
+
+
+def test_an_episode_stays_with_its_engine_until_that_dies(model_dir, codec, tmp_path):
+    def play(bridge, act):
+        begin, second = threading.Barrier(8), threading.Barrier(8, action=act)
+        return run_episodes(bridge, codec, [Together(begin, second) for _ in range(8)], SAMPLING).episodes
+
+    with slipstream.launch(model_dir, engines=2, engine=ENGINE, run_dir=tmp_path / "run", start_timeout=200) as bridge:
+        bridge.sync(init_small(small_model(), 0))
+        calm = play(bridge, None)
+        assert [len({turn.engine for turn in e.turns}) for e in calm] == [1] * 8
+        victim = calm[0].turns[0].engine
+        (pid,) = [status.info.pid for status in bridge.status().engines if status.info.name == victim]
+        after = play(bridge, lambda: os.kill(pid, signal.SIGKILL))
+    assert [e.end for e in after] == ["done"] * 8
+    assert [e.token_ids for e in after] == [e.token_ids for e in calm]  # seeds go with the requests
+    for e in after:
+        first, second, third = (turn.engine for turn in e.turns)
+        assert first == second and third != victim
 
 
 def episode(group, *turns, length=10):

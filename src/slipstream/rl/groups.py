@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from slipstream.errors import RewardError
+from slipstream.errors import RewardError, RewardFailed
 from slipstream.rl.reward_functions import Judged, RewardRequest
 
 OnError: TypeAlias = Literal["raise", "drop"]
@@ -45,7 +45,9 @@ def settled(
     if errors and not kept:
         raise type(errors[0])(f"of {len(requests)} samples none is left to train on; the first error: {errors[0]}")
     given = [row for i in kept if not isinstance(row := found[i], RewardError)]
-    values = tuple(math.fsum(w * verdict.value for w, verdict in zip(weights.values(), row)) for row in given)
+    values = tuple(sum(w * verdict.value for w, verdict in zip(weights.values(), row)) for row in given)
+    if not all(map(math.isfinite, values)):
+        raise RewardFailed("a weighted sum of rewards is too large for a float; are the weights meant to be so large?")
     parts = tuple(dict(part for pair in zip(weights, row) for part in _parts(*pair)) for row in given)
     return Rewards(kept, values, parts, tuple(errors), len(requests))
 

@@ -116,7 +116,8 @@ def judged(outcome: Returned | Raised) -> Judged | Problem:
         if isinstance(found, Problem):
             return Problem(f"{found.what} for {name!r}", found.fix)
         parts[name] = found
-    return Judged(math.fsum(parts.values()), parts)
+    total = number_from(sum(parts.values()))
+    return total if isinstance(total, Problem) else Judged(total, parts)
 
 
 def number_from(value: Any) -> float | Problem:

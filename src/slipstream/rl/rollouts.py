@@ -6,11 +6,13 @@ The context of a turn is the token ids of the turn before, the ids that were sam
 new text, encoded alone. What exists is never tokenised again: the trainer trains on what the engine saw, and the engine's
 prefix cache has the KV cache of everything before, so that a turn costs its own tokens only.
 
-Every environment goes on as soon as its own turn is finished; engines batch whatever is under way."""
+Every environment goes on as soon as its own turn is finished; engines batch whatever is under way. Of several engines, an
+episode stays with the one that began it, unless that dies."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,12 +25,14 @@ from slipstream.bridge import Bridge
 from slipstream.errors import (
     ConfigError,
     DeadlineExceeded,
+    EngineLost,
     EnvironmentFailed,
     EnvironmentTimeout,
     EpisodeError,
     InvalidSampling,
     NotReady,
     SlipstreamError,
+    UnknownEngine,
 )
 from slipstream.rl import callbacks
 from slipstream.rl.callbacks import Overdue, Raised
@@ -189,7 +193,7 @@ class _Seat:
             )
         end: EndReason | None = None
         while end is None:
-            completion = await self._generate(tokens, len(turns))
+            completion = await self._generate(tokens, turns)
             (action,) = run.codec.decode([completion.token_ids])
             stepped = await self._call("step", action, turn=len(turns))
             text, reward, done = checked_step(stepped, f"{self._where(len(turns))}: step")
@@ -207,21 +211,24 @@ class _Seat:
                 tokens += more
         return Episode(self._index, self._group, self._seed, tokens, tuple(turns), end)
 
-    async def _generate(self, tokens: tuple[int, ...], turn: int) -> Completion:
-        room, how = self._run.max_length - len(tokens), self._sampling
+    async def _generate(self, tokens: tuple[int, ...], turns: Sequence[Turn]) -> Completion:
+        """On the engine of the turn before, whose cache has all of it; on any other if that one is gone."""
+        where, room, how = self._where(len(turns)), self._run.max_length - len(tokens), self._sampling
         if room < how.max_tokens:
             how = dataclasses.replace(how, max_tokens=room, min_tokens=min(how.min_tokens, room))
         try:
-            work = self._run.bridge.agenerate([tokens], how)
-            (completion,) = await asyncio.wait_for(work, self._run.turn_timeout)
+            async with asyncio.timeout(self._run.turn_timeout):
+                if turns:
+                    with contextlib.suppress(EngineLost, NotReady, UnknownEngine):
+                        return (await self._run.bridge.agenerate([tokens], how, engine=turns[-1].engine))[0]
+                return (await self._run.bridge.agenerate([tokens], how))[0]
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{self._where(turn)}: waited {self._run.turn_timeout:g} s for the policy's turn; raise turn_timeout, or "
-                "lower sampling.max_tokens"
+                f"{where}: waited {self._run.turn_timeout:g} s for the policy's turn; raise turn_timeout, or lower "
+                "sampling.max_tokens"
             ) from None
         except SlipstreamError as error:
-            raise type(error)(f"{self._where(turn)}: {error}") from None
-        return completion
+            raise type(error)(f"{where}: {error}") from None
 
     async def _call(self, method: str, argument: Any, turn: int = 0) -> Any:
         where, seconds = f"{self._where(turn)}: {method}", self._run.step_timeout
