@@ -404,6 +404,25 @@ class TrainConfig:
             raise ConfigError(f"target_accuracy is a share of right answers, at most 1; got {self.target_accuracy}")
 
 
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    """Reward functions of one's own, and how they are run (`rl/rewards.py`)."""
+
+    functions: dict[str, float] = field(default_factory=dict)
+    """Weights by name: `{"my_rewards:exact" = 1.0, "my_rewards:brevity" = 0.1}`. A completion's reward is the weighted sum."""
+    timeout: float = 30.0
+    """Seconds that one call may take."""
+    workers: int = 1
+    """Processes per function, so that a function that hangs or crashes takes nobody along; 0 runs it in the trainer's own."""
+    on_error: Literal["raise", "drop"] = "raise"
+    """`drop` leaves samples that could not be judged out of their group, and counts them."""
+    memory_limit: int = 0
+    """Most bytes of address space for a worker process; 0 sets no limit."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, timeout=1e-3, workers=0, memory_limit=0)
+
+
 def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T:
     """Builds `cls` from a TOML file (or its defaults) and `dotted.key=value` overrides, which win."""
     tree: dict[str, Any] = {}
@@ -459,6 +478,10 @@ def _fit(hint: Any, value: Any, path: str) -> Any:
         if value not in get_args(hint):
             raise ConfigError(f"{path} must be one of {', '.join(map(repr, get_args(hint)))}; got {value!r}")
         return value
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} is a table of names and values, got {value!r}")
+        return {key: _fit(get_args(hint)[1], each, f"{path}.{key}") for key, each in value.items()}
     if origin in (Union, types.UnionType):
         if value is None and type(None) in get_args(hint):
             return None

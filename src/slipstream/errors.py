@@ -31,7 +31,13 @@
     ├── DeadlineExceeded          a wait ran out of time; names what was waited for
     ├── Unauthorized              token missing or wrong
     ├── ProtocolMismatch          peers speak different protocol versions, or nonsense
-    └── EngineFailure             an engine failed inside; carries its traceback as text
+    ├── EngineFailure             an engine failed inside; carries its traceback as text
+    ├── RewardError               a completion could not be judged; it has no reward, which is not a reward of zero
+    │   ├── RewardFailed          the function raised, ended its process, or returned what is no finite number
+    │   └── RewardTimeout
+    └── EpisodeError              an episode could not be finished; names the environment and the turn
+        ├── EnvironmentFailed     it raised, or returned what it should not
+        └── EnvironmentTimeout
 
 An error crosses a process boundary as two strings, its class name and its message (`to_wire`, `from_wire`): the
 peer's name and, for `EngineFailure`, its traceback are part of the message. Nothing is ever pickled.
@@ -140,6 +146,24 @@ class ProtocolMismatch(SlipstreamError): ...
 
 
 class EngineFailure(SlipstreamError): ...
+
+
+class RewardError(SlipstreamError): ...
+
+
+class RewardFailed(RewardError): ...
+
+
+class RewardTimeout(RewardError): ...
+
+
+class EpisodeError(SlipstreamError): ...
+
+
+class EnvironmentFailed(EpisodeError): ...
+
+
+class EnvironmentTimeout(EpisodeError): ...
 
 
 def _tree(root: type[SlipstreamError]) -> dict[str, type[SlipstreamError]]:

@@ -1,0 +1,123 @@
+"""Multi-turn GRPO with a tool: the policy asks a calculator, reads what it says, and answers. On CPU, in one process.
+
+    python examples/tool_use.py [--steps 60] [--warmup 30]
+
+An episode of the small demo model, which cannot add:
+
+    environment   3+4=            the question
+    policy        3+4?            its call of the tool
+    environment   07;             what the tool says
+    policy        07              its answer
+
+A call that is no sum, or a wrong answer, earns nothing; the right answer earns 1, and a good call 0.2. Prints both as they
+rise, and an episode before and after."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import slipstream
+from slipstream.config import EngineConfig, GrpoConfig
+from slipstream.rl import grpo, supervised
+from slipstream.rl.environments import Observation
+from slipstream.rl.episodes import Episode, episode_advantages, episode_batch
+from slipstream.rl.rollouts import run_episodes
+from slipstream.rl.tasks import Split
+from slipstream.rl.tokens import EOS, Codec, init_small, write_small_model
+from slipstream.types import SamplingParams
+
+GROUP, GROUPS, MAX_LENGTH = 8, 8, 24
+CONFIG = GrpoConfig(prompts=GROUPS, group=GROUP, max_tokens=5)
+
+
+def question(seed: int) -> str:
+    left, right = np.random.default_rng(seed).integers(10, size=2)
+    return f"{left}+{right}"
+
+
+def calculate(call: str) -> str:
+    """`"3+4?"` gives `"07;"`; anything else is told so."""
+    found = re.fullmatch(r"(\d)\+(\d)\?", call)
+    return f"{int(found[1]) + int(found[2]):02d};" if found else "??;"
+
+
+class Calculator:
+    """Asks for a sum, answers one call of the tool, and judges the answer."""
+
+    def reset(self, seed: int) -> Observation:
+        self.asked, self.called = question(seed), False
+        return Observation(f"{self.asked}=")
+
+    def step(self, action: str) -> tuple[Observation, float, bool]:
+        if not self.called:
+            self.called = True
+            return Observation(calculate(action)), 0.2 * (action == f"{self.asked}?"), False
+        return Observation(""), float(f"{action};" == calculate(f"{self.asked}?")), True
+
+
+class Imitation:
+    """Both turns as a task for the supervised warm-up, so that there is a reward to climb."""
+
+    name = "calculator"
+
+    def prompts(self, rng: np.random.Generator, count: int, split: Split = "train") -> list[str]:
+        asked = [question(int(seed)) for seed in rng.integers(2**32, size=count)]
+        return [f"{q}=" if i % 2 else f"{q}={q}?{EOS}{calculate(f'{q}?')}" for i, q in enumerate(asked)]
+
+    def answer(self, prompt: str) -> str:
+        return prompt[-3:-1] if prompt.endswith(";") else f"{prompt[:-1]}?"
+
+    def reward(self, prompt: str, text: str) -> float:
+        return float(text == self.answer(prompt))
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """Trains, and returns the mean reward of each step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=30, help="supervised steps before RL")
+    options = parser.parse_args(arguments)
+    sampling, rewards = SamplingParams(max_tokens=CONFIG.max_tokens, seed=0), []
+    with tempfile.TemporaryDirectory() as directory:
+        model, codec = write_small_model(directory), Codec(Path(directory))
+        params = init_small(model, seed=0)
+        for warmed, _ in supervised.warm_up(params, model, Imitation(), codec, steps=options.warmup, seed=(0,)):
+            params = warmed
+        train_step, state = grpo.make_train_step(model, CONFIG), grpo.optimiser(CONFIG).init(params)
+
+        engine = EngineConfig(max_concurrency=16, max_model_len=MAX_LENGTH)
+        with slipstream.inprocess(directory, engine=engine) as bridge:
+            bridge.sync(params)
+            for step in range(1, options.steps + 1):
+                environments = [Calculator() for _ in range(GROUP * GROUPS)]
+                episodes = run_episodes(
+                    bridge, codec, environments, sampling, group=GROUP, max_turns=2, seed=step, step_timeout=10
+                ).episodes
+                batch = episode_batch(episodes, episode_advantages(episodes), MAX_LENGTH)
+                params, state, metrics = jax.block_until_ready(train_step(params, state, batch))
+                bridge.sync(params)
+                rewards.append(float(np.mean([e.reward for e in episodes])))
+                show(step, options.steps, episodes, rewards[-1], float(metrics["ratio"]))
+    return rewards
+
+
+def show(step: int, steps: int, episodes: Sequence[Episode], reward: float, ratio: float) -> None:
+    if step == 1 or step == steps or step % 10 == 0:
+        calls, answers = (np.mean([e.rewards[turn] > 0 for e in episodes]) for turn in (0, 1))
+        print(
+            f"step {step:3d}  reward {reward:.3f}  good calls {calls:.2f}  right answers {answers:.2f}  ratio {ratio:.5f}"
+        )
+    if step in (1, steps):
+        said = " → ".join(repr(turn.action) for turn in episodes[0].turns)
+        print(f"          {question(episodes[0].seed)}=  {said}  reward {episodes[0].reward:g}")
+
+
+if __name__ == "__main__":
+    main()
