@@ -24,17 +24,18 @@ import jax
 import numpy as np
 
 import slipstream
-from slipstream.config import EngineConfig, GrpoConfig
-from slipstream.rl import grpo, supervised
+from slipstream.config import AlgorithmConfig, EngineConfig
+from slipstream.rl import supervised
 from slipstream.rl.environments import Observation
 from slipstream.rl.episodes import Episode, episode_advantages, episode_batch
 from slipstream.rl.rollouts import run_episodes
 from slipstream.rl.tasks import Split
 from slipstream.rl.tokens import EOS, Codec, init_small, write_small_model
+from slipstream.rl.train_step import init_state, make_train_step
 from slipstream.types import SamplingParams
 
 GROUP, GROUPS, MAX_LENGTH = 8, 8, 24
-CONFIG = GrpoConfig(prompts=GROUPS, group=GROUP, max_tokens=5)
+CONFIG = AlgorithmConfig(prompts=GROUPS, group=GROUP, max_tokens=5)
 
 
 def question(seed: int) -> str:
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         params = init_small(model, seed=0)
         for warmed, _ in supervised.warm_up(params, model, Imitation(), codec, steps=options.warmup, seed=(0,)):
             params = warmed
-        train_step, state = grpo.make_train_step(model, CONFIG), grpo.optimiser(CONFIG).init(params)
+        train_step, state = make_train_step(model, CONFIG), init_state(params, model, CONFIG)
 
         engine = EngineConfig(max_concurrency=16, max_model_len=MAX_LENGTH)
         with slipstream.inprocess(directory, engine=engine) as bridge:
@@ -101,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
                     bridge, codec, environments, sampling, group=GROUP, max_turns=2, seed=step, step_timeout=10
                 ).episodes
                 batch = episode_batch(episodes, episode_advantages(episodes), MAX_LENGTH)
-                params, state, metrics = jax.block_until_ready(train_step(params, state, batch))
-                bridge.sync(params)
+                state, metrics = jax.block_until_ready(train_step(state, batch))
+                bridge.sync(state.policy)
                 rewards.append(float(np.mean([e.reward for e in episodes])))
                 show(step, options.steps, episodes, rewards[-1], float(metrics["ratio"]))
     return rewards

@@ -10,14 +10,13 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from slipstream.errors import EpisodeError
-from slipstream.rl.grpo import Batch, advantages
+from slipstream.rl import advantages as how
+from slipstream.rl.batch import LENGTH_STEP, Batch
 from slipstream.types import FinishReason, VersionSpan
 
 EndReason: TypeAlias = Literal["done", "max_turns", "too_long"]
 """`done`: the environment said so. `max_turns`: the policy had all its turns. `too_long`: what the environment said last
 would have left no room for an answer; it is not part of the episode."""
-
-_LENGTH_STEP = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +128,32 @@ def episode_advantages(episodes: Sequence[Episode]) -> np.ndarray:
     found = np.zeros(len(episodes), np.float32)
     for group in {episode.group for episode in episodes}:
         rows = [i for i, episode in enumerate(episodes) if episode.group == group]
-        found[rows] = advantages(np.array([[episodes[i].reward for i in rows]], np.float32))[0]
+        found[rows] = how.group(np.array([[episodes[i].reward for i in rows]], np.float32))[0]
     return found
 
 
-def episode_batch(episodes: Sequence[Episode], advantages: np.ndarray, max_length: int = 0, pad_id: int = 0) -> Batch:
-    """Arrays for GRPO: every sampled token of every turn is trained on, and nothing that the environment said.
+def episode_batch(
+    episodes: Sequence[Episode],
+    advantages: np.ndarray,
+    max_length: int = 0,
+    pad_id: int = 0,
+    version: int | None = None,
+) -> Batch:
+    """Every sampled token of every turn is trained on, and nothing that the environment said.
 
-    Rows are as long as the longest episode, or as `max_length`, so that steps share one program."""
+    Rows are as long as the longest episode, or as `max_length`, so that steps share one program. `version` is that of the
+    trainer's weights, for the tokens' ages; without it the newest that drew a token."""
     longest = max([max_length, *(len(episode.token_ids) for episode in episodes)])
-    length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+    length = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    now = max(span.version for episode in episodes for span in episode.spans) if version is None else version
     tokens = np.full((len(episodes), length), pad_id, np.int32)
-    mask = np.zeros((len(episodes), length - 1), np.float32)
-    logprobs = np.zeros((len(episodes), length - 1), np.float32)
+    mask, logprobs = (np.zeros((len(episodes), length - 1), np.float32) for _ in range(2))
+    ages = np.zeros((len(episodes), length - 1), np.int32)
     for row, episode in enumerate(episodes):
         count = len(episode.token_ids)
         tokens[row, :count] = episode.token_ids
         mask[row, : count - 1] = episode.sampled[1:]
         logprobs[row, : count - 1] = episode.logprobs[1:]
-    return Batch(tokens=tokens, mask=mask, logprobs=logprobs, advantages=advantages.astype(np.float32))
+        for span in episode.spans:
+            ages[row, span.start - 1 : span.stop - 1] = now - span.version
+    return Batch(tokens, mask, logprobs, advantages.astype(np.float32).reshape(-1, 1) * mask, ages)
