@@ -368,6 +368,25 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardConfig:
+    """Reward functions of one's own, and how they are run (`rl/rewards.py`)."""
+
+    functions: dict[str, float] = field(default_factory=dict)
+    """Weights by name: `{"my_rewards:exact" = 1.0, "my_rewards:brevity" = 0.1}`. A completion's reward is the weighted sum."""
+    timeout: float = 30.0
+    """Seconds that one call may take."""
+    workers: int = 1
+    """Processes per function, so that a function that hangs or crashes takes nobody along; 0 runs it in the trainer's own."""
+    on_error: Literal["raise", "drop"] = "raise"
+    """`drop` leaves samples that could not be judged out of their group, and counts them."""
+    memory_limit: int = 0
+    """Most bytes of address space for a worker process; 0 sets no limit."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, timeout=1e-3, workers=0, memory_limit=0)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig:
     """`slipstream train CONFIG`: everything about a run."""
 
@@ -390,37 +409,46 @@ class TrainConfig:
     seed: int = 0
     engines: int = 1
     """Engine processes; 0 generates in the trainer's own process."""
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
+    """`sync`: a step's completions are made by the weights of the step before it. `one_step_off`: engines generate the next
+    step's while the trainer trains, so that they are one version older. `async`: engines never wait, up to
+    `max_staleness`."""
+    max_staleness: int = 2
+    """For `async`: how many versions older than the trainer's the weights may be that made a token it learns from."""
+    late: Literal["renew", "deliver"] = "renew"
+    """What becomes of completions that are too old: made anew, or delivered with their age."""
+    generate_timeout: float = 600.0
+    """Seconds that a step's completions may take."""
+    patience: float = 60.0
+    """Seconds that engines or gateway may be gone: what dies is started again, and the run goes on. 0 ends it at once."""
+    diagnose_every: int = 10
+    """Steps from one diagnosis of the mismatch between the trainer's logprobs and the engines' to the next; 0 makes none."""
     take_turns: bool = False
     """Trainer and engines share the devices: engines sleep while the trainer trains, and give it their memory."""
     task: TaskConfig = field(default_factory=TaskConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_concurrency=256))
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Functions of one's own; without any, the task judges."""
+
+    @property
+    def bound(self) -> int:
+        """How many versions old a token may be."""
+        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
     def __post_init__(self) -> None:
+        _at_least(self, max_staleness=1, generate_timeout=1.0, patience=0.0, diagnose_every=0)
+        if self.take_turns and self.mode != "sync":
+            raise ConfigError(
+                f"take_turns lets engines sleep while the trainer trains, and mode {self.mode!r} does not"
+            )
+        if self.reward.functions and self.reward.on_error == "drop":
+            raise ConfigError('reward.on_error = "drop" is for batches of your own; a training run needs every reward')
         _at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
         _at_least(self, save_every=0, keep_checkpoints=1)
         if self.target_accuracy > 1:
             raise ConfigError(f"target_accuracy is a share of right answers, at most 1; got {self.target_accuracy}")
-
-
-@dataclass(frozen=True, slots=True)
-class RewardConfig:
-    """Reward functions of one's own, and how they are run (`rl/rewards.py`)."""
-
-    functions: dict[str, float] = field(default_factory=dict)
-    """Weights by name: `{"my_rewards:exact" = 1.0, "my_rewards:brevity" = 0.1}`. A completion's reward is the weighted sum."""
-    timeout: float = 30.0
-    """Seconds that one call may take."""
-    workers: int = 1
-    """Processes per function, so that a function that hangs or crashes takes nobody along; 0 runs it in the trainer's own."""
-    on_error: Literal["raise", "drop"] = "raise"
-    """`drop` leaves samples that could not be judged out of their group, and counts them."""
-    memory_limit: int = 0
-    """Most bytes of address space for a worker process; 0 sets no limit."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, timeout=1e-3, workers=0, memory_limit=0)
 
 
 def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T:

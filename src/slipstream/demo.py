@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -141,16 +140,10 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
 
 def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path) -> Bridge:
     if config.engines == 0:
-        return topology.inprocess(model_dir, engine=config.engine)
-    return topology.launch(model_dir, engines=config.engines, engine=config.engine, run_dir=_fleet_dir(run_dir))
-
-
-def _fleet_dir(run_dir: Path) -> Path:
-    """The run's own; for a fleet that is started again one below it, since the first one's gateway may just be ending."""
-    if not (run_dir / "gateway.json").exists():
-        return run_dir
-    numbered = (run_dir / f"fleet-{number}" for number in itertools.count(2))
-    return next(path for path in numbered if not path.exists())
+        return topology.inprocess(model_dir, engine=config.engine, run_dir=run_dir)
+    return topology.launch(
+        model_dir, engines=config.engines, engine=config.engine, run_dir=run_dir, keep_alive=config.patience > 0
+    )
 
 
 def _summary(outcome: Outcome) -> Table:

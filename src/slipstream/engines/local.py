@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.engines.base import Engine
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 
 
 class LocalFleet:
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._started = engine, time.monotonic()
+    def __init__(self, engine: Engine, journal: Path | None = None) -> None:
+        """`journal` is the file that rollouts are written down in; without one they live as long as this process."""
+        self._engine, self._started, self._journal = engine, time.monotonic(), journal
         self._num_completions = self._num_requests = 0
         self._begun: dict[str, Berths] = {}
         self._staged: dict[str, StageReport] = {}
@@ -93,7 +95,7 @@ class LocalFleet:
         return [convert.group_from_pb(convert.taken_to_pb(one)) for one in taken]
 
     def _run(self, bound: Bound) -> Rollouts:
-        """As in a gateway, with a journal that lives as long as this process."""
+        """As in a gateway."""
         from slipstream.gateway import convert
         from slipstream.gateway.journal import Journal
         from slipstream.gateway.rollouts import Rollouts
@@ -102,7 +104,7 @@ class LocalFleet:
             raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
         if self._rollouts is None:
             version = self._engine.describe().version
-            self._rollouts = Rollouts(Journal(), bound, version, self._samples, convert.error_bytes)
+            self._rollouts = Rollouts(Journal(self._journal), bound, version, self._samples, convert.error_bytes)
         elif self._rollouts.bound != bound:
             self._rollouts.rebind(bound)
         return self._rollouts

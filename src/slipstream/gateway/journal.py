@@ -219,8 +219,7 @@ class Journal:
     def take(self, numbers: Iterable[int], version: int) -> None:
         """These groups are the trainer's now, in this order."""
         with self._transaction():
-            (last,) = self._db.execute("SELECT coalesce(max(position), 0) FROM takes").fetchone()
-            for position, number in enumerate(numbers, last + 1):
+            for position, number in enumerate(numbers, self.last_position() + 1):
                 changed = self._db.execute(
                     "UPDATE groups SET state = 'taken' WHERE number = ? AND state IN ('finished', 'failed')", (number,)
                 )
@@ -231,6 +230,22 @@ class Journal:
                 ).fetchone()
                 self._db.execute("INSERT INTO takes VALUES (?, ?, ?, ?)", (position, number, version, version - oldest))
                 self._event("take", number, position, version=version)
+
+    def last_position(self) -> int:
+        base = int(self.fact("base") or 0)
+        (last,) = self._db.execute("SELECT coalesce(max(position), ?) FROM takes", (base,)).fetchone()
+        return int(last)
+
+    def count_from(self, position: int) -> None:
+        """A trainer goes on behind this position. A journal that is new counts from there: its own was lost."""
+        if position <= self.last_position():
+            return
+        if self.num_taken():
+            raise JournalError(
+                f"the trainer has taken up to position {position}, and this journal knows of {self.last_position()}: it is "
+                "older than the trainer's checkpoint, or of another run"
+            )
+        self.remember(base=str(position))
 
     def num_groups(self) -> int:
         (count,) = self._db.execute("SELECT count(*) FROM groups").fetchone()
@@ -310,7 +325,7 @@ def check(journal: Journal, max_staleness: int | None = None) -> list[str]:
     failed: set[int] = set()
     taken: dict[int, int] = {}
     serving = -1
-    states = journal.states()
+    base, states = int(journal.fact("base") or 0), journal.states()
     for kind, number, sample, attempt, version in journal.events():
         match kind:
             case "accept":
@@ -335,8 +350,8 @@ def check(journal: Journal, max_staleness: int | None = None) -> list[str]:
             case "take":
                 if number in taken:
                     wrong.append(f"group {number} was taken twice, at positions {taken[number]} and {sample}")
-                if sample != len(taken) + 1:
-                    wrong.append(f"position {sample} was given out after position {len(taken)}")
+                if sample != base + len(taken) + 1:
+                    wrong.append(f"position {sample} was given out after position {base + len(taken)}")
                 taken[number] = sample
                 wanted = states[number][1]
                 if number not in failed and sorted(samples.get(number, {})) != list(range(wanted)):

@@ -116,6 +116,7 @@ class Rollouts:
     async def take(self, after: int, count: int, timeout: float) -> list[Taken]:
         """`count` groups behind position `after`: those that were taken before, and then finished ones, the first accepted
         first. All of them, or `DeadlineExceeded` and none."""
+        self._journal.count_from(after)
         missing = count - len(self._journal.taken(after, count))
         if missing > 0:
             try:

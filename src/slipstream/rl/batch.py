@@ -51,12 +51,13 @@ class Batch(NamedTuple):
 def make_batch(
     completions: Sequence[Completion],
     *,
-    version: int,
+    version: int | Sequence[int],
     max_tokens: int,
     advantages: np.ndarray | None = None,
     pad_id: int = 0,
 ) -> Batch:
-    """Arrays from a step's completions (prompt-major), for a trainer whose weights are `version`.
+    """Arrays from a step's completions (prompt-major), for a trainer whose weights are `version`; one for each completion,
+    where they were taken at different times.
 
     `advantages` has one number per completion, in their order, whatever its shape; none are zeros. T depends on the
     longest prompt and on `max_tokens`, not on what was sampled, so that steps share one program."""
@@ -68,6 +69,9 @@ def make_batch(
         raise ConfigError(f"{num_rows} completions need as many advantages, got {len(worth)}")
     longest = max(len(c.prompt_token_ids) for c in completions) + max_tokens
     length = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    versions = [version] * num_rows if isinstance(version, int) else list(version)
+    if len(versions) != num_rows:
+        raise ConfigError(f"{num_rows} completions need as many versions, or one for all; got {len(versions)}")
     tokens = np.full((num_rows, length), pad_id, np.int32)
     mask, logprobs, spread = (np.zeros((num_rows, length - 1), np.float32) for _ in range(3))
     ages = np.zeros((num_rows, length - 1), np.int32)
@@ -80,7 +84,7 @@ def make_batch(
         mask[row, sampled] = 1
         logprobs[row, sampled] = completion.logprobs
         spread[row, sampled] = worth[row]
-        ages[row, sampled] = token_ages(completion, version)
+        ages[row, sampled] = token_ages(completion, versions[row])
     return Batch(tokens, mask, logprobs, spread, ages)
 
 

@@ -1,8 +1,11 @@
 """The training loop. One step is: prompts → completions → rewards → advantages → new weights → every engine has them.
 
-Strictly on-policy: each step's completions come from the weights that the step before it made, and that is checked on
-every token's version. Everything random derives from `config.seed` and the step's number, never from what ran before,
-so that two runs of one config make the same records, and so does one that was interrupted and gone on with."""
+How far engines may run ahead of the trainer is `config.mode`: not at all (`sync`), one step (`one_step_off`), or as far as
+`max_staleness` says (`async`). The loop is the same: it submits prompts early enough and takes what is finished; that nothing is
+older than it may be is the gateway's affair (`slipstream/rollouts.py`). Every token's version reaches the loss.
+
+Everything random derives from `config.seed` and the step's number, never from what ran before. In `sync` mode two runs of one
+config make the same records, and so does one that was interrupted and gone on with."""
 
 from __future__ import annotations
 
@@ -21,10 +24,14 @@ from slipstream.errors import VersionError
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
 from slipstream.observe.loggers import open_logs
+from slipstream.observe.mismatch import tokens_of
+from slipstream.observe.watch import Watch
 from slipstream.rl import resume, state, supervised
-from slipstream.rl.batch import make_batch
-from slipstream.rl.experience import prepare
+from slipstream.rl.batch import Batch, make_batch
+from slipstream.rl.experience import prepare, scorer
+from slipstream.rl.judge import judge_of
 from slipstream.rl.loss import Metrics
+from slipstream.rl.prompts import Prompts
 from slipstream.rl.records import (
     Evaluation,
     PhaseSeconds,
@@ -34,6 +41,7 @@ from slipstream.rl.records import (
     Stopwatch,
     WarmupRecord,
 )
+from slipstream.rl.steady import Steady
 from slipstream.rl.tasks import Split, Task, task_named
 from slipstream.rl.tokens import Codec, init_small
 from slipstream.rl.train_step import TrainState, init_state, make_train_step
@@ -43,7 +51,7 @@ EVAL_PROMPTS = 128
 EVAL_SAMPLES = 4
 
 # Streams of randomness, so that no two uses share numbers.
-_WARMUP, _PROMPTS, _SAMPLES, _EVAL_PROMPTS, _EVAL_SAMPLES = range(5)
+_WARMUP, _EVAL_PROMPTS, _EVAL_SAMPLES = 0, 3, 4  # 1 and 2 are those of rl/prompts.py
 
 
 def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -> Iterator[Record]:
@@ -61,84 +69,133 @@ def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -
 
 def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, start: resume.Start) -> Iterator[Record]:
     model, codec, task = ModelConfig.read(model_dir), Codec(model_dir), task_named(config.task)
+    algorithm, room = config.algorithm, _room(config, model)
     params = _starting_params(config, model, model_dir)
-    warmup_steps = 0 if start.checkpoint else config.warmup_steps
-    warm_up = supervised.warm_up(params, model, task, codec, steps=warmup_steps, seed=(config.seed, _WARMUP))
+    warm_up = supervised.warm_up(
+        params, model, task, codec, steps=_warmup_steps(config, start), seed=(config.seed, _WARMUP)
+    )
     for step, (warmed, loss) in enumerate(warm_up, start=1):
         params = warmed
-        yield WarmupRecord(step, loss)
+        if not start.checkpoint:
+            yield WarmupRecord(step, loss)
 
-    algorithm, reference = config.algorithm, params
-    train_step, now = make_train_step(model, algorithm), init_state(params, model, algorithm)
+    reference, train_step, now = params, make_train_step(model, algorithm), init_state(params, model, algorithm)
     recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
-    last, evaluated = config.steps, -1
+    last, evaluated, position = config.steps, -1, 0
     if start.checkpoint:
         saved = state.load(start.checkpoint, now.weights, now.opt_state)
-        now, evaluated = TrainState(saved.params, saved.opt_state), saved.facts.evaluated
+        now, evaluated, position = TrainState(saved.params, saved.opt_state), saved.facts.evaluated, saved.facts.journal
         recent.extend(saved.facts.recent)
         if resume.finished(config, start.step, recent):
             last = start.step
-    bridge.sync(now.policy)  # the fleet's next version, whatever number the policy had when it was saved
+    steady, prompts = Steady(bridge, config.patience), Prompts(config, task, codec, room)
+    rollouts = bridge.rollouts(
+        config.bound, algorithm.prompts, late=config.late, position=position, patience=config.patience
+    )
+    steady.sync(now.policy)  # the fleet's next version, whatever number the policy had when it was saved
     if evaluated < 0 or (last == start.step and evaluated != last):
-        yield evaluate(config, bridge, task, codec, start.step)
+        yield steady.run(lambda: evaluate(config, bridge, task, codec, start.step))
         evaluated = start.step
 
-    for step in range(start.step + 1, last + 1):
-        watch = Stopwatch()
-        prompts = task.prompts(np.random.default_rng([config.seed, _PROMPTS, step]), algorithm.prompts)
-        token_ids, sampling, version = codec.prompts(prompts), _sampling(config, step), bridge.version
-        watch.lap("prepare")
+    with judge_of(config, task, codec) as judge:
+        doctor = Watch(lambda: bridge.verify(now.policy), dtype=config.engine.dtype)
+        for step in range(start.step + 1, last + 1):
+            watch = Stopwatch()
+            # What the last run had submitted and not taken is known to the gateway; to submit it again changes nothing.
+            prompts.submit(rollouts, start.step + 1 - config.bound, min(step + config.bound, last))
+            watch.lap("prepare")
 
-        completions = bridge.generate(token_ids, sampling)
-        require_version(completions, version)
-        watch.lap("generate")
+            groups = steady.take(rollouts, config.generate_timeout)
+            completions = [completion for group in groups for completion in group.completions]
+            versions = [group.version for group in groups for _ in group.completions]
+            if not config.bound:
+                require_versions(completions, versions)
+            watch.lap("generate")
 
-        rewards = _rewards(task, codec, prompts, completions).reshape(len(prompts), algorithm.group)
-        batch = make_batch(completions, version=version, max_tokens=algorithm.max_tokens)
-        batch = prepare(batch, rewards, now.weights, model, algorithm, reference)
-        watch.lap("reward")
+            rewards = judge(groups, [prompts.text(group.id) for group in groups])
+            batch = make_batch(completions, version=versions, max_tokens=algorithm.max_tokens)
+            batch = prepare(batch, rewards, now.weights, model, algorithm, reference)
+            watch.lap("reward")
 
-        memory: dict[str, int] = {}
-        if config.take_turns:
-            memory["generating"] = _in_use(bridge.memory())
-            memory["training"] = _in_use(bridge.sleep())
-            watch.lap("sleep")
+            mismatch = ""
+            if config.diagnose_every and step % config.diagnose_every == 0:
+                mismatch = _diagnose(doctor, model, now.policy, batch, completions, versions)
+                watch.lap("diagnose")
 
-        now, metrics = jax.block_until_ready(train_step(now, batch))
-        watch.lap("train")
+            memory: dict[str, int] = {}
+            if config.take_turns:
+                memory["generating"] = _in_use(bridge.memory())
+                memory["training"] = _in_use(bridge.sleep())
+                watch.lap("sleep")
 
-        if config.take_turns:
-            memory["syncing"] = _in_use(bridge.wake("weights"))
-            watch.lap("wake")
-        report = bridge.sync(now.policy)
-        watch.lap("sync")
-        if config.take_turns:
-            memory["woken"] = _in_use(bridge.wake())
-            watch.lap("wake")
+            now, metrics = jax.block_until_ready(train_step(now, batch))
+            watch.lap("train")
 
-        accuracy = float((rewards >= 1).mean())
-        yield StepRecord(
-            step=step,
-            version=version,
-            reward=float(rewards.mean()),
-            accuracy=accuracy,
-            num_tokens=sum(len(c.token_ids) for c in completions),
-            metrics=Metrics(**{name: float(value) for name, value in metrics.items()}),
-            seconds=PhaseSeconds(**watch.laps),
-            sync=report,
-            memory=memory,
-        )
-        recent.append(accuracy)
-        done = resume.finished(config, step, recent)
-        if done or step % config.eval_every == 0:
-            yield evaluate(config, bridge, task, codec, step)
-            evaluated = step
-        if config.save_every and (done or step % config.save_every == 0):
-            facts = state.Facts(step, step, config.seed, bridge.version, recent=tuple(recent), evaluated=evaluated)
-            resume.save(config, run_dir, state.TrainState(now.weights, now.opt_state, facts))
-        if done:
-            break
+            if config.take_turns:
+                memory["syncing"] = _in_use(bridge.wake("weights"))
+                watch.lap("wake")
+            report = steady.sync(now.policy)
+            watch.lap("sync")
+            if config.take_turns:
+                memory["woken"] = _in_use(bridge.wake())
+                watch.lap("wake")
+
+            accuracy = float((rewards >= 1).mean())
+            yield StepRecord(
+                step=step,
+                version=max(versions),
+                reward=float(rewards.mean()),
+                accuracy=accuracy,
+                num_tokens=sum(len(c.token_ids) for c in completions),
+                metrics=Metrics(**{name: float(value) for name, value in metrics.items()}),
+                seconds=PhaseSeconds(**watch.laps),
+                sync=report,
+                staleness=_ages(batch),
+                mismatch=mismatch,
+                memory=memory,
+            )
+            recent.append(accuracy)
+            done = resume.finished(config, step, recent)
+            if done or step % config.eval_every == 0:
+                yield steady.run(lambda step=step: evaluate(config, bridge, task, codec, step))  # type: ignore[misc]
+                evaluated = step
+            if config.save_every and (done or step % config.save_every == 0):
+                facts = state.Facts(
+                    step, step, config.seed, bridge.version, rollouts.position, tuple(recent), evaluated
+                )
+                resume.save(config, run_dir, state.TrainState(now.weights, now.opt_state, facts))
+            if done:
+                break
     yield _save(run_dir / "checkpoint", now.policy, model, model_dir)
+
+
+def _room(config: TrainConfig, model: ModelConfig) -> int:
+    """Tokens that a prompt may have."""
+    length = config.engine.max_model_len or model.max_position_embeddings
+    return min(length, model.max_position_embeddings) - config.algorithm.max_tokens
+
+
+def _warmup_steps(config: TrainConfig, start: resume.Start) -> int:
+    """A run that goes on has its weights; the policy that KL pulls towards it has to make again."""
+    return config.warmup_steps if start.checkpoint is None or config.algorithm.kl.weight else 0
+
+
+def _ages(batch: Batch) -> dict[str, int]:
+    ages, counts = np.unique(np.asarray(batch.ages)[np.asarray(batch.mask) > 0], return_counts=True)
+    return {str(age): int(count) for age, count in zip(ages, counts)}
+
+
+def _diagnose(
+    doctor: Watch,
+    model: ModelConfig,
+    policy: decoder.Params,
+    batch: Batch,
+    completions: Sequence[Completion],
+    versions: Sequence[int],
+) -> str:
+    trainer = np.asarray(scorer(model, 1.0)(policy, batch))
+    found = tokens_of(completions, max(versions), trainer.shape[1])
+    return doctor.see(trainer, found.processed, found.raw, np.asarray(batch.ages), found.mask).sentence
 
 
 def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step: int) -> Evaluation:
@@ -150,7 +207,7 @@ def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step
     def accuracy(prompts: Sequence[str], temperature: float, n: int) -> float:
         how = [SamplingParams(config.algorithm.max_tokens, temperature, n=n, seed=_draw(sample_rng)) for _ in prompts]
         completions = bridge.generate(codec.prompts(prompts), how)
-        require_version(completions, version)
+        require_versions(completions, [version] * len(completions))
         return float((_rewards(task, codec, prompts, completions) >= 1).mean())
 
     found: dict[Split, tuple[float, float] | tuple[None, None]] = {"heldout": (None, None)}
@@ -161,9 +218,9 @@ def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step
     return Evaluation(step, version, *found["train"], *found["heldout"])
 
 
-def require_version(completions: Sequence[Completion], version: int) -> None:
-    """`VersionError` unless every token of every completion was produced by policy `version`."""
-    for completion in completions:
+def require_versions(completions: Sequence[Completion], versions: Sequence[int]) -> None:
+    """`VersionError` unless every token of each completion was produced by its policy version."""
+    for completion, version in zip(completions, versions, strict=True):
         found = sorted({span.version for span in completion.spans})
         if found != [version]:
             raise VersionError(
@@ -181,12 +238,6 @@ def _starting_params(config: TrainConfig, model: ModelConfig, model_dir: Path) -
     if checkpoint.has_weights(model_dir):
         return checkpoint.load(model_dir, model)
     return init_small(model, config.seed)
-
-
-def _sampling(config: TrainConfig, step: int) -> list[SamplingParams]:
-    """One seed per prompt of the step: equal prompts in a step get samples of their own."""
-    rng, how = np.random.default_rng([config.seed, _SAMPLES, step]), config.algorithm
-    return [SamplingParams(how.max_tokens, how.temperature, n=how.group, seed=_draw(rng)) for _ in range(how.prompts)]
 
 
 def _draw(rng: np.random.Generator) -> int:

@@ -43,10 +43,14 @@ class PhaseSeconds:
     """Putting engines to sleep before training."""
     wake: float = 0.0
     """Waking them again, before and after the sync."""
+    diagnose: float = 0.0
+    """Comparing the trainer's logprobs with the engines'."""
 
     @property
     def total(self) -> float:
-        return self.prepare + self.generate + self.reward + self.train + self.sync + self.sleep + self.wake
+        return (
+            self.prepare + self.generate + self.reward + self.train + self.sync + self.sleep + self.wake + self.diagnose
+        )
 
 
 class Stopwatch:
@@ -81,6 +85,10 @@ class StepRecord:
     seconds: PhaseSeconds
     sync: SyncReport
     """Of the update that ended the step."""
+    staleness: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Tokens by their age in versions: `{"0": 1200, "1": 300}`."""
+    mismatch: str = ""
+    """What explains the gap between the trainer's logprobs and the engines', in a sentence; empty where nobody looked."""
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     """Where trainer and engines take turns: bytes that engines held, at each point of the step."""
 

@@ -33,6 +33,9 @@ MAY_CHANGE = (
     "save_every",
     "keep_checkpoints",
     "logging",
+    "generate_timeout",
+    "patience",
+    "diagnose_every",
 )
 """Settings, or whole sections, that a run may be gone on with after a change: they say how long and how it is watched."""
 LOG = "metrics.jsonl"

@@ -90,14 +90,24 @@ def connect(
     return _bridge(address, token, timeout, max_message_bytes, transport, checksums, trainer)
 
 
-def inprocess(model: str | Path, *, engine: EngineConfig | None = None, transport: str | None = None) -> Bridge:
-    """An embedded engine inside this process: no gateway, no other process, same verbs."""
+def inprocess(
+    model: str | Path,
+    *,
+    engine: EngineConfig | None = None,
+    transport: str | None = None,
+    run_dir: str | Path | None = None,
+) -> Bridge:
+    """An embedded engine inside this process: no gateway, no other process, same verbs. The journal of `bridge.rollouts` is in
+    `run_dir`; without one it ends with the process."""
     from slipstream import portal
     from slipstream.engines.embedded.engine import EmbeddedEngine
     from slipstream.engines.local import LocalFleet
 
+    journal = Path(run_dir) / "journal.sqlite" if run_dir is not None else None
+
     async def start() -> LocalFleet:
-        return LocalFleet(EmbeddedEngine.from_directory(model, name="inprocess", options=engine or EngineConfig()))
+        held = EmbeddedEngine.from_directory(model, name="inprocess", options=engine or EngineConfig())
+        return LocalFleet(held, journal)
 
     return Bridge(portal.run(start()), transport)
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
 WATCH_SECONDS = 0.1
+ENDING_SECONDS = 5.0
 LOG_LINES = 30
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
 
@@ -47,16 +48,26 @@ class ProcessGroup:
         self.num_restarts = 0
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o700)
-        if (run_dir / "gateway.json").exists():
-            raise ConfigError(
-                f"{run_dir} belongs to another gateway (it has a gateway.json); choose another run directory"
-            )
+        self._wait_for_another()
         shm.sweep()
         atexit.register(self.close)
 
+    def _wait_for_another(self) -> None:
+        """A gateway whose trainer has died is just ending. One that was killed has left its files: the next takes them up."""
+        until = time.monotonic() + ENDING_SECONDS
+        while (pid := _gateway_pid(self.run_dir)) is not None and shm.started(pid):
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"{self.run_dir} belongs to another gateway (pid {pid}, by its gateway.json); choose another run directory"
+                )
+            time.sleep(0.05)
+        if pid is not None and not (self.run_dir / "journal.sqlite").exists():
+            (self.run_dir / "gateway.json").unlink(missing_ok=True)
+
     def start_gateway(self, config: GatewayConfig) -> None:
         self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config)])
-        self._wait(lambda: (self.run_dir / "gateway.json").exists(), "the gateway to listen")
+        pid = self._processes["gateway"].pid
+        self._wait(lambda: _gateway_pid(self.run_dir) == pid, "the gateway to listen")
 
     def start_engine(self, name: str, model: Path, config: EngineConfig, patience: float) -> None:
         self._mark(name).unlink(missing_ok=True)
@@ -138,6 +149,16 @@ class ProcessGroup:
         above, tail = lines[:-LOG_LINES], lines[-LOG_LINES:]
         causes = list(dict.fromkeys(line for line in above if _CAUSE.search(line)))[-3:]
         return "\n".join([*causes, *(["…"] if causes else []), *tail])
+
+
+def _gateway_pid(run_dir: Path) -> int | None:
+    """Of the gateway whose file is there; 0 if the file cannot be read, None if there is none."""
+    try:
+        return int(json.loads((run_dir / "gateway.json").read_text())["pid"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _options(config: GatewayConfig) -> list[str]:

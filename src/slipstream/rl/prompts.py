@@ -1,0 +1,80 @@
+"""Which prompts a step asks, under which ids and seeds: all of it follows from the config's seed and the step's number, never
+from what ran before. So whoever starts again asks the same."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.config import TrainConfig
+from slipstream.errors import ConfigError
+from slipstream.rl.tasks import Task
+from slipstream.rl.tokens import Codec
+from slipstream.rollouts import Rollouts
+from slipstream.types import SamplingParams
+
+KEPT_STEPS = 64
+"""Steps whose prompts are remembered; older ones are drawn again if need be."""
+
+PROMPTS, SAMPLES = 1, 2
+"""Streams of randomness."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The prompts of one step."""
+
+    ids: tuple[str, ...]
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    sampling: tuple[SamplingParams, ...]
+
+
+class Prompts:
+    def __init__(self, config: TrainConfig, task: Task, codec: Codec, max_prompt_tokens: int) -> None:
+        """`max_prompt_tokens` is what the model has room for, before it answers."""
+        self._config, self._task, self._codec, self._room = config, task, codec, max_prompt_tokens
+        self._known: OrderedDict[int, Asked] = OrderedDict()
+        self._submitted = 0
+
+    def of(self, step: int) -> Asked:
+        if step not in self._known:
+            self._known[step] = self._draw(step)
+            while len(self._known) > KEPT_STEPS:
+                self._known.popitem(last=False)
+        return self._known[step]
+
+    def text(self, id: str) -> str:
+        """Of a prompt that some step asks."""
+        step, _, index = id.partition("/")
+        return self.of(int(step)).texts[int(index)]
+
+    def submit(self, rollouts: Rollouts, first: int, last: int) -> None:
+        """Hands over the prompts of these steps, as far as that has not been done."""
+        for step in range(max(first, self._submitted + 1), last + 1):
+            asked = self.of(step)
+            rollouts.submit(asked.ids, asked.token_ids, asked.sampling)
+            self._submitted = step
+
+    def _draw(self, step: int) -> Asked:
+        seed, how = self._config.seed, self._config.algorithm
+        texts = self._task.prompts(np.random.default_rng([seed, PROMPTS, step]), how.prompts)
+        if len(texts) != how.prompts:
+            raise ConfigError(
+                f"task {self._task.name!r} gave {len(texts)} prompts where a step needs {how.prompts}; is its training split "
+                "empty? A smaller task.holdout leaves more"
+            )
+        token_ids = tuple(tuple(ids) for ids in self._codec.prompts(texts))
+        for text, ids in zip(texts, token_ids):
+            if len(ids) > self._room:
+                raise ConfigError(
+                    f"a prompt of step {step} has {len(ids)} tokens, and the model has room for {self._room} before "
+                    f"{how.max_tokens} more: {text!r:.80}; take a model with a longer context, or shorter prompts"
+                )
+        rng = np.random.default_rng([seed, SAMPLES, step])
+        sampling = tuple(
+            SamplingParams(how.max_tokens, how.temperature, n=how.group, seed=int(rng.integers(2**63))) for _ in texts
+        )
+        return Asked(tuple(f"{step}/{i}" for i in range(len(texts))), tuple(texts), token_ids, sampling)

@@ -1,0 +1,79 @@
+"""Going on when a process of the fleet dies: wait until it is back, bring it what it missed, try again. Not for ever."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from slipstream.bridge import Bridge
+from slipstream.errors import DeadlineExceeded, NotReady, PeerError, SlipstreamError, UpdateInProgress
+from slipstream.rollouts import Rollouts
+from slipstream.types import RolloutGroup, SyncReport
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+AGAIN_SECONDS = 0.2
+LOOK_SECONDS = 2.0
+"""Between two looks at the fleet, while nothing comes."""
+GONE = (PeerError, NotReady, UpdateInProgress)
+"""What may be over in a moment. `UpdateInProgress`: a gateway has not noticed yet that the trainer's old connection is gone."""
+
+
+class Steady:
+    """`patience` is how many seconds the fleet may be unable to go on; 0 raises at once."""
+
+    def __init__(self, bridge: Bridge, patience: float) -> None:
+        self._bridge, self._patience = bridge, patience
+        self._serving: Any = None
+        """The weights that the fleet serves."""
+
+    def sync(self, params: Any) -> SyncReport:
+        report = self._again(lambda: self._bridge.sync(params), heal=False)
+        self._serving = params
+        return report
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Something that may be done again from its beginning."""
+        return self._again(call, heal=True)
+
+    def take(self, rollouts: Rollouts, timeout: float) -> list[RolloutGroup]:
+        """The next groups. The first that has failed is raised: it is not a group without reward."""
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                wait = min(LOOK_SECONDS, max(0.1, until - time.monotonic()))
+                groups = self.run(lambda wait=wait: rollouts.take(timeout=wait))  # type: ignore[misc]
+                break
+            except DeadlineExceeded:
+                if time.monotonic() >= until:
+                    raise
+                self._heal()
+        for group in groups:
+            if group.error is not None:
+                raise type(group.error)(f"prompt {group.id}: {group.error}")
+        return groups
+
+    def _again(self, call: Callable[[], T], heal: bool) -> T:
+        until = time.monotonic() + self._patience
+        while True:
+            try:
+                return call()
+            except GONE as error:
+                if time.monotonic() >= until:
+                    raise
+                log.warning("%s; trying again", error)
+                time.sleep(AGAIN_SECONDS)
+            if heal:
+                self._heal()
+
+    def _heal(self) -> None:
+        """An engine that was started again has no weights, and nothing is sent to it before it has."""
+        try:
+            if self._serving is not None and (report := self._bridge.repair(self._serving)) is not None:
+                log.warning("brought version %d to %s", report.version, ", ".join(e.engine for e in report.engines))
+        except SlipstreamError as error:
+            log.info("not repaired yet: %s", error)
