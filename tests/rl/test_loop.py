@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import AlgorithmConfig, EngineConfig, KlConfig, TaskConfig, TrainConfig
-from slipstream.errors import InvalidPrompt, VersionError
+from slipstream.config import AlgorithmConfig, EngineConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
+from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, VersionError
+from slipstream.gateway.journal import Journal, check
 from slipstream.model import checkpoint
-from slipstream.rl.loop import _sampling, evaluate, require_version, train
+from slipstream.rl.loop import evaluate, require_versions, train
+from slipstream.rl.prompts import Prompts
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord
 from slipstream.rl.tasks import task_named
 from slipstream.rl.tokens import Codec, init_small, small_model, write_small_model
@@ -152,10 +155,10 @@ def test_tokens_of_another_version_are_refused():
     def completion(*spans):
         return Completion("r", 5, (1,), (1, 2), "", (), (), "stop", spans, "engine-7", prompt_index=2)
 
-    require_version([completion(VersionSpan(3, 0, 2))], 3)
+    require_versions([completion(VersionSpan(3, 0, 2))], [3])
     for spans in ((VersionSpan(2, 0, 2),), (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))):
         with pytest.raises(VersionError, match=r"version 3, but sample 5 of prompt 2 .* engine 'engine-7'"):
-            require_version([completion(VersionSpan(3, 0, 2)), completion(*spans)], 3)
+            require_versions([completion(VersionSpan(3, 0, 2)), completion(*spans)], [3, 3])
 
 
 def test_a_rollout_that_fails_ends_the_run_and_is_no_reward_of_zero(model_dir, tmp_path):
@@ -167,7 +170,106 @@ def test_a_rollout_that_fails_ends_the_run_and_is_no_reward_of_zero(model_dir, t
     assert {line["kind"] for line in lines} == {"WarmupRecord"}
 
 
-def test_equal_prompts_in_a_step_get_samples_of_their_own():
-    seeds = [[s.seed for s in _sampling(CONFIG, step)] for step in (1, 2)]
+def test_equal_prompts_in_a_step_get_samples_of_their_own(model_dir):
+    prompts = Prompts(CONFIG, task_named(CONFIG.task), Codec(model_dir), 12)
+    seeds = [[s.seed for s in prompts.of(step).sampling] for step in (1, 2)]
     assert len({*seeds[0], *seeds[1]}) == 2 * CONFIG.algorithm.prompts
-    assert _sampling(CONFIG, 1)[0] == SamplingParams(max_tokens=4, n=8, temperature=1.0, seed=seeds[0][0])
+    assert prompts.of(1).sampling[0] == SamplingParams(max_tokens=4, n=8, temperature=1.0, seed=seeds[0][0])
+    assert prompts.of(1).ids[:2] == ("1/0", "1/1") and prompts.text("2/3") == prompts.of(2).texts[3]
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("one_step_off", 1), ("async", 3)])
+def test_engines_run_ahead_as_far_as_they_may(mode, bound, model_dir, tmp_path):
+    config = dataclasses.replace(CONFIG, mode=mode, max_staleness=3, steps=12, eval_every=12, diagnose_every=6)
+    steps = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
+    assert [s.step for s in steps] == list(range(1, 13)) and [s.version for s in steps] == list(range(12))
+    ages = {int(age) for s in steps for age in s.staleness}
+    assert max(ages) <= bound and max(ages) >= 1
+    assert [bool(s.mismatch) for s in steps] == [s.step % 6 == 0 for s in steps]
+    assert all(sum(s.staleness.values()) == s.num_tokens for s in steps)
+
+
+def test_every_prompt_is_trained_on_once_in_any_mode(model_dir, tmp_path):
+    config = dataclasses.replace(CONFIG, mode="async", steps=8, eval_every=8)
+    with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
+        list(train(config, bridge, model_dir, tmp_path))
+    journal = Journal(tmp_path / "journal.sqlite")
+    taken = [t.id for t in journal.taken(0, 10_000)]
+    assert sorted(taken) == sorted(f"{step}/{i}" for step in range(1, 9) for i in range(16))
+    assert check(journal, config.max_staleness) == []
+
+
+# --- bad input ---
+
+
+def half(prompt, completion):
+    return 0.5
+
+
+def raises(prompt, completion):
+    raise ValueError("I do not like this one")
+
+
+def hangs(prompt, completion):
+    time.sleep(60)
+
+
+def nan(prompt, completion):
+    return float("nan")
+
+
+def with_reward(name, **settings):
+    functions = {f"tests.rl.test_loop:{name}": 1.0}
+    return dataclasses.replace(CONFIG, warmup_steps=1, steps=1, reward=RewardConfig(functions, **settings))
+
+
+def test_rewards_of_ones_own(model_dir, tmp_path):
+    (step,) = of_kind(StepRecord, records_of(with_reward("half"), model_dir, tmp_path))
+    assert step.reward == 0.5 and step.accuracy == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("raises", RewardFailed, "I do not like this one"),
+        ("hangs", RewardTimeout, "0.5 s"),
+        ("nan", RewardFailed, "nan"),
+    ],
+)
+def test_a_reward_that_fails_ends_the_run_and_is_no_zero(name, error, text, model_dir, tmp_path):
+    with pytest.raises(error, match=text):
+        records_of(with_reward(name, timeout=0.5 if name == "hangs" else 30.0), model_dir, tmp_path)
+    assert "StepRecord" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_reward_that_is_not_there_is_said_before_anything_runs(model_dir, tmp_path):
+    with pytest.raises(ConfigError, match=r"did you mean.*half"):
+        records_of(with_reward("hlaf"), model_dir, tmp_path)
+
+
+def test_prompts_that_are_too_long_and_tasks_without_any(model_dir):
+    task, codec = task_named(CONFIG.task), Codec(model_dir)
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, and the model has room for 2 before 4 more"):
+        Prompts(CONFIG, task, codec, 2).of(1)
+
+    class Empty:
+        name = "empty"
+
+        def prompts(self, rng, count, split="train"):
+            return []
+
+    with pytest.raises(ConfigError, match="task 'empty' gave 0 prompts where a step needs 16"):
+        Prompts(CONFIG, Empty(), codec, 99).of(1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"mode": "async", "take_turns": True}, "take_turns lets engines sleep"),
+        ({"max_staleness": 0}, "max_staleness must be at least 1"),
+        ({"reward": RewardConfig({"a:b": 1.0}, on_error="drop")}, "a training run needs every reward"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        dataclasses.replace(CONFIG, **settings)

@@ -165,15 +165,10 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def histograms(record: Record) -> dict[str, dict[float, int]]:
-    """`{"rollout/staleness": {0: 200, 1: 56}}`: how many samples were how many versions old, where a record says so, as
-    counts by age or as an age per sample."""
-    stale = getattr(record, "staleness", None)
-    if not stale:
+    """`{"rollout/staleness": {0: 200, 1: 56}}`: how many tokens were how many versions old."""
+    if not isinstance(record, StepRecord) or not record.staleness:
         return {}
-    counts: dict[float, int] = {}
-    for age, count in stale.items() if isinstance(stale, Mapping) else ((age, 1) for age in stale):
-        counts[float(age)] = counts.get(float(age), 0) + int(count)
-    return {"rollout/staleness": counts}
+    return {"rollout/staleness": {float(age): count for age, count in record.staleness.items()}}
 
 
 def step_of(record: Record) -> int:

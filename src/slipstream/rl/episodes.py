@@ -128,7 +128,8 @@ def episode_advantages(episodes: Sequence[Episode]) -> np.ndarray:
     found = np.zeros(len(episodes), np.float32)
     for group in {episode.group for episode in episodes}:
         rows = [i for i, episode in enumerate(episodes) if episode.group == group]
-        found[rows] = how.group(np.array([[episodes[i].reward for i in rows]], np.float32))[0]
+        if len(rows) > 1:  # one that is alone has nothing to be compared with
+            found[rows] = how.group(np.array([[episodes[i].reward for i in rows]], np.float32))[0]
     return found
 
 

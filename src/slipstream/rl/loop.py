@@ -1,8 +1,8 @@
 """The training loop. One step is: prompts → completions → rewards → advantages → new weights → every engine has them.
 
 How far engines may run ahead of the trainer is `config.mode`: not at all (`sync`), one step (`one_step_off`), or as far as
-`max_staleness` says (`async`). The loop is the same: it submits prompts early enough and takes what is finished; that nothing is
-older than it may be is the gateway's affair (`slipstream/rollouts.py`). Every token's version reaches the loss.
+`max_staleness` says (`async`). The loop is the same: it submits prompts early enough and takes what is finished; that nothing
+is older than it may be is the gateway's affair (`slipstream/rollouts.py`). Every token's version reaches the loss.
 
 Everything random derives from `config.seed` and the step's number, never from what ran before. In `sync` mode two runs of one
 config make the same records, and so does one that was interrupted and gone on with."""
