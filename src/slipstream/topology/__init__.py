@@ -49,13 +49,13 @@ def launch(
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
     group = ProcessGroup(directory, start_timeout)
     try:
+        if keep_alive:
+            group.keep_alive()
         group.start_gateway(gateway)
         for index in range(engines):
             patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
             group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig(), patience)
         group.wait_for_engines(engines)
-        if keep_alive:
-            group.keep_alive()
         address, token = read_run_dir(directory)
         return _bridge(
             address, token, timeout, gateway.max_message_bytes, transport, checksums, trainer, directory, group

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 ENDING_SECONDS = 5.0
+MAX_FAILURES = 3
+"""How often a process that ended by itself is started again."""
 LOG_LINES = 30
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
 
@@ -46,6 +49,8 @@ class ProcessGroup:
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.num_restarts = 0
+        self._keeps = self._is_up = False
+        self._failures: Counter[str] = Counter()
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o700)
         self._wait_for_another()
@@ -66,8 +71,7 @@ class ProcessGroup:
 
     def start_gateway(self, config: GatewayConfig) -> None:
         self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config)])
-        pid = self._processes["gateway"].pid
-        self._wait(lambda: _gateway_pid(self.run_dir) == pid, "the gateway to listen")
+        self._wait(lambda: _gateway_pid(self.run_dir) == self._processes["gateway"].pid, "the gateway to listen")
 
     def start_engine(self, name: str, model: Path, config: EngineConfig, patience: float) -> None:
         self._mark(name).unlink(missing_ok=True)
@@ -79,20 +83,30 @@ class ProcessGroup:
         """A registered engine leaves a mark in the run directory: no connection is needed to wait for it."""
         marks = [self._mark(name) for name in self._processes if name != "gateway"]
         self._wait(lambda: sum(m.exists() for m in marks) >= count, f"{count} engine(s) to register")
+        self._is_up = True
 
     def keep_alive(self) -> None:
         """From now on a process that dies is started again. An engine then has no weights, or old ones: `bridge.repair`. A
         gateway goes on under the same address, with what is in its journal."""
+        self._keeps = True
         threading.Thread(target=self._watch, name="slipstream-keeper", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._ending.wait(WATCH_SECONDS):
             with self._lock:
                 for name, process in list(self._processes.items()):
-                    if process.poll() is not None and not self._ending.is_set():
+                    code = process.poll()
+                    if code is not None and not self._ending.is_set() and self._may_restart(name, code):
                         self.num_restarts += 1
-                        log.warning("%s ended with exit code %s; starting it again", name, process.returncode)
+                        log.warning("%s ended with exit code %s; starting it again", name, code)
                         self._spawn(name)
+
+    def _may_restart(self, name: str, code: int) -> bool:
+        """One that was killed may always. One that ends by itself will do so again, unless it had worked for a while."""
+        if code < 0:
+            return True
+        self._failures[name] += 1
+        return self._is_up and self._failures[name] <= MAX_FAILURES
 
     def _mark(self, name: str) -> Path:
         return self.run_dir / f"{name}.ready"
@@ -132,8 +146,9 @@ class ProcessGroup:
 
     def _wait(self, done, what: str) -> None:  # type: ignore[no-untyped-def]
         while not done():
-            for name, process in self._processes.items():
-                if process.poll() is not None:
+            for name, process in list(self._processes.items()):
+                code = process.poll()
+                if code is not None and not (self._keeps and code < 0):  # one that was killed is started again
                     raise LaunchFailed(
                         f"{name} ended with exit code {process.returncode} while waiting for {what}; the end of "
                         f"{self.run_dir / name}.log:\n{self._log_tail(name)}"
