@@ -93,14 +93,14 @@ class Bridge:
         self,
         fleet: Fleet,
         transport: str | None = None,
-        on_close: Callable[[], None] | None = None,
         run_dir: str = "",
         checksums: bool = True,
         trainer_rank: int = 0,
     ) -> None:
         self.run_dir = run_dir
         """Where logs, address and token of a launched or joined gateway are; empty in-process."""
-        self._fleet, self._on_close = fleet, on_close
+        self._fleet = fleet
+        self._on_close: Callable[[], None] | None = None
         self._how = (transport, trainer_rank, checksums)
         self._publisher = Publisher(fleet, *self._how)
         self._known: tuple[tuple[EngineInfo, ...], int] | None = None
@@ -346,6 +346,10 @@ class Bridge:
 
     def status(self) -> FleetStatus:
         return portal.run(self._fleet.status())
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """What ends with the bridge."""
+        self._on_close = call
 
     def close(self) -> None:
         """Ends the connection, and the processes or engine that were started for this bridge. May be called twice."""

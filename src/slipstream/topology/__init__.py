@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 from slipstream.bridge import Bridge
 from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig, GatewayConfig
-from slipstream.errors import ConfigError, Unauthorized
+from slipstream.errors import ConfigError, GatewayLost, Unauthorized
 from slipstream.topology.local import ProcessGroup, new_run_dir
 
 SYNC_SECONDS = 120.0
@@ -56,10 +57,19 @@ def launch(
             patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
             group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig(), patience)
         group.wait_for_engines(engines)
-        address, token = read_run_dir(directory)
-        return _bridge(
-            address, token, timeout, gateway.max_message_bytes, transport, checksums, trainer, directory, group
-        )
+        until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
+        while True:
+            try:
+                address, token = read_run_dir(directory)
+                bridge = _bridge(
+                    address, token, timeout, gateway.max_message_bytes, transport, checksums, trainer, directory
+                )
+                bridge.on_close(group.close)
+                return bridge
+            except (GatewayLost, ConfigError):  # it has just died, and is being started again
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.1)
     except BaseException:
         group.close()
         raise
@@ -130,7 +140,6 @@ def _bridge(
     checksums: bool,
     trainer: tuple[int, int],
     run_dir: Path | None = None,
-    group: ProcessGroup | None = None,
 ) -> Bridge:
     from slipstream import portal
     from slipstream.gateway.client import GatewayFleet
@@ -139,4 +148,4 @@ def _bridge(
         return GatewayFleet(address, token, timeout, max_message_bytes, trainer)
 
     fleet = portal.run(join())
-    return Bridge(fleet, transport, group.close if group else None, str(run_dir or ""), checksums, trainer[0])
+    return Bridge(fleet, transport, str(run_dir or ""), checksums, trainer[0])
