@@ -167,7 +167,7 @@ class Bridge:
     def repair(self, params: Any) -> SyncReport | None:
         """Brings the version that the fleet serves to engines that do not have it, because they have missed an update, or have
         just started. `params` are that version's. None if every engine has it. Versions stay as they are: nothing that was
-        generated becomes older."""
+        generated becomes older. `NotReady` if the fleet serves none."""
         if not self._syncing.acquire(blocking=False):
             raise UpdateInProgress("another thread is in bridge.sync; one update at a time")
         try:
@@ -178,6 +178,8 @@ class Bridge:
     async def _repair(self, params: Any) -> SyncReport | None:
         engines, version = await self._fleet.refresh()
         self._known = None  # who was behind has other links than before
+        if version < 0:
+            raise NotReady("the fleet has no version to bring anyone up to; sync one")
         behind = tuple(engine for engine in engines if engine.version < version)
         if not behind:
             return None

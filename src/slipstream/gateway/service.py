@@ -164,7 +164,9 @@ class Service(GatewayServicer):
                     yield outcome
 
     def _on_commit(self, version: int) -> None:
-        if self._rollouts is not None:
+        if self._rollouts is None:
+            self._journal.synced(version)
+        else:
             self._rollouts.synced(version)
 
     async def close(self) -> None:

@@ -78,7 +78,9 @@ def open_run(config: TrainConfig, run_dir: Path) -> Iterator[Start]:
         if (run_dir / LOG).exists():
             write_records(run_dir / LOG, records)
         if start.checkpoint is None:
-            (run_dir / _RUN).write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+            part = run_dir / f".{_RUN}.part"
+            part.write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+            part.rename(run_dir / _RUN)  # a kill leaves the old one or the new one
         yield start
 
 

@@ -72,8 +72,17 @@ class Steady:
 
     def _heal(self) -> None:
         """An engine that was started again has no weights, and nothing is sent to it before it has."""
+        if self._serving is None:
+            return
         try:
-            if self._serving is not None and (report := self._bridge.repair(self._serving)) is not None:
+            report = self._repaired()
+            if report is not None:
                 log.warning("brought version %d to %s", report.version, ", ".join(e.engine for e in report.engines))
         except SlipstreamError as error:
             log.info("not repaired yet: %s", error)
+
+    def _repaired(self) -> SyncReport | None:
+        try:
+            return self._bridge.repair(self._serving)
+        except NotReady:  # gateway and engines have all been started again, before anything was worth writing down
+            return self._bridge.sync(self._serving)
