@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import RequestError, Unsupported
@@ -120,6 +120,7 @@ def test_order_layout_and_what_is_masked_do_not_matter(
 @settings(deadline=None)
 @given(seeds, st.lists(st.integers(1, 4), min_size=2, max_size=4, unique=True), st.floats(0.1, 1))
 def test_without_fresh_tokens_a_gap_that_does_not_grow_is_suspect(seed: int, ages: list[int], size: float) -> None:
+    assume(max(ages) >= 2 * min(ages))  # between ages 3 and 4 there is too little to grow to be sure
     assert diagnose(*step(seed, weights=2 * size, ages=tuple(ages), count=4000)).suspects_weights
     grown = diagnose(*step(seed, drift=0.05, ages=tuple(ages), count=4000), dtype="bfloat16")
     assert grown.cause == "staleness" and "weights" not in causes(grown)
