@@ -81,13 +81,15 @@ class Taken:
 
 
 class Journal:
-    """Used by one thread. Every method is a transaction: after a crash it has happened, or it has not."""
+    """Used by one thread at a time. Every method is a transaction: after a crash it has happened, or it has not."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Opens the file, or makes it; without one, the journal lives as long as this object."""
         self._path = path
         try:
-            self._db = sqlite3.connect(str(path) if path else ":memory:", isolation_level=None, timeout=10.0)
+            self._db = sqlite3.connect(
+                str(path) if path else ":memory:", isolation_level=None, timeout=10.0, check_same_thread=False
+            )
             self._db.execute("PRAGMA journal_mode = WAL")
             # What is written survives the process; a power failure may take the last moments.
             self._db.execute("PRAGMA synchronous = NORMAL")
