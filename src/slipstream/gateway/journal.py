@@ -183,6 +183,23 @@ class Journal:
             self._db.execute("UPDATE groups SET state = 'finished' WHERE number = ?", (group.number,))
             return int(first)
 
+    def finish(self, group: Group, samples: Mapping[int, tuple[bytes, int]]) -> int | None:
+        """All samples of a group at once, each with the version that made its oldest token. That of the group's oldest; None if
+        the attempt was given up meanwhile."""
+        with self._transaction():
+            if not self._is_current(group) or samples.keys() != set(range(group.num_samples)):
+                return None
+            number, attempt = group.number, group.attempt
+            self._db.execute("DELETE FROM samples WHERE number = ?", (number,))
+            rows = [(number, index, completion, oldest) for index, (completion, oldest) in sorted(samples.items())]
+            self._db.executemany("INSERT INTO samples VALUES (?, ?, ?, ?)", rows)
+            self._db.executemany(
+                "INSERT INTO events (kind, number, sample, attempt, version) VALUES ('sample', ?, ?, ?, ?)",
+                [(number, index, attempt, oldest) for _, index, _, oldest in rows],
+            )
+            self._db.execute("UPDATE groups SET state = 'finished' WHERE number = ?", (number,))
+            return min(oldest for *_, oldest in rows)
+
     def fail(self, group: Group, error: bytes) -> bool:
         """A typed error ends the group. Whether it does: not if it has ended, or begun anew."""
         with self._transaction():

@@ -179,23 +179,27 @@ class Rollouts:
         self._running[group.number] = asyncio.create_task(self._run(group))
 
     async def _run(self, group: Group) -> None:
+        samples: dict[int, tuple[bytes, int]] = {}
         try:
-            while not await self._attempt(group):
+            while not await self._attempt(group, samples):
                 await asyncio.sleep(AGAIN_SECONDS)
         finally:
             if self._running.get(group.number) is asyncio.current_task():
                 del self._running[group.number]
                 self._news.set()
 
-    async def _attempt(self, group: Group) -> bool:
-        """Whether the group has ended."""
+    async def _attempt(self, group: Group, samples: dict[int, tuple[bytes, int]]) -> bool:
+        """Whether the group has ended. `samples` are those that have come so far; they are written down together, since a
+        transaction for each would cost more than a small model's tokens do."""
         try:
             async with contextlib.aclosing(self._generate(group.request)) as outcomes:
                 async for outcome in outcomes:
                     if isinstance(outcome, Sample):
-                        oldest = self._journal.add(group, outcome.index, outcome.completion, outcome.oldest)
-                        if oldest is not None:
-                            self._end(group.number, oldest)
+                        samples.setdefault(outcome.index, (outcome.completion, outcome.oldest))
+                        if len(samples) == group.num_samples:
+                            oldest = self._journal.finish(group, samples)
+                            if oldest is not None:
+                                self._end(group.number, oldest)
                             return True
                     elif isinstance(outcome, Refused):
                         return self._fail(group, outcome.error)
