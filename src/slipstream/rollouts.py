@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
@@ -57,7 +58,7 @@ class Rollouts:
             )
         requests = [_request(id, prompt, how) for id, prompt, how in zip(ids, prompts, sampling)]
         parts = [requests[i : i + SUBMIT_PROMPTS] for i in range(0, len(requests), SUBMIT_PROMPTS)]
-        return sum(self._persist(lambda part=part: self._fleet.submit(self.bound, part)) for part in parts)  # type: ignore[misc]
+        return sum(self._persist(partial(self._fleet.submit, self.bound, part)) for part in parts)
 
     def take(self, count: int | None = None, timeout: float = 600.0) -> list[RolloutGroup]:
         """The next groups, `bound.batch` of them unless said otherwise, in the order in which they were submitted as far as
@@ -66,7 +67,7 @@ class Rollouts:
         if wanted < 1:
             raise RolloutError(f"{wanted} groups are asked for; take at least one")
         after = self.position
-        groups = self._persist(lambda: self._fleet.take(self.bound, after, wanted, timeout))
+        groups = self._persist(partial(self._fleet.take, self.bound, after, wanted, timeout))
         self.position = groups[-1].position
         return groups
 
@@ -81,7 +82,7 @@ class Rollouts:
             try:
                 return portal.run(run())
             except (GatewayLost, NotReady):
-                if time.monotonic() > until:
+                if time.monotonic() >= until:
                     raise
                 time.sleep(AGAIN_SECONDS)
 

@@ -285,8 +285,7 @@ known = {g.id: g for g in journal.waiting()}
 first = len(journal.states())
 for i in range(first, first + 10_000):
     for group in journal.accept({f"p{i}": (b"x" * 200, 2)}):
-        journal.add(group, 0, b"y" * 500, 0)
-        journal.add(group, 1, b"z" * 500, 0)
+        journal.finish(group, {0: (b"y" * 500, 0), 1: (b"z" * 500, 0)})
         journal.take([group.number], 0)
         print(group.number, flush=True)
 """
@@ -307,8 +306,7 @@ def test_a_writer_that_is_killed_leaves_a_journal_that_is_whole(tmp_path: Path) 
         states = journal.states()
         assert states[said][0] == "taken" and check(journal) == []  # what was said has happened
         for group in journal.waiting():  # what had begun can be brought to its end
-            for sample in range(2):
-                journal.add(group, sample, b"", 0)
+            assert journal.finish(group, {0: (b"", 0), 1: (b"", 0)}) == 0
         journal.take(journal.finished(), 0)
         assert check(journal) == [] and all(state == "taken" for state, _, _ in journal.states().values())
         journal.close()
@@ -318,7 +316,7 @@ def test_the_checker_sees_what_is_wrong() -> None:
     def broken(*events: tuple[str, int, int, int, int]) -> list[str]:
         journal = Journal()
         (group,) = journal.accept({"a": (b"", 1)})
-        journal.add(group, 0, b"", 3)
+        journal.finish(group, {0: (b"", 3)})
         journal.take([group.number], 3)
         for event in events:
             journal._event(*event)
@@ -332,7 +330,7 @@ def test_the_checker_sees_what_is_wrong() -> None:
     assert "went back" in broken(("sync", 0, -1, 0, 5), ("sync", 0, -1, 0, 4))[0]
     journal = Journal()
     (group,) = journal.accept({"a": (b"", 1)})
-    journal.add(group, 0, b"", 1)
+    journal.finish(group, {0: (b"", 1)})
     journal.take([group.number], 3)
     assert check(journal, 2) == [] and "older than 1" in check(journal, 1)[0]
 
@@ -340,13 +338,13 @@ def test_the_checker_sees_what_is_wrong() -> None:
 def test_samples_of_an_attempt_that_was_given_up_are_dropped() -> None:
     journal = Journal()
     (group,) = journal.accept({"a": (b"", 2)})
-    assert journal.add(group, 0, b"old", 0) is None
     renewed = journal.renew(group.number)
     assert renewed is not None and renewed.attempt == 1
-    assert journal.add(group, 1, b"old", 0) is None and journal.finished() == {}
-    assert journal.add(renewed, 0, b"new", 1) is None and journal.add(renewed, 0, b"twice", 1) is None
-    assert journal.add(renewed, 5, b"what?", 1) is None
-    assert journal.add(renewed, 1, b"new", 2) == 1
+    assert journal.finish(group, {0: (b"old", 0), 1: (b"old", 0)}) is None and journal.finished() == {}
+    assert journal.finish(renewed, {0: (b"new", 1)}) is None  # one is missing
+    assert journal.finish(renewed, {0: (b"new", 1), 5: (b"what?", 1)}) is None
+    assert journal.finish(renewed, {0: (b"new", 1), 1: (b"new", 2)}) == 1
+    assert journal.finish(renewed, {0: (b"twice", 1), 1: (b"twice", 1)}) is None and journal.finished() == {1: 1}
     journal.take([1], 2)
     assert journal.renew(1) is None and journal.taken(0, 9)[0].completions == (b"new", b"new")
     with pytest.raises(JournalError, match="group 1 cannot be taken"):
@@ -368,7 +366,7 @@ def test_what_is_no_journal_is_said(tmp_path: Path) -> None:
 def test_what_was_saved_elsewhere_can_be_forgotten() -> None:
     journal = Journal()
     for group in journal.accept(dict.fromkeys("abc", (b"", 1))):
-        journal.add(group, 0, b"data", 0)
+        journal.finish(group, {0: (b"data", 0)})
     journal.take([1, 2, 3], 0)
     journal.forget_before(2)
     assert [t.completions for t in journal.taken(0, 9)] == [(), (), (b"data",)] and check(journal) == []

@@ -385,6 +385,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
     worker, child = (int(pid) for pid in note.read_text().split())
     try:
         wait_until(lambda: not alive(worker))
+        assert not alive(worker)
     finally:
         if alive(child):
             os.kill(child, signal.SIGKILL)

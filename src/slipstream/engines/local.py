@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,8 @@ from slipstream.types import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.gateway.rollouts import Interrupted, Refused, Rollouts, Sample
+    from slipstream.gateway import slipstream_pb2 as pb
+    from slipstream.gateway.rollouts import Desk, Rollouts
     from slipstream.gateway.staleness import Bound
 
 
@@ -45,8 +44,7 @@ class LocalFleet:
         self._begun: dict[str, Berths] = {}
         self._staged: dict[str, StageReport] = {}
         self._committed: dict[str, CommitReport] = {}
-        self._rollouts: Rollouts | None = None
-        self._numbers = itertools.count(1)
+        self._desk: Desk | None = None
 
     async def status(self) -> FleetStatus:
         info, asleep = self._engine.describe(), await self._asleep()
@@ -96,28 +94,22 @@ class LocalFleet:
 
     def _run(self, bound: Bound) -> Rollouts:
         """As in a gateway."""
-        from slipstream.gateway import convert
-        from slipstream.gateway.journal import Journal
-        from slipstream.gateway.rollouts import Rollouts
-
-        if self._engine.describe().version < 0:
+        version = self._engine.describe().version
+        if version < 0:
             raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
-        if self._rollouts is None:
-            version = self._engine.describe().version
-            self._rollouts = Rollouts(Journal(self._journal), bound, version, self._samples, convert.error_bytes)
-        elif self._rollouts.bound != bound:
-            self._rollouts.rebind(bound)
-        return self._rollouts
+        if self._desk is None:
+            from slipstream.gateway.journal import Journal
+            from slipstream.gateway.rollouts import Desk
 
-    async def _samples(self, data: bytes) -> AsyncGenerator[Sample | Refused | Interrupted, None]:
+            self._desk = Desk(Journal(self._journal), self._send)
+        return self._desk.rollouts(bound, version)
+
+    async def _send(self, request: Request) -> AsyncGenerator[pb.Results, None]:
         from slipstream.gateway import convert
-        from slipstream.gateway.rollouts import outcomes
 
-        request = replace(convert.request_from_bytes(data), id=f"rollout-{next(self._numbers)}")
         async with contextlib.aclosing(self.generate([request])) as batches:
             async for batch in batches:
-                for outcome in outcomes(convert.results_to_pb(batch)):
-                    yield outcome
+                yield convert.results_to_pb(batch)
 
     async def pause(self, engine: str = "") -> None:
         self._check(engine)
@@ -159,14 +151,11 @@ class LocalFleet:
 
     async def commit(self, version: int, in_flight: InFlight) -> None:
         self._committed = {self._name: await self._engine.commit(version, in_flight)}
-        self._now_serves(version)
+        if self._desk is not None:
+            self._desk.synced(version)
 
     async def committed(self) -> dict[str, CommitReport]:
         return self._committed
-
-    def _now_serves(self, version: int) -> None:
-        if self._rollouts is not None:
-            self._rollouts.synced(version)
 
     async def swap(
         self,
@@ -189,8 +178,8 @@ class LocalFleet:
         await self._engine.rollback(version)
 
     async def close(self) -> None:
-        if self._rollouts is not None:
-            await self._rollouts.close()
+        if self._desk is not None:
+            await self._desk.close()
         await self._engine.close()
 
     @property

@@ -145,13 +145,6 @@ class Journal:
         )
         return [Group(*row) for row in rows]
 
-    def begun(self) -> dict[int, int]:
-        """Of those, the ones that have some of their samples: the version that made their oldest token."""
-        rows = self._db.execute(
-            "SELECT number, min(oldest) FROM samples JOIN groups USING (number) WHERE state = 'accepted' GROUP BY number"
-        )
-        return dict(rows.fetchall())
-
     def started(self, group: Group, version: int) -> None:
         self._event("start", group.number, attempt=group.attempt, version=version)
 
@@ -163,26 +156,6 @@ class Journal:
         )
         return dict(rows.fetchall())
 
-    def add(self, group: Group, sample: int, completion: bytes, oldest: int) -> int | None:
-        """A sample has come, whose oldest token a version has made. If the group is finished with it, that of the group's
-        oldest token. A sample that came before, or is of an attempt that was given up, changes nothing."""
-        with self._transaction():
-            if not self._is_current(group) or not 0 <= sample < group.num_samples:
-                return None
-            added = self._db.execute(
-                "INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)", (group.number, sample, completion, oldest)
-            )
-            if not added.rowcount:
-                return None
-            self._event("sample", group.number, sample, group.attempt, oldest)
-            count, first = self._db.execute(
-                "SELECT count(*), min(oldest) FROM samples WHERE number = ?", (group.number,)
-            ).fetchone()
-            if count < group.num_samples:
-                return None
-            self._db.execute("UPDATE groups SET state = 'finished' WHERE number = ?", (group.number,))
-            return int(first)
-
     def finish(self, group: Group, samples: Mapping[int, tuple[bytes, int]]) -> int | None:
         """All samples of a group at once, each with the version that made its oldest token. That of the group's oldest; None if
         the attempt was given up meanwhile."""
@@ -190,7 +163,6 @@ class Journal:
             if not self._is_current(group) or samples.keys() != set(range(group.num_samples)):
                 return None
             number, attempt = group.number, group.attempt
-            self._db.execute("DELETE FROM samples WHERE number = ?", (number,))
             rows = [(number, index, completion, oldest) for index, (completion, oldest) in sorted(samples.items())]
             self._db.executemany("INSERT INTO samples VALUES (?, ?, ?, ?)", rows)
             self._db.executemany(

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from slipstream.errors import DeadlineExceeded, EngineLost, NotReady, PeerError, RolloutError, SlipstreamError
@@ -21,6 +22,7 @@ from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.journal import Group, Journal, Taken
 from slipstream.gateway.staleness import Bound, Staleness
+from slipstream.types import Request
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +77,6 @@ class Rollouts:
         self._journal, self._generate, self._refusal = journal, generate, refusal
         self._staleness = Staleness(bound, version, journal.num_taken_at(version))
         self._queue: deque[Group] = deque(journal.waiting())
-        self._begun = journal.begun()
-        """Groups in the queue that a gateway before us has begun: the version of their oldest token."""
         self._running: dict[int, asyncio.Task[None]] = {}
         self._deaths: Counter[int] = Counter()
         self._finished: dict[int, int] = {}
@@ -168,11 +168,8 @@ class Rollouts:
     def _pump(self) -> None:
         while self._queue and self._staleness.room:
             group = self._queue.popleft()
-            self._staleness.start(group.number, self._begun.pop(group.number, None))
-            if group.number in self._staleness.too_old():
-                self._renew(group.number)
-            else:
-                self._start(group)
+            self._staleness.start(group.number)
+            self._start(group)
 
     def _start(self, group: Group) -> None:
         self._journal.started(group, self._staleness.version)
@@ -235,7 +232,44 @@ class Rollouts:
             self._start(group)
 
 
-def outcomes(results: pb.Results) -> Iterator[Sample | Refused | Interrupted]:
+class Desk:
+    """Where the rollouts of a run are asked for. `send` has a request generated, whoever can."""
+
+    def __init__(self, journal: Journal, send: Callable[[Request], AsyncGenerator[pb.Results, None]]) -> None:
+        self._journal, self._send = journal, send
+        self._rollouts: Rollouts | None = None
+        self._numbers = itertools.count(1)
+
+    def rollouts(self, bound: Bound, version: int) -> Rollouts:
+        """Begun, or gone on with, when they are first asked for. `version` is what the fleet serves."""
+        if self._rollouts is None:
+            self._rollouts = Rollouts(self._journal, bound, version, self._generate, convert.error_bytes)
+        elif self._rollouts.bound != bound:
+            self._rollouts.rebind(bound)
+        return self._rollouts
+
+    async def _generate(self, data: bytes) -> AsyncGenerator[Sample | Refused | Interrupted, None]:
+        # One that is begun anew is another to an engine.
+        request = replace(convert.request_from_bytes(data), id=f"rollout-{next(self._numbers)}")
+        async with contextlib.aclosing(self._send(request)) as batches:
+            async for results in batches:
+                for outcome in _outcomes(results):
+                    yield outcome
+
+    def synced(self, version: int) -> None:
+        """The fleet serves a new version."""
+        if self._rollouts is None:
+            self._journal.synced(version)
+        else:
+            self._rollouts.synced(version)
+
+    async def close(self) -> None:
+        if self._rollouts is not None:
+            await self._rollouts.close()
+        self._journal.close()
+
+
+def _outcomes(results: pb.Results) -> Iterator[Sample | Refused | Interrupted]:
     """What an engine's answer means to a group."""
     for completion in results.completions:
         oldest = min(span.version for span in completion.spans)

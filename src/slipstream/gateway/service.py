@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -21,11 +19,11 @@ from slipstream.gateway.dispatch import Dispatch
 from slipstream.gateway.fanout import control
 from slipstream.gateway.journal import Journal
 from slipstream.gateway.registry import Registry
-from slipstream.gateway.rollouts import Interrupted, Refused, Rollouts, Sample, by_id, outcomes
+from slipstream.gateway.rollouts import Desk, Rollouts, by_id
 from slipstream.gateway.slipstream_pb2_grpc import GatewayServicer
 from slipstream.gateway.trainers import MAX_STEP_SECONDS, TrainerGroup
 from slipstream.gateway.updates import FleetUpdate
-from slipstream.types import FleetStatus
+from slipstream.types import FleetStatus, Request
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +39,14 @@ class Service(GatewayServicer):
     def __init__(self, lease_seconds: float, journal: Path | None = None) -> None:
         """`journal` is the file that rollouts are written down in; without one they live as long as the gateway."""
         self._registry = Registry(lease_seconds)
-        self._journal = Journal(journal)
-        self._rollouts: Rollouts | None = None
-        if self._journal.num_groups():
+        written = Journal(journal)
+        self._desk = Desk(written, self._send)
+        if written.num_groups():
             # A gateway before us died in the midst of a run: what engines hold is judged by what it committed.
-            self._registry.version = int(self._journal.fact("version") or -1)
+            self._registry.version = int(written.fact("version") or -1)
         self._links: dict[str, EngineLink] = {}
         self._trainers: TrainerGroup | None = None
         self._num_completions = 0
-        self._numbers = itertools.count(1)
         self._started = time.monotonic()
 
     async def watch_leases(self) -> None:
@@ -114,7 +111,7 @@ class Service(GatewayServicer):
 
     def _join(self, rank: int, world: int, peer: str) -> TrainerGroup:
         if self._trainers is None:
-            self._trainers = TrainerGroup(FleetUpdate(self._registry, self._links, self._on_commit), world, peer)
+            self._trainers = TrainerGroup(FleetUpdate(self._registry, self._links, self._desk.synced), world, peer)
         if self._trainers.world != world or not self._trainers.join(rank):
             raise UpdateInProgress(
                 f"another trainer ({self._trainers.peer}, {self._trainers.world} process(es)) holds this fleet's updates; "
@@ -144,35 +141,18 @@ class Service(GatewayServicer):
         wanted = convert.bound_from_pb(bound)
         if self._registry.version < 0:
             raise self._registry.why_not_ready()
-        if self._rollouts is None:
-            self._rollouts = Rollouts(
-                self._journal, wanted, self._registry.version, self._generate, convert.error_bytes
-            )
-        elif self._rollouts.bound != wanted:
-            self._rollouts.rebind(wanted)
-        return self._rollouts
+        return self._desk.rollouts(wanted, self._registry.version)
 
-    async def _generate(self, data: bytes) -> AsyncGenerator[Sample | Refused | Interrupted, None]:
-        """A request of the journal's, on whichever engines there are."""
-        # One that is begun anew is another to an engine.
-        request = replace(convert.request_from_bytes(data), id=f"rollout-{next(self._numbers)}")
+    async def _send(self, request: Request) -> AsyncGenerator[pb.Results, None]:
+        """On whichever engines there are."""
         dispatch = Dispatch(self._registry, self._links)
         async with contextlib.aclosing(dispatch.run([request])) as batches:
             async for results in batches:
                 self._num_completions += len(results.completions)
-                for outcome in outcomes(results):
-                    yield outcome
-
-    def _on_commit(self, version: int) -> None:
-        if self._rollouts is None:
-            self._journal.synced(version)
-        else:
-            self._rollouts.synced(version)
+                yield results
 
     async def close(self) -> None:
-        if self._rollouts is not None:
-            await self._rollouts.close()
-        self._journal.close()
+        await self._desk.close()
 
     # --- engines ---
 

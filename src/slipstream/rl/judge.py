@@ -23,33 +23,30 @@ Judge: TypeAlias = Callable[[Sequence[RolloutGroup], Sequence[str]], np.ndarray]
 @contextmanager
 def judge_of(config: TrainConfig, task: Task, codec: Codec) -> Iterator[Judge]:
     if not config.reward.functions:
-        yield lambda groups, prompts: _by_task(task, codec, groups, prompts)
+        yield lambda groups, prompts: by_task(task, codec, prompts, _rows(groups)).reshape(len(groups), -1)
         return
     with Rewarder.from_config(config.reward) as rewarder:
 
         def judge(groups: Sequence[RolloutGroup], prompts: Sequence[str]) -> np.ndarray:
-            rows = [replace(c, prompt_index=i) for i, group in enumerate(groups) for c in group.completions]
-            found = rewarder.score(reward_requests(prompts, rows, codec, answer=task.answer))
+            found = rewarder.score(reward_requests(prompts, _rows(groups), codec, answer=task.answer))
             return np.array(found.values, np.float32).reshape(len(groups), -1)
 
         yield judge
 
 
-def _by_task(task: Task, codec: Codec, groups: Sequence[RolloutGroup], prompts: Sequence[str]) -> np.ndarray:
-    rewards = [
-        [task.reward(prompt, text) for text in _texts(codec, group.completions)]
-        for group, prompt in zip(groups, prompts, strict=True)
-    ]
-    found = np.array(rewards, np.float32)
+def by_task(task: Task, codec: Codec, prompts: Sequence[str], completions: Sequence[Completion]) -> np.ndarray:
+    """What the task itself gives to each completion, whose `prompt_index` says which prompt it answers."""
+    # Decoded here and not taken from `Completion.text`, which is empty where an engine has no tokenizer.
+    texts = codec.decode([c.token_ids for c in completions])
+    found = np.array([task.reward(prompts[c.prompt_index], text) for c, text in zip(completions, texts)], np.float32)
     if not np.isfinite(found).all():
-        group, sample = np.argwhere(~np.isfinite(found))[0]
+        wrong = int(np.flatnonzero(~np.isfinite(found))[0])
+        prompt, sample = prompts[completions[wrong].prompt_index], completions[wrong].sample_index
         raise RewardFailed(
-            f"task {task.name!r} gave {found[group, sample]} for sample {sample} of prompt {prompts[group]!r:.80}; a reward is "
-            "a finite number"
+            f"task {task.name!r} gave {found[wrong]} for sample {sample} of prompt {prompt!r:.80}; a reward is a finite number"
         )
     return found
 
 
-def _texts(codec: Codec, completions: Sequence[Completion]) -> list[str]:
-    # Decoded here and not taken from `Completion.text`, which is empty where an engine has no tokenizer.
-    return codec.decode([c.token_ids for c in completions])
+def _rows(groups: Sequence[RolloutGroup]) -> list[Completion]:
+    return [replace(c, prompt_index=index) for index, group in enumerate(groups) for c in group.completions]

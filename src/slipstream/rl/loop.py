@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -29,9 +30,9 @@ from slipstream.observe.watch import Watch
 from slipstream.rl import resume, state, supervised
 from slipstream.rl.batch import Batch, make_batch
 from slipstream.rl.experience import prepare, scorer
-from slipstream.rl.judge import judge_of
+from slipstream.rl.judge import by_task, judge_of
 from slipstream.rl.loss import Metrics
-from slipstream.rl.prompts import Prompts
+from slipstream.rl.prompts import EVAL_PROMPT_STREAM, EVAL_SAMPLE_STREAM, WARMUP_STREAM, Prompts
 from slipstream.rl.records import (
     Evaluation,
     PhaseSeconds,
@@ -49,9 +50,6 @@ from slipstream.types import Completion, MemoryReport, SamplingParams
 
 EVAL_PROMPTS = 128
 EVAL_SAMPLES = 4
-
-# Streams of randomness, so that no two uses share numbers.
-_WARMUP, _EVAL_PROMPTS, _EVAL_SAMPLES = 0, 3, 4  # 1 and 2 are those of rl/prompts.py
 
 
 def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -> Iterator[Record]:
@@ -72,7 +70,7 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
     algorithm, room = config.algorithm, _room(config, model)
     params = _starting_params(config, model, model_dir)
     warm_up = supervised.warm_up(
-        params, model, task, codec, steps=_warmup_steps(config, start), seed=(config.seed, _WARMUP)
+        params, model, task, codec, steps=_warmup_steps(config, start), seed=(config.seed, WARMUP_STREAM)
     )
     for step, (warmed, loss) in enumerate(warm_up, start=1):
         params = warmed
@@ -89,20 +87,20 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
         if resume.finished(config, start.step, recent):
             last = start.step
     steady, prompts = Steady(bridge, config.patience), Prompts(config, task, codec, room)
-    rollouts = bridge.rollouts(
-        config.bound, algorithm.prompts, late=config.late, position=position, patience=config.patience
-    )
+    # The patience is `steady`'s, which also mends what it waits for.
+    rollouts = bridge.rollouts(config.bound, algorithm.prompts, late=config.late, position=position, patience=0.0)
     steady.sync(now.policy)  # the fleet's next version, whatever number the policy had when it was saved
     if evaluated < 0 or (last == start.step and evaluated != last):
-        yield steady.run(lambda: evaluate(config, bridge, task, codec, start.step))
+        yield steady.run(partial(evaluate, config, bridge, task, codec, start.step))
         evaluated = start.step
 
+    first = start.step + 1 - config.bound
     with judge_of(config, task, codec) as judge:
         doctor = Watch(lambda: bridge.verify(now.policy), dtype=config.engine.dtype)
         for step in range(start.step + 1, last + 1):
             watch = Stopwatch()
             # What the last run had submitted and not taken is known to the gateway; to submit it again changes nothing.
-            prompts.submit(rollouts, start.step + 1 - config.bound, min(step + config.bound, last))
+            steady.run(partial(prompts.submit, rollouts, first, min(step + config.bound, last)))
             watch.lap("prepare")
 
             groups = steady.take(rollouts, config.generate_timeout)
@@ -157,7 +155,7 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
             recent.append(accuracy)
             done = resume.finished(config, step, recent)
             if done or step % config.eval_every == 0:
-                yield steady.run(lambda step=step: evaluate(config, bridge, task, codec, step))  # type: ignore[misc]
+                yield steady.run(partial(evaluate, config, bridge, task, codec, step))
                 evaluated = step
             if config.save_every and (done or step % config.save_every == 0):
                 facts = state.Facts(
@@ -200,15 +198,15 @@ def _diagnose(
 
 def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step: int) -> Evaluation:
     """Accuracy of the policy that serves now, always on the same prompts."""
-    prompt_rng = np.random.default_rng([config.seed, _EVAL_PROMPTS])
-    sample_rng = np.random.default_rng([config.seed, _EVAL_SAMPLES, step])
+    prompt_rng = np.random.default_rng([config.seed, EVAL_PROMPT_STREAM])
+    sample_rng = np.random.default_rng([config.seed, EVAL_SAMPLE_STREAM, step])
     version = bridge.version
 
     def accuracy(prompts: Sequence[str], temperature: float, n: int) -> float:
         how = [SamplingParams(config.algorithm.max_tokens, temperature, n=n, seed=_draw(sample_rng)) for _ in prompts]
         completions = bridge.generate(codec.prompts(prompts), how)
         require_versions(completions, [version] * len(completions))
-        return float((_rewards(task, codec, prompts, completions) >= 1).mean())
+        return float((by_task(task, codec, prompts, completions) >= 1).mean())
 
     found: dict[Split, tuple[float, float] | tuple[None, None]] = {"heldout": (None, None)}
     for split in get_args(Split):
@@ -242,12 +240,6 @@ def _starting_params(config: TrainConfig, model: ModelConfig, model_dir: Path) -
 
 def _draw(rng: np.random.Generator) -> int:
     return int(rng.integers(2**63))
-
-
-def _rewards(task: Task, codec: Codec, prompts: Sequence[str], completions: Sequence[Completion]) -> np.ndarray:
-    # Decoded here and not taken from `Completion.text`, which is empty where an engine has no tokenizer.
-    texts = codec.decode([c.token_ids for c in completions])
-    return np.array([task.reward(prompts[c.prompt_index], text) for c, text in zip(completions, texts)], np.float32)
 
 
 def _save(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:

@@ -18,8 +18,8 @@ from slipstream.types import SamplingParams
 KEPT_STEPS = 64
 """Steps whose prompts are remembered; older ones are drawn again if need be."""
 
-PROMPTS, SAMPLES = 1, 2
-"""Streams of randomness."""
+WARMUP_STREAM, PROMPT_STREAM, SAMPLE_STREAM, EVAL_PROMPT_STREAM, EVAL_SAMPLE_STREAM = range(5)
+"""Of randomness: no two uses share numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Prompts:
 
     def _draw(self, step: int) -> Asked:
         seed, how = self._config.seed, self._config.algorithm
-        texts = self._task.prompts(np.random.default_rng([seed, PROMPTS, step]), how.prompts)
+        texts = self._task.prompts(np.random.default_rng([seed, PROMPT_STREAM, step]), how.prompts)
         if len(texts) != how.prompts:
             raise ConfigError(
                 f"task {self._task.name!r} gave {len(texts)} prompts where a step needs {how.prompts}; is its training split "
@@ -73,7 +73,7 @@ class Prompts:
                     f"a prompt of step {step} has {len(ids)} tokens, and the model has room for {self._room} before "
                     f"{how.max_tokens} more: {text!r:.80}; take a model with a longer context, or shorter prompts"
                 )
-        rng = np.random.default_rng([seed, SAMPLES, step])
+        rng = np.random.default_rng([seed, SAMPLE_STREAM, step])
         sampling = tuple(
             SamplingParams(how.max_tokens, how.temperature, n=how.group, seed=int(rng.integers(2**63))) for _ in texts
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.bridge import Bridge
@@ -46,7 +47,7 @@ class Steady:
         while True:
             try:
                 wait = min(LOOK_SECONDS, max(0.1, until - time.monotonic()))
-                groups = self.run(lambda wait=wait: rollouts.take(timeout=wait))  # type: ignore[misc]
+                groups = self.run(partial(rollouts.take, timeout=wait))
                 break
             except DeadlineExceeded:
                 if time.monotonic() >= until:
