@@ -218,8 +218,9 @@ class Publisher:
     async def verify(self, params: Any, engines: Sequence[EngineInfo], draft: Any = None) -> VerifyReport:
         """Compares what the engines hold with `params`, tensor by tensor. Raises `Unsupported` if no engine can tell."""
         tensors = _named(params, draft)
+        sources = self._describe(tensors)
         for engine in engines:
-            self._plan(self._describe(tensors), engine, partial=False)  # a tree that does not fit is refused by name
+            self._plan(sources, engine, partial=False)  # a tree that does not fit is refused by name
         asked = [self._fleet.checksums(engine.name) for engine in engines]
         found: dict[str, Checksums] = {}
         cannot: list[Unchecked] = []
