@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_exported_is_staged_and_the_report_says_so(reader:
     sender = sender_to(reader, driver)
     for version, size in ((1, 5), (2, 5), (3, 50_000)):  # the last needs a larger buffer
         values = [np.random.default_rng(version + k).normal(size=size).astype(np.float32) for k in range(3)]
-        arrays = [jnp.asarray(v) for v in values]
+        arrays = [jax.block_until_ready(jnp.asarray(v)) for v in values]  # a sender takes them as they lie
         first = 3 * (version == 3)  # a piece has the same shape each time
         sender.send(version, {first + i: piece(a) for i, a in enumerate(arrays)})  # type: ignore[arg-type]
         reader.wait(version, range(first, first + 3))

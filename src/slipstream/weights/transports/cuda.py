@@ -89,6 +89,7 @@ class CudaSender:
         return "staged" if self._exports.is_staged else ""
 
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        """The pieces' arrays have been computed: the reader's stream knows nothing of JAX's."""
         if not pieces:
             return
         computed = {index: self._compute(index, piece) for index, piece in pieces.items() if piece.strides is None}
