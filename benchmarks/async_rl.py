@@ -5,9 +5,9 @@ with generations whose lengths have a long tail.
 
 A real trainer (GRPO on reversing digits) and a real engine in another process, each on a core of its own, as they would have a
 device of their own. Every prompt's samples run on to a length drawn from a long-tailed distribution (most are short, a few are
-thirty times as long), as answers of reasoning models do. All of their tokens go through the trainer, packed; learned from is
-what comes before the end-of-sequence token. Both modes take the same prompts with the same seeds, in blocks of steps in turn, so
-that a noisy machine slows both alike; the engine whose turn it is not is paused. The exit code is 0 whatever the verdict: a
+sixty times as long), as answers of reasoning models do. All of their tokens go through the trainer, packed; learned from is
+what comes before the end-of-sequence token. Both modes take the same prompts with the same seeds, in blocks of steps in turn,
+so that a noisy machine slows both alike; the engine whose turn it is not is paused. The exit code is 0 whatever the verdict: a
 benchmark reports."""
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ from slipstream.rl.tokens import Codec, init_small, write_small_model
 from slipstream.rl.train_step import init_state, make_train_step
 from slipstream.types import Completion, SamplingParams
 
-PROMPTS, GROUP, SHORTEST, LONGEST, ROW = 8, 8, 6, 192, 208
-ROWS_MULTIPLE = 8
+PROMPTS, GROUP, SHORTEST, LONGEST, ROW = 8, 4, 6, 384, 400
+SIGMA = 2.0
+"""Of the lengths' logarithm: half of them are the shortest, and the longest of eight is 150 tokens on average."""
+ROWS_MULTIPLE = 4
 """Rows of a packed batch are a multiple of this: few programs to compile."""
 SPEEDUP_TARGET = 1.8
 BLOCK, WARMUP_BLOCKS = 10, 2
@@ -119,8 +121,8 @@ def main() -> None:
 
 def move_to(core: int) -> None:
     """All threads of this process, and with them what they will start."""
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {core})
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
 
 
 def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) -> Iterator[None]:
@@ -180,7 +182,7 @@ def submit(rollouts: Any, step: int, task: Any, codec: Codec, texts: dict[str, s
     prompts = task.prompts(rng, PROMPTS)
     ids = [f"{step}/{i}" for i in range(PROMPTS)]
     texts.update(zip(ids, prompts))
-    lengths = np.clip(rng.lognormal(np.log(SHORTEST), 1.1, PROMPTS), SHORTEST, LONGEST).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(SHORTEST), SIGMA, PROMPTS), SHORTEST, LONGEST).astype(int)
     sampling = [
         SamplingParams(int(length), n=GROUP, seed=1000 * step + i, ignore_eos=True) for i, length in enumerate(lengths)
     ]
