@@ -33,9 +33,9 @@ import slipstream
 from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig
 from slipstream.model.config import ModelConfig
 from slipstream.rl import supervised
-from slipstream.rl.batch import make_batch
+from slipstream.rl.batch import Batch, make_batch
 from slipstream.rl.experience import prepare
-from slipstream.rl.packing import pack
+from slipstream.rl.packing import pack, plan_rows
 from slipstream.rl.records import Stopwatch
 from slipstream.rl.tasks import task_named
 from slipstream.rl.tokens import Codec, init_small, write_small_model
@@ -45,8 +45,8 @@ from slipstream.types import Completion, SamplingParams
 PROMPTS, GROUP, SHORTEST, LONGEST, ROW = 8, 4, 6, 384, 400
 SIGMA = 2.0
 """Of the lengths' logarithm: half of them are the shortest, and the longest of eight is 150 tokens on average."""
-ROWS_MULTIPLE = 4
-"""Rows of a packed batch are a multiple of this: few programs to compile."""
+ROWS = (4, 8, 16, 32)
+"""A packed batch has one of these numbers of rows; each has a program, compiled before the first step."""
 SPEEDUP_TARGET = 1.8
 BLOCK, WARMUP_BLOCKS = 10, 2
 EVAL_PROMPTS, EVAL_SAMPLES = 90, 4
@@ -133,6 +133,8 @@ def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) ->
     for warmed, _ in supervised.warm_up(params, model, task, codec, steps=warm_up, seed=(0,)):
         params = warmed
     train_step, state = make_train_step(model, config), init_state(params, model, config)
+    for rows in ROWS:
+        train_step(init_state(params, model, config), nothing(rows))
     rollouts = bridge.rollouts(loop.bound, PROMPTS)
     texts: dict[str, str] = {}
     bridge.sync(params)
@@ -153,7 +155,7 @@ def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) ->
         ends = np.array([len(row.prompt_token_ids) - 1 + len(answer) for row, answer in zip(rows, answers)])
         batch = batch._replace(mask=batch.mask * (np.arange(batch.mask.shape[1]) < ends[:, None]))
         batch = prepare(batch, np.array(rewards, np.float32).reshape(PROMPTS, GROUP), state.weights, model, config)
-        batch = pack(batch, [len(row.prompt_token_ids) + len(row.token_ids) for row in rows], ROW, ROWS_MULTIPLE)
+        batch = packed(batch, [len(row.prompt_token_ids) + len(row.token_ids) for row in rows])
         watch.lap("reward")
 
         state, _ = jax.block_until_ready(train_step(state, batch))
@@ -165,6 +167,18 @@ def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) ->
         loop.rewards.append(float(np.mean(rewards)))
         loop.ages.update(group.age for group in groups)
         yield
+
+
+def packed(batch: Batch, lengths: list[int]) -> Batch:
+    needed = len(plan_rows(lengths, ROW))
+    return pack(batch, lengths, ROW, rows_multiple=next(rows for rows in ROWS if rows >= needed))
+
+
+def nothing(rows: int) -> Batch:
+    """A packed batch that nothing is learned from."""
+    tokens, columns = np.zeros((rows, ROW), np.int32), np.zeros((rows, ROW - 1), np.float32)
+    ages = np.zeros((rows, ROW - 1), np.int32)
+    return Batch(tokens, columns, columns, columns, ages, segments=tokens, positions=tokens)
 
 
 def evaluate(bridge: Any, model_dir: Path) -> np.ndarray:
