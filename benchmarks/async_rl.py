@@ -30,9 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 import slipstream
-from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig
+from slipstream.config import EngineConfig
 from slipstream.rl import supervised
 from slipstream.rl.batch import make_batch
+from slipstream.rl.config import AlgorithmConfig, TaskConfig
 from slipstream.rl.experience import prepare
 from slipstream.rl.tasks import task_named
 from slipstream.rl.tokens import Codec, init_small, write_small_model

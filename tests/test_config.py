@@ -2,8 +2,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.config import EngineConfig, GatewayConfig, Recipe, TrainConfig, load
+from slipstream.config import EngineConfig, GatewayConfig, load
 from slipstream.errors import ConfigError
+from slipstream.rl.config import Recipe, TrainConfig
 
 
 def test_defaults_file_and_overrides(tmp_path):

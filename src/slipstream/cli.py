@@ -52,8 +52,9 @@ def train(
     ] = None,
 ) -> None:
     """Train as a TOML file says. Any setting can be changed: [b]slipstream train run.toml steps=50[/b]"""
-    from slipstream.config import TrainConfig, load
+    from slipstream.config import load
     from slipstream.demo import run_train
+    from slipstream.rl.config import TrainConfig
 
     raise typer.Exit(run_train(load(TrainConfig, config, overrides or [])))
 

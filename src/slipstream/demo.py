@@ -12,12 +12,13 @@ from rich.table import Table
 
 from slipstream import topology
 from slipstream.bridge import Bridge
-from slipstream.config import EngineConfig, TrainConfig, build
+from slipstream.config import EngineConfig, build
 from slipstream.errors import Unsupported
 from slipstream.observe import loggers
 from slipstream.observe.plot import write_curve
 from slipstream.observe.progress import training_display
 from slipstream.rl import resume
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import Evaluation, Record, Saved, StepRecord
 from slipstream.rl.tokens import write_small_model

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.config import AlgorithmConfig, KlConfig, OptimiserConfig, ValueConfig
 from slipstream.errors import ConfigError
 from slipstream.model import decoder
 from slipstream.rl import advantages, value
 from slipstream.rl.batch import make_batch
+from slipstream.rl.config import AlgorithmConfig, KlConfig, OptimiserConfig, ValueConfig
 from slipstream.rl.experience import outcome_advantages, prepare, scorer
 from slipstream.rl.train_step import Weights, init_state, make_train_step
 from tests.rl.batches import completion

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import AlgorithmConfig, EngineConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, VersionError
 from slipstream.gateway.journal import Journal, check
 from slipstream.model import checkpoint
+from slipstream.rl.config import AlgorithmConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
 from slipstream.rl.loop import evaluate, require_versions, train
 from slipstream.rl.prompts import Prompts
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import AlgorithmConfig, CorrectionConfig
 from slipstream.errors import ConfigError
 from slipstream.rl.batch import make_batch
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig
 from slipstream.rl.experience import scorer
 from slipstream.rl.loss import objective
 from slipstream.rl.packing import pack, plan_rows

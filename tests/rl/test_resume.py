@@ -15,10 +15,11 @@ from rich.console import Console
 
 import slipstream
 from slipstream import demo
-from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig, TrainConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model import checkpoint
 from slipstream.rl import resume, state
+from slipstream.rl.config import AlgorithmConfig, TaskConfig, TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord, read_records
 from slipstream.rl.tokens import write_small_model

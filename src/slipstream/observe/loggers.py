@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import LoggingConfig, TrainConfig
 from slipstream.errors import ConfigError, LogError
+from slipstream.rl.config import LoggingConfig, TrainConfig
 from slipstream.rl.records import Evaluation, Log, Record, StepRecord, WarmupRecord, json_lines
 
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slipstream.config import AlgorithmConfig
 from slipstream.errors import ConfigError
 from slipstream.model import decoder
 from slipstream.model.config import ModelConfig
 from slipstream.model.layers import Params
 from slipstream.rl import advantages, value
 from slipstream.rl.batch import Batch
+from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.train_step import Weights
 
 

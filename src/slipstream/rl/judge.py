@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from slipstream.config import TrainConfig
 from slipstream.errors import RewardFailed
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.rewards import Rewarder, reward_requests
 from slipstream.rl.tasks import Task
 from slipstream.rl.tokens import Codec

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from slipstream.bridge import Bridge
-from slipstream.config import TrainConfig
 from slipstream.errors import VersionError
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
@@ -29,6 +28,7 @@ from slipstream.observe.mismatch import tokens_of
 from slipstream.observe.watch import Watch
 from slipstream.rl import resume, state, supervised
 from slipstream.rl.batch import Batch, make_batch
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.experience import prepare, scorer
 from slipstream.rl.judge import by_task, judge_of
 from slipstream.rl.loss import Metrics

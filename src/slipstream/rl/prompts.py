@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.config import TrainConfig
 from slipstream.errors import ConfigError
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.tasks import Task
 from slipstream.rl.tokens import Codec
 from slipstream.rollouts import Rollouts
