@@ -69,7 +69,7 @@ class Fleet(UpdateFleet, Protocol):
 
     async def submit(self, bound: Bound, requests: Sequence[Request]) -> int: ...
 
-    async def take(self, bound: Bound, after: int, count: int, timeout: float) -> list[RolloutGroup]: ...
+    async def take(self, bound: Bound, after: int, count: int, timeout: float, saved: int) -> list[RolloutGroup]: ...
 
     async def pause(self, engine: str = "") -> None: ...
 
@@ -293,14 +293,17 @@ class Bridge:
         batch: int = 32,
         *,
         late: Late = "renew",
+        surplus: int | None = None,
         position: int = 0,
         patience: float = 60.0,
     ) -> Rollouts:
         """The rollouts of this run, which are taken exactly once and are never older than `max_staleness` versions when they
         are: 0 is strictly on-policy. `batch` is how many groups (prompts with all their samples) are taken between two
         syncs. A group that has become too old is made anew (`late="renew"`), or delivered with its age (`"deliver"`).
+        Engines run ahead as far as `max_staleness` lets them, or by `surplus` groups beyond a batch: the batch is then those
+        that finish first, and the stragglers go on for the next one.
         `position` is where a trainer that has crashed goes on; `patience`, how long a gateway may be gone."""
-        return Rollouts(self._fleet, Bound(max_staleness, batch, late), position, patience)
+        return Rollouts(self._fleet, Bound(max_staleness, batch, late, surplus), position, patience)
 
     def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
         """Raw logprobs of token sequences under the current policy, in order; with `top_k`, also those of the likeliest

@@ -4,6 +4,7 @@
     rollouts.submit(ids, prompts, sampling)        engines begin as soon as the bound on staleness lets them
     groups = rollouts.take()                       32 groups, none older than two versions; train on them, and sync
     position = rollouts.position                   save it: after a crash, go on behind it
+    rollouts.saved(position)                       and say so: what came before need not be kept
 
 Both calls may be repeated. A gateway that is gone is waited for: what it had accepted is in its journal."""
 
@@ -40,6 +41,7 @@ class Rollouts:
         self.bound = bound
         self.position = position
         """Of the last group that was taken."""
+        self._saved = 0
 
     def submit(
         self,
@@ -67,9 +69,16 @@ class Rollouts:
         if wanted < 1:
             raise RolloutError(f"{wanted} groups are asked for; take at least one")
         after = self.position
-        groups = self._persist(partial(self._fleet.take, self.bound, after, wanted, timeout))
+        groups = self._persist(partial(self._fleet.take, self.bound, after, wanted, timeout, self._saved))
         self.position = groups[-1].position
         return groups
+
+    def saved(self, position: int) -> None:
+        """Nobody will go on from before this position: what was made of the groups up to it is safe. Their completions are
+        deleted when the next groups are taken."""
+        if position > self.position:
+            raise RolloutError(f"position {position} is not taken yet; the last that is taken is {self.position}")
+        self._saved = max(self._saved, position)
 
     def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Tries again while the gateway is gone, or its engines are not back yet."""

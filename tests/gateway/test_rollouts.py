@@ -277,6 +277,29 @@ def test_any_order_of_events_keeps_the_history_clean(seed: int, bound: int, batc
 # --- the file ---
 
 
+def test_what_the_trainer_has_saved_is_not_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        engines, journal = Engines(), Journal(tmp_path / "journal.sqlite")
+        desk = rollouts(engines, Bound(1, 2), journal)
+        desk.submit(prompts(*"abcdef"))
+        await desk.take(0, 2, 5)
+        sync(engines, desk)
+        second = await desk.take(2, 2, 5, saved=3)  # no more than what it goes on from
+        assert journal.forgotten == 2 and await desk.take(2, 2, 5) == second
+        with pytest.raises(JournalError, match="go on from position 0, and had said that all up to 2 is saved"):
+            await desk.take(0, 2, 5)
+        sync(engines, desk)
+        await desk.take(4, 2, 5, saved=4)
+        await desk.close()
+        again = Journal(tmp_path / "journal.sqlite")
+        assert again.forgotten == 4 and check(again, 1) == []
+        assert len(again.taken(4, 10)) == 2 and again.accept(prompts("a")) == []  # it was, and stays, accepted
+        size = again._db.execute("SELECT count(*) FROM samples").fetchone()
+        assert size == (4,)
+
+    asyncio.run(main())
+
+
 WRITER = """
 import sys
 from slipstream.gateway.journal import Group, Journal
@@ -361,12 +384,3 @@ def test_what_is_no_journal_is_said(tmp_path: Path) -> None:
     Journal(path).remember(format="99")
     with pytest.raises(JournalError, match="has format 99"):
         Journal(path)
-
-
-def test_what_was_saved_elsewhere_can_be_forgotten() -> None:
-    journal = Journal()
-    for group in journal.accept(dict.fromkeys("abc", (b"", 1))):
-        journal.finish(group, {0: (b"data", 0)})
-    journal.take([1, 2, 3], 0)
-    journal.forget_before(2)
-    assert [t.completions for t in journal.taken(0, 9)] == [(), (), (b"data",)] and check(journal) == []

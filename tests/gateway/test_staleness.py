@@ -14,9 +14,9 @@ from slipstream.gateway.staleness import Bound, Staleness
 class Run(RuleBasedStateMachine):
     """Engines finish groups in any order; the trainer takes any that are finished, and syncs when it has a batch."""
 
-    @initialize(bound=st.integers(0, 3), batch=st.integers(1, 4))
-    def begin(self, bound: int, batch: int) -> None:
-        self.bound = Bound(bound, batch)
+    @initialize(bound=st.integers(0, 3), batch=st.integers(1, 4), surplus=st.none() | st.integers(0, 3))
+    def begin(self, bound: int, batch: int, surplus: int | None) -> None:
+        self.bound = Bound(bound, batch, surplus=surplus if bound else None)
         self.staleness = Staleness(self.bound, version=7)
         self.running: dict[int, int] = {}
         """By group: the version under which it was really begun."""
@@ -68,6 +68,8 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def engines_are_never_too_far_ahead(self) -> None:
         limit = (self.bound.max_staleness + 1) * self.bound.batch
+        if self.bound.surplus is not None:
+            limit = min(limit, self.bound.batch + self.bound.surplus)
         assert len(self.running) + len(self.finished) + self.taken <= limit
 
     @invariant()
@@ -109,6 +111,17 @@ def test_a_straggler_that_is_overtaken_is_made_anew() -> None:
     assert staleness.synced(3) == [] and staleness.age(2) == 1
 
 
+def test_a_batch_is_the_first_of_a_few_more_to_finish() -> None:
+    staleness = Staleness(Bound(2, 4, surplus=1), version=0)
+    assert staleness.room == 5
+    for group in range(5):
+        staleness.start(group)
+    for group in (0, 2, 3, 4):
+        staleness.take(group)
+    assert staleness.room == 0  # group 1 goes on alone
+    assert staleness.synced(1) == [] and staleness.room == 4
+
+
 def test_what_is_late_may_be_delivered_with_its_age() -> None:
     staleness = Staleness(Bound(0, 1, "deliver"), version=0)
     staleness.start(1)
@@ -120,6 +133,8 @@ def test_what_is_late_may_be_delivered_with_its_age() -> None:
     [
         (lambda: Bound(-1, 1), "max_staleness must be 0 or more"),
         (lambda: Bound(0, 0), "batch 1 or more"),
+        (lambda: Bound(1, 1, surplus=-1), "surplus must be 0 or more"),
+        (lambda: Bound(0, 1, surplus=1), "max_staleness must be at least 1"),
         (lambda: Bound(0, 1, "ignore"), "late must be 'renew' or 'deliver'"),  # type: ignore[arg-type]
     ],
 )

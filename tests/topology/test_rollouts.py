@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -90,6 +91,29 @@ def test_on_policy_in_one_process(local: Any) -> None:
     assert [(g.id, g.version) for g in second] == [("prompt-2", local.version), ("prompt-3", local.version)]
     again = local.rollouts(max_staleness=0, batch=2, position=0)
     assert again.take(4) == first + second  # a trainer that begins again gets the very same
+
+
+@pytest.mark.parametrize("cut", ["pause", "sleep"])
+def test_stragglers_go_on_with_the_tokens_that_they_have(tmp_path: Path, cut: str) -> None:
+    """Four are begun, the batch is the first three of them; the long one goes on under the next version. Meanwhile it is kept
+    with its KV cache, or as tokens."""
+    config = dataclasses.replace(CONFIG, max_position_embeddings=4096)
+    with slipstream.inprocess(write_config(tmp_path, config)) as bridge:
+        bridge.sync(random_params(config, 0))
+        rollouts = bridge.rollouts(max_staleness=2, batch=3, surplus=1)
+        ids, tokens = prompts(5)
+        lengths = [4, 2000, 4, 4, 4]
+        rollouts.submit(ids, tokens, [SamplingParams(size, n=2, ignore_eos=True) for size in lengths])
+        assert [g.id for g in rollouts.take()] == [ids[0], ids[2], ids[3]]
+        getattr(bridge, cut)()
+        bridge.sync(random_params(config, 1))
+        bridge.resume()
+        bridge.wake()
+        groups = {g.id: g for g in rollouts.take(2)}
+    straggler, next_one = groups[ids[1]], groups[ids[4]]
+    assert straggler.age == 1 and next_one.age == 0  # which had to wait for the sync
+    for completion in straggler.completions:
+        assert [span.version for span in completion.spans] == [0, 1] and len(completion.token_ids) == 2000
 
 
 def test_input_that_makes_no_sense(local: Any) -> None:

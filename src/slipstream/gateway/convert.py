@@ -296,7 +296,9 @@ def bound_to_pb(bound: Bound) -> pb.RolloutBound:
 
 
 def bound_from_pb(message: pb.RolloutBound) -> Bound:
-    return Bound(message.max_staleness, message.batch, word(message.late, Late, "late"))  # type: ignore[arg-type]
+    surplus = message.surplus if message.HasField("surplus") else None
+    late: Late = word(message.late, Late, "late")  # type: ignore[assignment]
+    return Bound(message.max_staleness, message.batch, late, surplus)
 
 
 def request_bytes(request: Request) -> bytes:

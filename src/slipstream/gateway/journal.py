@@ -252,7 +252,12 @@ class Journal:
         return int(count)
 
     def taken(self, after: int, count: int) -> list[Taken]:
-        """What was taken behind a position, in order."""
+        """What was taken behind a position, in order. Not before what is forgotten."""
+        if after < self.forgotten:
+            raise JournalError(
+                f"a trainer wants to go on from position {after}, and had said that all up to {self.forgotten} is saved: it is "
+                "no longer here; go on from a later checkpoint, or begin a new run"
+            )
         rows = self._db.execute(
             "SELECT position, groups.number, id, version, age, coalesce(error, x'') FROM takes JOIN groups USING (number) "
             "WHERE position > ? ORDER BY position LIMIT ?",
@@ -264,12 +269,21 @@ class Journal:
             found.append(Taken(position, id, version, age, tuple(row[0] for row in samples), error))
         return found
 
-    def forget_before(self, position: int) -> None:
-        """Completions up to a position are no longer needed: whoever took them has saved what it made of them."""
+    @property
+    def forgotten(self) -> int:
+        """The last position whose completions are no longer here."""
+        return int(self.fact("forgotten") or 0)
+
+    def forget(self, position: int) -> None:
+        """Completions up to a position are no longer needed: whoever took them has saved what it made of them. That they were
+        made and taken stays in the history."""
+        if position <= self.forgotten:
+            return
         with self._transaction():
             self._db.execute(
                 "DELETE FROM samples WHERE number IN (SELECT number FROM takes WHERE position <= ?)", (position,)
             )
+            self.remember(forgotten=str(position))
 
     # --- history ---
 

@@ -113,10 +113,11 @@ class Rollouts:
         self._pump()
         return len(fresh)
 
-    async def take(self, after: int, count: int, timeout: float) -> list[Taken]:
+    async def take(self, after: int, count: int, timeout: float, saved: int = 0) -> list[Taken]:
         """`count` groups behind position `after`: those that were taken before, and then finished ones, the first accepted
-        first. All of them, or `DeadlineExceeded` and none."""
+        first. All of them, or `DeadlineExceeded` and none. Positions up to `saved` will not be asked for again."""
         self._journal.count_from(after)
+        self._journal.forget(min(saved, after))
         missing = count - len(self._journal.taken(after, count))
         if missing > 0:
             try:

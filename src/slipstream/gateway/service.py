@@ -132,9 +132,8 @@ class Service(GatewayServicer):
     async def Take(self, request: pb.TakeRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TakenGroup]:
         async with _typed_errors(context):
             rollouts = self._run(request.bound)
-            for taken in await rollouts.take(
-                request.after, request.count, min(request.timeout_seconds, MAX_TAKE_SECONDS)
-            ):
+            timeout = min(request.timeout_seconds, MAX_TAKE_SECONDS)
+            for taken in await rollouts.take(request.after, request.count, timeout, request.saved):
                 yield convert.taken_to_pb(taken)
 
     def _run(self, bound: pb.RolloutBound) -> Rollouts:

@@ -145,14 +145,16 @@ class Results(_message.Message):
     def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
 
 class RolloutBound(_message.Message):
-    __slots__ = ("max_staleness", "batch", "late")
+    __slots__ = ("max_staleness", "batch", "late", "surplus")
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
+    SURPLUS_FIELD_NUMBER: _ClassVar[int]
     max_staleness: int
     batch: int
     late: str
-    def __init__(self, max_staleness: _Optional[int] = ..., batch: _Optional[int] = ..., late: _Optional[str] = ...) -> None: ...
+    surplus: int
+    def __init__(self, max_staleness: _Optional[int] = ..., batch: _Optional[int] = ..., late: _Optional[str] = ..., surplus: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("bound", "prompts")
@@ -169,16 +171,18 @@ class SubmitReply(_message.Message):
     def __init__(self, num_new: _Optional[int] = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("bound", "after", "count", "timeout_seconds")
+    __slots__ = ("bound", "after", "count", "timeout_seconds", "saved")
     BOUND_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     bound: RolloutBound
     after: int
     count: int
     timeout_seconds: float
-    def __init__(self, bound: _Optional[_Union[RolloutBound, _Mapping]] = ..., after: _Optional[int] = ..., count: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    saved: int
+    def __init__(self, bound: _Optional[_Union[RolloutBound, _Mapping]] = ..., after: _Optional[int] = ..., count: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., saved: _Optional[int] = ...) -> None: ...
 
 class TakenGroup(_message.Message):
     __slots__ = ("position", "id", "version", "age", "completions", "error")

@@ -4,8 +4,9 @@ A trainer takes `batch` groups of completions (a prompt's samples are a group), 
 version. The age of a group is the number of versions between the oldest that made one of its tokens and the one that is being
 trained when it is taken. No group is taken at an age above `bound`:
 
-    start   only while   groups that were started and not taken  ≤  (bound + 1) · batch − taken since the last sync
-            so that, taken in the order of starting, none would be too old by its turn
+    start   only while   groups that were started and not taken  <  (bound + 1) · batch − taken since the last sync
+            so that, taken in the order of starting, none would be too old by its turn; with a `surplus`, only while they
+            are fewer than batch + surplus − taken
     sync    a group that others have overtaken, and that is now too old, is made anew under the new version
 
 With a bound of 0 nothing is started that the next version would see: strictly on-policy."""
@@ -30,6 +31,15 @@ class Bound:
     batch: int
     """Groups that the trainer takes between two syncs."""
     late: Late = "renew"
+    surplus: int | None = None
+    """Groups beyond a batch that may run; None is as many as `max_staleness` allows. With `Bound(2, 32, surplus=8)` a batch is
+    the first 32 of 40 to finish, and the eight slowest go on, with the tokens that they have, for the next."""
+
+    @property
+    def limit(self) -> int:
+        """Groups that may be under way or taken, from one sync to the next."""
+        most = (self.max_staleness + 1) * self.batch
+        return most if self.surplus is None else min(most, self.batch + self.surplus)
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0 or self.batch < 1:
@@ -38,6 +48,13 @@ class Bound:
             )
         if self.late not in ("renew", "deliver"):
             raise ConfigError(f"late must be 'renew' or 'deliver', got {self.late!r}")
+        if self.surplus is not None and self.surplus < 0:
+            raise ConfigError(f"surplus must be 0 or more groups, or None; got {self.surplus}")
+        if self.surplus and not self.max_staleness:
+            raise ConfigError(
+                f"with a surplus of {self.surplus} groups, those that are not taken are a version older by the next sync: "
+                "max_staleness must be at least 1"
+            )
 
 
 @dataclass
@@ -55,7 +72,7 @@ class Staleness:
     @property
     def room(self) -> int:
         """How many groups may be started now."""
-        return max(0, (self.bound.max_staleness + 1) * self.bound.batch - self.taken - len(self._started))
+        return max(0, self.bound.limit - self.taken - len(self._started))
 
     def start(self, group: int, version: int | None = None) -> None:
         """`version` is that of its oldest token, for a group of which there are some."""
