@@ -13,7 +13,8 @@ from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTi
 from slipstream.gateway.journal import Journal, check
 from slipstream.model import checkpoint
 from slipstream.rl.config import AlgorithmConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
-from slipstream.rl.loop import evaluate, require_versions, train
+from slipstream.rl.evaluation import evaluate, require_versions
+from slipstream.rl.loop import train
 from slipstream.rl.prompts import Prompts
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord
 from slipstream.rl.tasks import task_named

@@ -12,15 +12,13 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
-import jax
 import numpy as np
 
 from slipstream.bridge import Bridge
-from slipstream.errors import VersionError
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
 from slipstream.observe.loggers import open_logs
@@ -29,10 +27,11 @@ from slipstream.observe.watch import Watch
 from slipstream.rl import resume, state, supervised
 from slipstream.rl.batch import Batch, make_batch
 from slipstream.rl.config import TrainConfig
-from slipstream.rl.experience import prepare, scorer
-from slipstream.rl.judge import by_task, judge_of
+from slipstream.rl.evaluation import evaluate, require_versions
+from slipstream.rl.judge import Judge, judge_of
+from slipstream.rl.learner import Learner
 from slipstream.rl.loss import Metrics
-from slipstream.rl.prompts import EVAL_PROMPT_STREAM, EVAL_SAMPLE_STREAM, WARMUP_STREAM, Prompts
+from slipstream.rl.prompts import WARMUP_STREAM, Prompts
 from slipstream.rl.records import (
     Evaluation,
     PhaseSeconds,
@@ -43,13 +42,9 @@ from slipstream.rl.records import (
     WarmupRecord,
 )
 from slipstream.rl.steady import Steady
-from slipstream.rl.tasks import Split, Task, task_named
+from slipstream.rl.tasks import Task, task_named
 from slipstream.rl.tokens import Codec, init_small
-from slipstream.rl.train_step import TrainState, init_state, make_train_step
-from slipstream.types import Completion, MemoryReport, SamplingParams
-
-EVAL_PROMPTS = 128
-EVAL_SAMPLES = 4
+from slipstream.types import Completion, MemoryReport, RolloutGroup, SyncReport
 
 
 def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -> Iterator[Record]:
@@ -67,104 +62,184 @@ def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -
 
 def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, start: resume.Start) -> Iterator[Record]:
     model, codec, task = ModelConfig.read(model_dir), Codec(model_dir), task_named(config.task)
-    algorithm, room = config.algorithm, _room(config, model)
-    params = _starting_params(config, model, model_dir)
-    warm_up = supervised.warm_up(
-        params, model, task, codec, steps=_warmup_steps(config, start), seed=(config.seed, WARMUP_STREAM)
-    )
-    for step, (warmed, loss) in enumerate(warm_up, start=1):
+    params, steps = _starting_params(config, model, model_dir), _warmup_steps(config, start)
+    warm_up = supervised.warm_up(params, model, task, codec, steps=steps, seed=(config.seed, WARMUP_STREAM))
+    for number, (warmed, loss) in enumerate(warm_up, start=1):
         params = warmed
         if not start.checkpoint:
-            yield WarmupRecord(step, loss)
+            yield WarmupRecord(number, loss)
 
-    reference, train_step, now = params, make_train_step(model, algorithm), init_state(params, model, algorithm)
-    recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
-    last, evaluated, position = config.steps, -1, 0
-    if start.checkpoint:
-        saved = state.load(start.checkpoint, now.weights, now.opt_state)
-        now, evaluated, position = TrainState(saved.params, saved.opt_state), saved.facts.evaluated, saved.facts.journal
-        recent.extend(saved.facts.recent)
-        if resume.finished(config, start.step, recent):
-            last = start.step
-    steady, prompts = Steady(bridge, config.patience), Prompts(config, task, codec, room)
-    # The patience is `steady`'s, which also mends what it waits for.
-    rollouts = bridge.rollouts(config.bound, algorithm.prompts, late=config.late, position=position, patience=0.0)
-    steady.sync(now.policy)  # the fleet's next version, whatever number the policy had when it was saved
-    if evaluated < 0 or (last == start.step and evaluated != last):
-        yield steady.run(partial(evaluate, config, bridge, task, codec, start.step))
-        evaluated = start.step
-
-    first = start.step + 1 - config.bound
+    run = Run(config, bridge, model, codec, task, params, start)
+    run.begin()
+    if run.evaluation_missing:
+        yield run.evaluate()
     with judge_of(config, task, codec) as judge:
-        doctor = Watch(lambda: bridge.verify(now.policy), dtype=config.engine.dtype)
-        for step in range(start.step + 1, last + 1):
-            watch = Stopwatch()
-            # What the last run had submitted and not taken is known to the gateway; to submit it again changes nothing.
-            steady.run(partial(prompts.submit, rollouts, first, min(step + config.bound, last)))
-            watch.lap("prepare")
+        while not run.done:
+            yield run.take_step(judge)
+            if run.done or run.step % config.eval_every == 0:
+                yield run.evaluate()
+            if config.save_every and (run.done or run.step % config.save_every == 0):
+                resume.save(config, run_dir, run.state())
+    yield _save(run_dir / "checkpoint", run.learner.policy, model, model_dir)
 
-            groups = steady.take(rollouts, config.generate_timeout)
-            completions = [completion for group in groups for completion in group.completions]
-            versions = [group.version for group in groups for _ in group.completions]
-            if not config.bound:
-                require_versions(completions, versions)
-            watch.lap("generate")
 
-            rewards = judge(groups, [prompts.text(group.id) for group in groups])
-            batch = make_batch(completions, version=versions, max_tokens=algorithm.max_tokens)
-            batch = prepare(batch, rewards, now.weights, model, algorithm, reference)
-            watch.lap("reward")
+class Run:
+    """A run between two of its records. A step is `collect`, `learn`, `publish`, each timed by the step's stopwatch."""
 
-            mismatch = ""
-            if config.diagnose_every and step % config.diagnose_every == 0:
-                mismatch = _diagnose(doctor, model, now.policy, batch, completions, versions)
-                watch.lap("diagnose")
+    def __init__(
+        self,
+        config: TrainConfig,
+        bridge: Bridge,
+        model: ModelConfig,
+        codec: Codec,
+        task: Task,
+        params: decoder.Params,
+        start: resume.Start,
+    ) -> None:
+        """`params` is the policy after the warm-up. A run that goes on has its weights from the checkpoint instead; the
+        policy that KL pulls towards is `params` all the same."""
+        self._config, self._bridge, self._codec, self._task = config, bridge, codec, task
+        self.learner = Learner(config.algorithm, model, params)
+        self.step, self._last = start.step, config.steps
+        """Steps done, and the last to do."""
+        self._first, self._evaluated, position = start.step + 1 - config.bound, -1, 0
+        self._recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
+        if start.checkpoint:
+            facts = self.learner.load(start.checkpoint)
+            self._evaluated, position = facts.evaluated, facts.journal
+            self._recent.extend(facts.recent)
+            if resume.finished(config, start.step, self._recent):
+                self._last = start.step
+        self._steady, self._prompts = (
+            Steady(bridge, config.patience),
+            Prompts(config, task, codec, _room(config, model)),
+        )
+        self._rollouts = bridge.rollouts(
+            config.bound,
+            config.algorithm.prompts,
+            late=config.late,
+            position=position,
+            patience=0.0,  # the patience is `_steady`'s, which also mends what it waits for
+        )
+        self._watch = Watch(lambda: bridge.verify(self.learner.policy), dtype=config.engine.dtype)
 
-            memory: dict[str, int] = {}
-            if config.take_turns:
-                memory["generating"] = _in_use(bridge.memory())
-                memory["training"] = _in_use(bridge.sleep())
-                watch.lap("sleep")
+    @property
+    def done(self) -> bool:
+        return self.step >= self._last
 
-            now, metrics = jax.block_until_ready(train_step(now, batch))
-            watch.lap("train")
+    @property
+    def evaluation_missing(self) -> bool:
+        """Nobody has said yet how good the policy is that the run begins with, or that it has ended with."""
+        return self._evaluated < 0 or (self.done and self._evaluated != self._last)
 
-            if config.take_turns:
-                memory["syncing"] = _in_use(bridge.wake("weights"))
-                watch.lap("wake")
-            report = steady.sync(now.policy)
-            watch.lap("sync")
-            if config.take_turns:
-                memory["woken"] = _in_use(bridge.wake())
-                watch.lap("wake")
+    def begin(self) -> None:
+        """The fleet's next version, whatever number the policy had when it was saved."""
+        self._steady.sync(self.learner.policy)
 
-            accuracy = float((rewards >= 1).mean())
-            yield StepRecord(
-                step=step,
-                version=max(versions),
-                reward=float(rewards.mean()),
-                accuracy=accuracy,
-                num_tokens=sum(len(c.token_ids) for c in completions),
-                metrics=Metrics(**{name: float(value) for name, value in metrics.items()}),
-                seconds=PhaseSeconds(**watch.laps),
-                sync=report,
-                staleness=_ages(batch),
-                mismatch=mismatch,
-                memory=memory,
-            )
-            recent.append(accuracy)
-            done = resume.finished(config, step, recent)
-            if done or step % config.eval_every == 0:
-                yield steady.run(partial(evaluate, config, bridge, task, codec, step))
-                evaluated = step
-            if config.save_every and (done or step % config.save_every == 0):
-                facts = state.Facts(
-                    step, step, config.seed, bridge.version, rollouts.position, tuple(recent), evaluated
-                )
-                resume.save(config, run_dir, state.TrainState(now.weights, now.opt_state, facts))
-            if done:
-                break
-    yield _save(run_dir / "checkpoint", now.policy, model, model_dir)
+    def evaluate(self) -> Evaluation:
+        self._evaluated = self.step
+        return self._steady.run(partial(evaluate, self._config, self._bridge, self._task, self._codec, self.step))
+
+    def state(self) -> state.TrainState:
+        facts = state.Facts(
+            step=self.step,
+            cursor=self.step,
+            seed=self._config.seed,
+            version=self._bridge.version,
+            journal=self._rollouts.position,
+            recent=tuple(self._recent),
+            evaluated=self._evaluated,
+        )
+        return state.TrainState(self.learner.state.weights, self.learner.state.opt_state, facts)
+
+    def take_step(self, judge: Judge) -> StepRecord:
+        step, clock = self.step + 1, Stopwatch()
+        taken = self._collect(step, clock)
+        rewards = judge(taken.groups, [self._prompts.text(group.id) for group in taken.groups])
+        batch = make_batch(taken.completions, version=taken.versions, max_tokens=self._config.algorithm.max_tokens)
+        batch = self.learner.prepare(batch, rewards)
+        clock.lap("reward")
+        mismatch = ""
+        if self._config.diagnose_every and step % self._config.diagnose_every == 0:
+            mismatch = self._diagnose(batch, taken)
+            clock.lap("diagnose")
+        metrics, memory = self._learn(batch, clock)
+        report = self._publish(clock, memory)
+        accuracy = float((rewards >= 1).mean())
+        self._recent.append(accuracy)
+        self.step = step
+        if resume.finished(self._config, step, self._recent):
+            self._last = step
+        return StepRecord(
+            step=step,
+            version=max(taken.versions),
+            reward=float(rewards.mean()),
+            accuracy=accuracy,
+            num_tokens=sum(len(c.token_ids) for c in taken.completions),
+            metrics=metrics,
+            seconds=PhaseSeconds(**clock.laps),
+            sync=report,
+            staleness=_ages(batch),
+            mismatch=mismatch,
+            memory=memory,
+        )
+
+    def _collect(self, step: int, clock: Stopwatch) -> Taken:
+        """Submits prompts as far ahead as the mode wants, and waits for a batch of groups."""
+        config = self._config
+        # What the last run had submitted and not taken is known to the gateway; to submit it again changes nothing.
+        last = min(step + config.bound, self._last)
+        self._steady.run(partial(self._prompts.submit, self._rollouts, self._first, last))
+        clock.lap("prepare")
+        taken = Taken(self._steady.take(self._rollouts, config.generate_timeout))
+        if not config.bound:
+            require_versions(taken.completions, taken.versions)
+        clock.lap("generate")
+        return taken
+
+    def _learn(self, batch: Batch, clock: Stopwatch) -> tuple[Metrics, dict[str, int]]:
+        """Also what engines held before and during it, where they sleep meanwhile."""
+        memory: dict[str, int] = {}
+        if self._config.take_turns:
+            memory["generating"] = _in_use(self._bridge.memory())
+            memory["training"] = _in_use(self._bridge.sleep())
+            clock.lap("sleep")
+        metrics = self.learner.learn(batch)
+        clock.lap("train")
+        return metrics, memory
+
+    def _publish(self, clock: Stopwatch, memory: dict[str, int]) -> SyncReport:
+        """The new weights to every engine. Those that sleep wake up for it, the KV cache last."""
+        if self._config.take_turns:
+            memory["syncing"] = _in_use(self._bridge.wake("weights"))
+            clock.lap("wake")
+        report = self._steady.sync(self.learner.policy)
+        clock.lap("sync")
+        if self._config.take_turns:
+            memory["woken"] = _in_use(self._bridge.wake())
+            clock.lap("wake")
+        return report
+
+    def _diagnose(self, batch: Batch, taken: Taken) -> str:
+        trainer = self.learner.logprobs(batch, temperature=1.0)
+        found = tokens_of(taken.completions, max(taken.versions), trainer.shape[1])
+        return self._watch.see(trainer, found.processed, found.raw, np.asarray(batch.ages), found.mask).sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step's groups, and completion by completion, in their order, what they hold."""
+
+    groups: Sequence[RolloutGroup]
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [completion for group in self.groups for completion in group.completions]
+
+    @property
+    def versions(self) -> list[int]:
+        """The trainer's, when it took the completion."""
+        return [group.version for group in self.groups for _ in group.completions]
 
 
 def _room(config: TrainConfig, model: ModelConfig) -> int:
@@ -183,51 +258,6 @@ def _ages(batch: Batch) -> dict[str, int]:
     return {str(age): int(count) for age, count in zip(ages, counts)}
 
 
-def _diagnose(
-    doctor: Watch,
-    model: ModelConfig,
-    policy: decoder.Params,
-    batch: Batch,
-    completions: Sequence[Completion],
-    versions: Sequence[int],
-) -> str:
-    trainer = np.asarray(scorer(model, 1.0)(policy, batch))
-    found = tokens_of(completions, max(versions), trainer.shape[1])
-    return doctor.see(trainer, found.processed, found.raw, np.asarray(batch.ages), found.mask).sentence
-
-
-def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step: int) -> Evaluation:
-    """Accuracy of the policy that serves now, always on the same prompts."""
-    prompt_rng = np.random.default_rng([config.seed, EVAL_PROMPT_STREAM])
-    sample_rng = np.random.default_rng([config.seed, EVAL_SAMPLE_STREAM, step])
-    version = bridge.version
-
-    def accuracy(prompts: Sequence[str], temperature: float, n: int) -> float:
-        how = [SamplingParams(config.algorithm.max_tokens, temperature, n=n, seed=_draw(sample_rng)) for _ in prompts]
-        completions = bridge.generate(codec.prompts(prompts), how)
-        require_versions(completions, [version] * len(completions))
-        return float((by_task(task, codec, prompts, completions) >= 1).mean())
-
-    found: dict[Split, tuple[float, float] | tuple[None, None]] = {"heldout": (None, None)}
-    for split in get_args(Split):
-        prompts = list(dict.fromkeys(task.prompts(prompt_rng, EVAL_PROMPTS, split)))  # a small split repeats itself
-        if prompts:
-            found[split] = accuracy(prompts, config.algorithm.temperature, EVAL_SAMPLES), accuracy(prompts, 0.0, 1)
-    return Evaluation(step, version, *found["train"], *found["heldout"])
-
-
-def require_versions(completions: Sequence[Completion], versions: Sequence[int]) -> None:
-    """`VersionError` unless every token of each completion was produced by its policy version."""
-    for completion, version in zip(completions, versions, strict=True):
-        found = sorted({span.version for span in completion.spans})
-        if found != [version]:
-            raise VersionError(
-                f"strictly on-policy training expects every token from policy version {version}, but sample "
-                f"{completion.sample_index} of prompt {completion.prompt_index} came from version(s) {found} on engine "
-                f"{completion.engine!r}; is another trainer syncing to the same fleet?"
-            )
-
-
 def _in_use(engines: Mapping[str, MemoryReport]) -> int:
     return sum(report.in_use for report in engines.values())
 
@@ -236,10 +266,6 @@ def _starting_params(config: TrainConfig, model: ModelConfig, model_dir: Path) -
     if checkpoint.has_weights(model_dir):
         return checkpoint.load(model_dir, model)
     return init_small(model, config.seed)
-
-
-def _draw(rng: np.random.Generator) -> int:
-    return int(rng.integers(2**63))
 
 
 def _save(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:
