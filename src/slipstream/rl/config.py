@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from slipstream.config import EngineConfig, at_least
 from slipstream.errors import ConfigError
+from slipstream.types import InFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +274,19 @@ class TrainConfig:
     seed: int = 0
     engines: int = 1
     """Engine processes; 0 generates in the trainer's own process."""
-    mode: Literal["sync", "one_step_off", "async"] = "sync"
-    """`sync`: a step's completions are made by the weights of the step before it. `one_step_off`: engines generate the next
-    step's while the trainer trains, so that they are one version older. `async`: engines never wait, up to
-    `max_staleness`."""
+    mode: Literal["sync", "partial", "one_step_off", "async"] = "sync"
+    """`sync`: a step's completions are made by the weights of the step before it. `partial`: like `sync`, but a step begins
+    more prompts than it takes, and does not wait for the slowest: those go on in the next step from the tokens that they
+    have. `one_step_off`: engines generate the next step's while the trainer trains, so that they are one version older.
+    `async`: engines never wait, up to `max_staleness`."""
     max_staleness: int = 2
-    """For `async`: how many versions older than the trainer's the weights may be that made a token it learns from."""
+    """For `partial` and `async`: how many versions older than the trainer's the weights may be that made a token it learns
+    from."""
+    quantile: float = 0.8
+    """For `partial`: which share of the prompts that run a step waits for. With 0.8 a batch of 32 is the first 32 of 40."""
+    in_flight: InFlight = "keep"
+    """What a sync does with completions that are under way: they go on from their KV cache (`keep`), it is computed anew
+    under the new weights (`recompute`), they begin again (`requeue`), or the sync waits for them (`finish`)."""
     late: Literal["renew", "deliver"] = "renew"
     """What becomes of completions that are too old: made anew, or delivered with their age."""
     generate_timeout: float = 600.0
@@ -298,13 +307,36 @@ class TrainConfig:
     @property
     def bound(self) -> int:
         """How many versions old a token may be."""
-        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
+        return {"sync": 0, "one_step_off": 1}.get(self.mode, self.max_staleness)
+
+    @property
+    def surplus(self) -> int | None:
+        """Prompts that run beyond a step's; None where `bound` alone says how many."""
+        if self.mode != "partial":
+            return None
+        return math.ceil(self.algorithm.prompts / self.quantile) - self.algorithm.prompts
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps' prompts are submitted besides those of the step that is taken."""
+        return self.bound if self.surplus is None else math.ceil(self.surplus / self.algorithm.prompts)
 
     def __post_init__(self) -> None:
         at_least(self, max_staleness=1, generate_timeout=1.0, patience=0.0, diagnose_every=0)
-        if self.take_turns and self.mode != "sync":
+        if not 0 < self.quantile < 1:
             raise ConfigError(
-                f"take_turns lets engines sleep while the trainer trains, and mode {self.mode!r} does not"
+                f"quantile must be in (0, 1), got {self.quantile}: it is the share of what runs that a step of mode "
+                "'partial' waits for; to wait for all of it is mode 'sync'"
+            )
+        if self.take_turns and self.mode not in ("sync", "partial"):
+            raise ConfigError(
+                f"take_turns lets engines sleep while the trainer trains, and mode {self.mode!r} does not; take 'sync' or "
+                "'partial'"
+            )
+        if self.take_turns and self.in_flight == "finish":
+            raise ConfigError(
+                "in_flight 'finish' has a sync wait until running completions are finished, and with take_turns engines "
+                "sleep until it is over; take 'keep', 'recompute' or 'requeue'"
             )
         if self.reward.functions and self.reward.on_error == "drop":
             raise ConfigError('reward.on_error = "drop" is for batches of your own; a training run needs every reward')

@@ -1,8 +1,9 @@
 """The training loop. One step is: prompts → completions → rewards → advantages → new weights → every engine has them.
 
-How far engines may run ahead of the trainer is `config.mode`: not at all (`sync`), one step (`one_step_off`), or as far as
-`max_staleness` says (`async`). The loop is the same: it submits prompts early enough and takes what is finished; that nothing
-is older than it may be is the gateway's affair (`slipstream/rollouts.py`). Every token's version reaches the loss.
+How far engines may run ahead of the trainer is `config.mode`: not at all (`sync`), with the slowest of a step (`partial`), one
+step (`one_step_off`), or as far as `max_staleness` says (`async`). The loop is the same: it submits prompts early enough and
+takes what is finished; that nothing is older than it may be is the gateway's affair (`slipstream/rollouts.py`). Every token's
+version reaches the loss.
 
 Everything random derives from `config.seed` and the step's number, never from what ran before. In `sync` mode two runs of one
 config make the same records, and so does one that was interrupted and gone on with."""
@@ -110,14 +111,13 @@ class Run:
             self._recent.extend(facts.recent)
             if resume.finished(config, start.step, self._recent):
                 self._last = start.step
-        self._steady, self._prompts = (
-            Steady(bridge, config.patience),
-            Prompts(config, task, codec, _room(config, model)),
-        )
+        self._steady = Steady(bridge, config.patience, config.in_flight)
+        self._prompts = Prompts(config, task, codec, _room(config, model))
         self._rollouts = bridge.rollouts(
             config.bound,
             config.algorithm.prompts,
             late=config.late,
+            surplus=config.surplus,
             position=position,
             patience=0.0,  # the patience is `_steady`'s, which also mends what it waits for
         )
@@ -188,7 +188,7 @@ class Run:
         """Submits prompts as far ahead as the mode wants, and waits for a batch of groups."""
         config = self._config
         # What the last run had submitted and not taken is known to the gateway; to submit it again changes nothing.
-        last = min(step + config.bound, self._last)
+        last = min(step + config.steps_ahead, self._last)
         self._steady.run(partial(self._prompts.submit, self._rollouts, self._first, last))
         clock.lap("prepare")
         taken = Taken(self._steady.take(self._rollouts, config.generate_timeout))
