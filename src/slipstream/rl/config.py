@@ -37,9 +37,9 @@ Aggregation: TypeAlias = Literal["sequence", "token", "constant"]
 class OptimiserConfig:
     kind: Literal["adam", "adamw"] = "adam"
     learning_rate: float = 1e-3
-    """After the warm-up, before the decay."""
+    """After the warm-up, before the decay. Both are counted in updates, of which a training step may make several."""
     warmup_steps: int = 0
-    """The rate rises linearly over these steps; the last of them has all of it."""
+    """The rate rises linearly over these updates; the last of them has all of it."""
     decay: Literal["none", "linear", "cosine"] = "none"
     decay_steps: int = 0
     """How long it falls after the warm-up; then it stays at `final_share`."""
@@ -73,7 +73,7 @@ class CorrectionConfig:
 
     kind: Literal["none", "tis", "mis", "decoupled"] = "none"
     """`none`: the clipped ratio is that of trainer to engine. For the others it is that of the trainer to itself before the
-    update, and gains are weighted by trainer over engine: `tis` by `cap` at most, `mis` by 0 outside [`low`, `high`],
+    step, and gains are weighted by trainer over engine: `tis` by `cap` at most, `mis` by 0 outside [`low`, `high`],
     `decoupled` by whatever it is."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Whose weight: each token's, the product over its sequence, or the geometric mean over its sequence."""
@@ -168,8 +168,12 @@ class AlgorithmConfig:
     """Leave out groups whose rewards are all equal."""
     entropy_weight: float = 0.0
     """Of the entropy bonus."""
+    epochs: int = 1
+    """How often a step goes through its completions."""
+    minibatches: int = 1
+    """Updates per epoch, each from an equal share of the completions, drawn anew in every epoch."""
     micro_batches: int = 1
-    """Parts in which a batch goes through the model, their gradients summed: less memory, the same update."""
+    """Parts in which an update's rows go through the model, their gradients summed: less memory, the same update."""
     kl: KlConfig = field(default_factory=KlConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
@@ -177,6 +181,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         at_least(self, prompts=1, group=1, max_tokens=1, micro_batches=1, entropy_weight=0.0)
+        at_least(self, epochs=1, minibatches=1)
         if self.temperature <= 0:
             raise ConfigError(
                 f"algorithm.temperature must be positive, got {self.temperature}: greedy samples are all alike"
@@ -195,11 +200,22 @@ class AlgorithmConfig:
             raise ConfigError(
                 "kl.estimator 'k1' in the loss has a gradient of mean zero and would only add noise; take 'k3' or 'k2'"
             )
-        if (self.prompts * self.group) % self.micro_batches:
+        self.check_shares(1)
+
+    def check_shares(self, num_devices: int) -> None:
+        """`ConfigError` unless a step's completions can be shared out over minibatches, micro-batches and devices."""
+        shares = {"minibatches": self.minibatches, "micro_batches": self.micro_batches, "devices": num_devices}
+        if (self.prompts * self.group) % math.prod(shares.values()):
+            asked = " × ".join(f"{name} {share}" for name, share in shares.items() if share > 1)
             raise ConfigError(
-                f"algorithm.micro_batches is {self.micro_batches}, but a step has prompts × group = "
-                f"{self.prompts * self.group} completions, which it does not divide"
+                f"a step has prompts × group = {self.prompts * self.group} completions, which {asked} does not divide; choose "
+                "numbers that do"
             )
+
+    @property
+    def num_updates(self) -> int:
+        """Of the weights, in a step."""
+        return self.epochs * self.minibatches
 
     @property
     def recipe(self) -> Recipe:

@@ -1,7 +1,11 @@
-"""The trainer's half of a step, which no engine takes part in: from rewards to new weights."""
+"""The trainer's half of a step, which no engine takes part in: from rewards to new weights.
+
+A step is one update of the weights, or `epochs` times `minibatches` of them. Each has its share of the completions; what the
+policy thought of them before the first (`Batch.old`) is what a correction compares with in all."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -13,15 +17,16 @@ from slipstream.rl import experience, state
 from slipstream.rl.batch import Batch
 from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.loss import Metrics
+from slipstream.rl.prompts import SHUFFLE_STREAM
 from slipstream.rl.train_step import TrainState, init_state, make_train_step
 
 
 class Learner:
     """Weights and optimiser state, and how they move."""
 
-    def __init__(self, config: AlgorithmConfig, model: ModelConfig, params: Params) -> None:
+    def __init__(self, config: AlgorithmConfig, model: ModelConfig, params: Params, seed: int) -> None:
         """`params` is where training starts, and the policy that KL pulls towards."""
-        self._config, self._model = config, model
+        self._config, self._model, self._seed = config, model, seed
         self._train_step = make_train_step(model, config)
         self.state = init_state(params, model, config)
         self._reference = self.state.policy if config.kl.weight else None
@@ -45,7 +50,27 @@ class Learner:
         """[B, T − 1]: what the policy gives to a batch's tokens."""
         return np.asarray(experience.scorer(self._model, temperature)(self.policy, batch))
 
-    def learn(self, batch: Batch) -> Metrics:
-        """Moves the weights by what a prepared batch teaches. Returns once the new ones are computed."""
-        self.state, metrics = jax.block_until_ready(self._train_step(self.state, batch))
-        return Metrics(**{name: float(value) for name, value in metrics.items()})
+    def learn(self, step: int, batch: Batch) -> Metrics:
+        """Moves the weights by what a prepared batch teaches; the metrics are means over the updates. Returns once the new
+        weights are computed."""
+        if self._config.num_updates > 1 and self._config.correction.kind != "none":
+            batch = batch._replace(old=self.logprobs(batch, self._config.temperature) * batch.mask)
+        found = []
+        for rows in shares(self._config, len(batch.tokens), (self._seed, SHUFFLE_STREAM, step)):
+            self.state, metrics = self._train_step(self.state, chosen(batch, rows))
+            found.append(metrics)
+        jax.block_until_ready(self.state)
+        return Metrics(**{name: float(np.mean([float(each[name]) for each in found])) for name in found[0]})
+
+
+def shares(config: AlgorithmConfig, num_rows: int, seed: Sequence[int]) -> Iterator[np.ndarray]:
+    """Which rows each update of a step learns from: in every epoch each row once. One minibatch has them in their order."""
+    for epoch in range(config.epochs):
+        rows = np.arange(num_rows)
+        if config.minibatches > 1:
+            np.random.default_rng([*seed, epoch]).shuffle(rows)
+        yield from np.split(rows, config.minibatches)
+
+
+def chosen(batch: Batch, rows: np.ndarray) -> Batch:
+    return Batch(*(None if column is None else column[rows] for column in batch))  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ class Run:
         """`params` is the policy after the warm-up. A run that goes on has its weights from the checkpoint instead; the
         policy that KL pulls towards is `params` all the same."""
         self._config, self._bridge, self._codec, self._task = config, bridge, codec, task
-        self.learner = Learner(config.algorithm, model, params)
+        self.learner = Learner(config.algorithm, model, params, config.seed)
         self.step, self._last = start.step, config.steps
         """Steps done, and the last to do."""
         self._first, self._evaluated, position = start.step + 1 - config.bound, -1, 0
@@ -163,7 +163,7 @@ class Run:
         if self._config.diagnose_every and step % self._config.diagnose_every == 0:
             mismatch = self._diagnose(batch, taken)
             clock.lap("diagnose")
-        metrics, memory = self._learn(batch, clock)
+        metrics, memory = self._learn(step, batch, clock)
         report = self._publish(clock, memory)
         accuracy = float((rewards >= 1).mean())
         self._recent.append(accuracy)
@@ -197,14 +197,14 @@ class Run:
         clock.lap("generate")
         return taken
 
-    def _learn(self, batch: Batch, clock: Stopwatch) -> tuple[Metrics, dict[str, int]]:
+    def _learn(self, step: int, batch: Batch, clock: Stopwatch) -> tuple[Metrics, dict[str, int]]:
         """Also what engines held before and during it, where they sleep meanwhile."""
         memory: dict[str, int] = {}
         if self._config.take_turns:
             memory["generating"] = _in_use(self._bridge.memory())
             memory["training"] = _in_use(self._bridge.sleep())
             clock.lap("sleep")
-        metrics = self.learner.learn(batch)
+        metrics = self.learner.learn(step, batch)
         clock.lap("train")
         return metrics, memory
 

@@ -18,7 +18,7 @@ from slipstream.types import SamplingParams
 KEPT_STEPS = 64
 """Steps whose prompts are remembered; older ones are drawn again if need be."""
 
-WARMUP_STREAM, PROMPT_STREAM, SAMPLE_STREAM, EVAL_PROMPT_STREAM, EVAL_SAMPLE_STREAM = range(5)
+WARMUP_STREAM, PROMPT_STREAM, SAMPLE_STREAM, EVAL_PROMPT_STREAM, EVAL_SAMPLE_STREAM, SHUFFLE_STREAM = range(6)
 """Of randomness: no two uses share numbers."""
 
 
