@@ -13,7 +13,7 @@ from slipstream.rl.experience import prepare, scorer
 from slipstream.rl.learner import Learner
 from slipstream.rl.loss import Metrics
 from slipstream.rl.prompts import SHUFFLE_STREAM
-from slipstream.rl.train_step import init_state, make_train_step
+from slipstream.rl.train_step import TrainStep, init_state, make_train_step
 from tests.rl.batches import completion
 from tests.tiny import random_params, tiny_config
 
@@ -38,10 +38,10 @@ def batch():
     return plain._replace(logprobs=((own + rng.normal(0, 0.1, own.shape)) * plain.mask).astype(np.float32))
 
 
-def learned(config, batch, **how):
+def learned(config, batch, rewards=REWARDS, **how):
     """`(metrics, state)` after one step of a learner."""
     learner = Learner(config, MODEL, PARAMS, SEED, **how)
-    return learner.learn(STEP, learner.prepare(batch, REWARDS)), learner.state
+    return learner.learn(STEP, learner.prepare(batch, rewards)), learner.state
 
 
 def by_hand(config, batch, rows_of_updates):
@@ -101,10 +101,42 @@ def test_every_epoch_deals_anew_and_compares_with_the_policy_before_the_step(bat
     assert abs(found[0].ratio - 1) > 1e-4  # later updates have moved away from π_old
 
 
+PACKED = {
+    "grpo": CONFIG,
+    "ppo": replace(PPO, micro_batches=2),
+    "dapo, of which a group teaches nothing": replace(CONFIG, kind="dapo"),
+    "in minibatches": replace(TIS, minibatches=2, epochs=2),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_rows_teach_the_same(kind, batch, monkeypatch):
+    shapes = []
+    step = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: shapes.append(args[2].tokens.shape) or step(*args))
+    rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)
+    config = PACKED[kind]
+    plain = learned(config, batch, rewards)
+    packed = learned(replace(config, row_tokens=16), batch, rewards)
+    close(packed, plain)
+    whole, rows = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
+    assert all(shape[1] == 16 and shape[0] % config.micro_batches == 0 for shape in rows)
+    assert sum(n for n, _ in rows) < sum(n for n, _ in whole)
+
+
+def test_a_batch_that_teaches_nothing_is_one_empty_row(batch):
+    config = replace(CONFIG, kind="dapo", row_tokens=16)
+    metrics, _ = learned(config, batch, np.ones((2, 4), np.float32))
+    assert metrics.loss == 0 and metrics.gradient_norm == 0
+
+
 def test_what_cannot_be_shared_out_is_named():
     with pytest.raises(ConfigError, match="= 8 completions, which minibatches 3 does not divide"):
         replace(CONFIG, minibatches=3)
     with pytest.raises(ConfigError, match="minibatches 4 × micro_batches 4 does not divide"):
         replace(CONFIG, minibatches=4, micro_batches=4)
+    replace(CONFIG, minibatches=4, micro_batches=4, row_tokens=16)  # rows are added
     with pytest.raises(ConfigError, match="epochs must be at least 1"):
         replace(CONFIG, epochs=0)
+    with pytest.raises(ConfigError, match="a row holds a prompt and 5 tokens"):
+        replace(CONFIG, row_tokens=5)

@@ -251,7 +251,7 @@ def test_a_reward_that_is_not_there_is_said_before_anything_runs(model_dir, tmp_
 
 def test_prompts_that_are_too_long_and_tasks_without_any(model_dir):
     task, codec = task_named(CONFIG.task), Codec(model_dir)
-    with pytest.raises(ConfigError, match=r"has \d+ tokens, and the model has room for 2 before 4 more"):
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, and there is room for 2 before 4 more"):
         Prompts(CONFIG, task, codec, 2).of(1)
 
     class Empty:

@@ -174,6 +174,9 @@ class AlgorithmConfig:
     """Updates per epoch, each from an equal share of the completions, drawn anew in every epoch."""
     micro_batches: int = 1
     """Parts in which an update's rows go through the model, their gradients summed: less memory, the same update."""
+    row_tokens: int = 0
+    """Several sequences share rows of this many tokens, so that short ones do not pay for the padding of long ones; it must
+    hold the longest prompt with `max_tokens` more. 0: each sequence has a row of its own."""
     kl: KlConfig = field(default_factory=KlConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
@@ -181,7 +184,12 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         at_least(self, prompts=1, group=1, max_tokens=1, micro_batches=1, entropy_weight=0.0)
-        at_least(self, epochs=1, minibatches=1)
+        at_least(self, epochs=1, minibatches=1, row_tokens=0)
+        if self.row_tokens and self.row_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"algorithm.row_tokens is {self.row_tokens}: a row holds a prompt and {self.max_tokens} tokens of its "
+                "completion at least; make it longer, or 0 for a row per sequence"
+            )
         if self.temperature <= 0:
             raise ConfigError(
                 f"algorithm.temperature must be positive, got {self.temperature}: greedy samples are all alike"
@@ -203,8 +211,11 @@ class AlgorithmConfig:
         self.check_shares(1)
 
     def check_shares(self, num_devices: int) -> None:
-        """`ConfigError` unless a step's completions can be shared out over minibatches, micro-batches and devices."""
-        shares = {"minibatches": self.minibatches, "micro_batches": self.micro_batches, "devices": num_devices}
+        """`ConfigError` unless a step's completions can be shared out over minibatches, micro-batches and devices. Packed
+        rows can always be shared out by the latter two: empty ones are added."""
+        shares = {"minibatches": self.minibatches}
+        if not self.row_tokens:
+            shares |= {"micro_batches": self.micro_batches, "devices": num_devices}
         if (self.prompts * self.group) % math.prod(shares.values()):
             asked = " × ".join(f"{name} {share}" for name, share in shares.items() if share > 1)
             raise ConfigError(

@@ -5,7 +5,9 @@ policy thought of them before the first (`Batch.old`) is what a correction compa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 
 import jax
@@ -14,9 +16,10 @@ import numpy as np
 from slipstream.model.config import ModelConfig
 from slipstream.model.layers import Params
 from slipstream.rl import experience, state
-from slipstream.rl.batch import Batch
+from slipstream.rl.batch import Batch, chosen
 from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.loss import Metrics
+from slipstream.rl.packing import learned_lengths, pack
 from slipstream.rl.prompts import SHUFFLE_STREAM
 from slipstream.rl.train_step import TrainState, init_state, make_train_step
 
@@ -57,10 +60,20 @@ class Learner:
             batch = batch._replace(old=self.logprobs(batch, self._config.temperature) * batch.mask)
         found = []
         for rows in shares(self._config, len(batch.tokens), (self._seed, SHUFFLE_STREAM, step)):
-            self.state, metrics = self._train_step(self.state, chosen(batch, rows))
+            self.state, metrics = self._train_step(self.state, self._packed(chosen(batch, rows)))
             found.append(metrics)
         jax.block_until_ready(self.state)
-        return Metrics(**{name: float(np.mean([float(each[name]) for each in found])) for name in found[0]})
+        # Added up from the first, not from 0: the mean of one −0.0 is that.
+        return Metrics(**jax.tree.map(lambda *each: reduce(operator.add, map(float, each)) / len(each), *found))
+
+    def _packed(self, batch: Batch) -> Batch:
+        """In rows of `row_tokens`, where there are any; sequences that nothing is learned from are left out."""
+        if not self._config.row_tokens:
+            return batch
+        lengths = learned_lengths(batch)
+        rows = np.flatnonzero(lengths)
+        lengths = [lengths[row] for row in rows]
+        return pack(chosen(batch, rows), lengths, self._config.row_tokens, self._config.micro_batches)
 
 
 def shares(config: AlgorithmConfig, num_rows: int, seed: Sequence[int]) -> Iterator[np.ndarray]:
@@ -70,7 +83,3 @@ def shares(config: AlgorithmConfig, num_rows: int, seed: Sequence[int]) -> Itera
         if config.minibatches > 1:
             np.random.default_rng([*seed, epoch]).shuffle(rows)
         yield from np.split(rows, config.minibatches)
-
-
-def chosen(batch: Batch, rows: np.ndarray) -> Batch:
-    return Batch(*(None if column is None else column[rows] for column in batch))  # type: ignore[arg-type]

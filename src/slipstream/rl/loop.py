@@ -243,9 +243,9 @@ class Taken:
 
 
 def _room(config: TrainConfig, model: ModelConfig) -> int:
-    """Tokens that a prompt may have."""
-    length = config.engine.max_model_len or model.max_position_embeddings
-    return min(length, model.max_position_embeddings) - config.algorithm.max_tokens
+    """Tokens that a prompt may have: as many as the model, the engine and a packed row have room for."""
+    limits = (model.max_position_embeddings, config.engine.max_model_len, config.algorithm.row_tokens)
+    return min(limit for limit in limits if limit) - config.algorithm.max_tokens
 
 
 def _warmup_steps(config: TrainConfig, start: resume.Start) -> int:
