@@ -8,11 +8,12 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.rl.batch import Batch, make_batch
-from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimiserConfig
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimiserConfig, TrainConfig
 from slipstream.rl.experience import prepare, scorer
 from slipstream.rl.learner import Learner
 from slipstream.rl.loss import Metrics
 from slipstream.rl.prompts import SHUFFLE_STREAM
+from slipstream.rl.sharding import mesh_over
 from slipstream.rl.train_step import TrainStep, init_state, make_train_step
 from tests.rl.batches import completion
 from tests.tiny import random_params, tiny_config
@@ -128,6 +129,33 @@ def test_a_batch_that_teaches_nothing_is_one_empty_row(batch):
     config = replace(CONFIG, kind="dapo", row_tokens=16)
     metrics, _ = learned(config, batch, np.ones((2, 4), np.float32))
     assert metrics.loss == 0 and metrics.gradient_norm == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(CONFIG, micro_batches=2),
+        replace(PPO, row_tokens=16),
+        replace(TIS, minibatches=2),
+    ],
+)
+def test_two_devices_make_the_same_step(config, batch):
+    plain, found = learned(config, batch), learned(config, batch, num_devices=2)
+    close(found, plain)
+    embedding = found[1].policy["model"]["embed_tokens"]["weight"]
+    assert {shard.data.shape for shard in embedding.addressable_shards} == {(48, 32)}  # each device holds half of it
+
+
+def test_devices_that_are_not_there():
+    assert mesh_over(0).size == 2 and mesh_over(1) is None
+    with pytest.raises(ConfigError, match=r"devices is 3, and JAX sees 2 here \(cpu\)"):
+        Learner(CONFIG, MODEL, PARAMS, SEED, num_devices=3)
+    odd = replace(CONFIG, prompts=3, group=3)
+    with pytest.raises(ConfigError, match="= 9 completions, which devices 2 does not divide"):
+        Learner(odd, MODEL, PARAMS, SEED, num_devices=0)
+    with pytest.raises(ConfigError, match="= 9 completions, which devices 2 does not divide"):
+        TrainConfig(devices=2, algorithm=odd)
+    TrainConfig(devices=2, algorithm=replace(odd, row_tokens=16))  # packed rows are filled up
 
 
 def test_what_cannot_be_shared_out_is_named():

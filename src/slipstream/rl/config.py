@@ -301,6 +301,8 @@ class TrainConfig:
     seed: int = 0
     engines: int = 1
     """Engine processes; 0 generates in the trainer's own process."""
+    devices: int = 1
+    """Of the trainer, over which parameters, optimiser state and rows are cut (`rl/sharding.py`); 0 takes all of this host."""
     mode: Literal["sync", "partial", "one_step_off", "async"] = "sync"
     """`sync`: a step's completions are made by the weights of the step before it. `partial`: like `sync`, but a step begins
     more prompts than it takes, and does not wait for the slowest: those go on in the next step from the tokens that they
@@ -368,6 +370,7 @@ class TrainConfig:
         if self.reward.functions and self.reward.on_error == "drop":
             raise ConfigError('reward.on_error = "drop" is for batches of your own; a training run needs every reward')
         at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
-        at_least(self, save_every=0, keep_checkpoints=1)
+        at_least(self, save_every=0, keep_checkpoints=1, devices=0)
+        self.algorithm.check_shares(max(1, self.devices))
         if self.target_accuracy > 1:
             raise ConfigError(f"target_accuracy is a share of right answers, at most 1; got {self.target_accuracy}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from slipstream.model.config import ModelConfig
 from slipstream.model.layers import Params
-from slipstream.rl import experience, state
+from slipstream.rl import experience, sharding, state
 from slipstream.rl.batch import Batch, chosen
 from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.loss import Metrics
@@ -27,11 +27,16 @@ from slipstream.rl.train_step import TrainState, init_state, make_train_step
 class Learner:
     """Weights and optimiser state, and how they move."""
 
-    def __init__(self, config: AlgorithmConfig, model: ModelConfig, params: Params, seed: int) -> None:
-        """`params` is where training starts, and the policy that KL pulls towards."""
-        self._config, self._model, self._seed = config, model, seed
-        self._train_step = make_train_step(model, config)
-        self.state = init_state(params, model, config)
+    def __init__(
+        self, config: AlgorithmConfig, model: ModelConfig, params: Params, seed: int, num_devices: int = 1
+    ) -> None:
+        """`params` is where training starts, and the policy that KL pulls towards. With several devices (0: all of this host)
+        all arrays are cut over them."""
+        self._config, self._model, self._seed, self._mesh = config, model, seed, sharding.mesh_over(num_devices)
+        self._num_devices = 1 if self._mesh is None else self._mesh.size
+        config.check_shares(self._num_devices)
+        self._train_step = make_train_step(model, config, self._mesh)
+        self.state = init_state(params, model, config, self._mesh)
         self._reference = self.state.policy if config.kl.weight else None
 
     @property
@@ -51,7 +56,7 @@ class Learner:
 
     def logprobs(self, batch: Batch, temperature: float) -> np.ndarray:
         """[B, T − 1]: what the policy gives to a batch's tokens."""
-        return np.asarray(experience.scorer(self._model, temperature)(self.policy, batch))
+        return np.asarray(experience.scorer(self._model, temperature)(self.policy, self._placed(batch)))
 
     def learn(self, step: int, batch: Batch) -> Metrics:
         """Moves the weights by what a prepared batch teaches; the metrics are means over the updates. Returns once the new
@@ -66,6 +71,12 @@ class Learner:
         # Added up from the first, not from 0: the mean of one −0.0 is that.
         return Metrics(**jax.tree.map(lambda *each: reduce(operator.add, map(float, each)) / len(each), *found))
 
+    def _placed(self, batch: Batch) -> Batch:
+        """Each device with its rows, where they can be shared out; packed ones need not be equally many before."""
+        if self._mesh is None or len(batch.tokens) % self._num_devices:
+            return batch
+        return sharding.shard_rows(batch, self._mesh)
+
     def _packed(self, batch: Batch) -> Batch:
         """In rows of `row_tokens`, where there are any; sequences that nothing is learned from are left out."""
         if not self._config.row_tokens:
@@ -73,7 +84,9 @@ class Learner:
         lengths = learned_lengths(batch)
         rows = np.flatnonzero(lengths)
         lengths = [lengths[row] for row in rows]
-        return pack(chosen(batch, rows), lengths, self._config.row_tokens, self._config.micro_batches)
+        return pack(
+            chosen(batch, rows), lengths, self._config.row_tokens, self._config.micro_batches * self._num_devices
+        )
 
 
 def shares(config: AlgorithmConfig, num_rows: int, seed: Sequence[int]) -> Iterator[np.ndarray]:

@@ -100,7 +100,7 @@ class Run:
         """`params` is the policy after the warm-up. A run that goes on has its weights from the checkpoint instead; the
         policy that KL pulls towards is `params` all the same."""
         self._config, self._bridge, self._codec, self._task = config, bridge, codec, task
-        self.learner = Learner(config.algorithm, model, params, config.seed)
+        self.learner = Learner(config.algorithm, model, params, config.seed, config.devices)
         self.step, self._last = start.step, config.steps
         """Steps done, and the last to do."""
         self._first, self._evaluated, position = start.step + 1 - config.bound, -1, 0
