@@ -98,6 +98,13 @@ class KlConfig:
     """0: none, and no reference policy is kept."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """In the loss. In the reward it is always k1."""
+    scored_by: Literal["trainer", "engine"] = "trainer"
+    """Who holds that policy: the trainer, or a second fleet of engines, in their dtype (`rl/reference.py`). The latter takes no
+    memory and no time of the trainer's."""
+
+    @property
+    def by_engine(self) -> bool:
+        return self.weight > 0 and self.scored_by == "engine"
 
     def __post_init__(self) -> None:
         at_least(self, weight=0.0)
@@ -207,6 +214,11 @@ class AlgorithmConfig:
         if self.kl.weight and not recipe.token_rewards and self.kl.estimator == "k1":
             raise ConfigError(
                 "kl.estimator 'k1' in the loss has a gradient of mean zero and would only add noise; take 'k3' or 'k2'"
+            )
+        if self.kl.by_engine and self.temperature != 1:
+            raise ConfigError(
+                f"kl.scored_by is 'engine', and engines score at temperature 1; with algorithm.temperature = "
+                f"{self.temperature} take 'trainer'"
             )
         self.check_shares(1)
 
@@ -361,6 +373,11 @@ class TrainConfig:
             raise ConfigError(
                 f"take_turns lets engines sleep while the trainer trains, and mode {self.mode!r} does not; take 'sync' or "
                 "'partial'"
+            )
+        if self.take_turns and self.algorithm.kl.by_engine:
+            raise ConfigError(
+                "take_turns gives the trainer the engines' memory, and with kl.scored_by = 'engine' a second fleet would "
+                "keep its own; take 'trainer'"
             )
         if self.take_turns and self.in_flight == "finish":
             raise ConfigError(

@@ -26,23 +26,26 @@ def prepare(
     model: ModelConfig,
     config: AlgorithmConfig,
     reference: Params | None = None,
+    place: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Batch:
     """Fills in what `config` needs, from rewards [prompts, G] in the order of the batch's rows; not packed yet.
 
-    `reference` is the policy that `config.kl` pulls towards, needed where its weight is not 0."""
+    `reference` is the policy that `config.kl` pulls towards, needed where its weight is not 0 and the batch does not have that
+    policy's logprobs. `place` puts a batch on the devices that the weights are on."""
     if rewards.ndim != 2 or rewards.size != len(batch.tokens):
         raise ConfigError(
             f"rewards must be [prompts, samples], one for each of {len(batch.tokens)} rows; got {rewards.shape}"
         )
-    if config.kl.weight:
+    if config.kl.weight and batch.reference is None:
         if reference is None:
             raise ConfigError(
                 "kl.weight is set, which needs a reference policy: the weights that training started from"
             )
-        batch = batch._replace(reference=np.asarray(scorer(model, config.temperature)(reference, batch)) * batch.mask)
+        logprobs = np.asarray(scorer(model, config.temperature)(reference, place(batch)))
+        batch = batch._replace(reference=logprobs * batch.mask)
     recipe = config.recipe
     if recipe.token_rewards:
-        batch = _token_advantages(batch, rewards, weights, model, config)
+        batch = _token_advantages(batch, rewards, weights, model, config, place)
     else:
         batch = batch._replace(advantages=outcome_advantages(rewards, config).reshape(-1, 1) * batch.mask)
     if recipe.filter_groups:
@@ -81,7 +84,12 @@ def critic(model: ModelConfig) -> Callable[[Params, Params, Batch], jax.Array]:
 
 
 def _token_advantages(
-    batch: Batch, rewards: np.ndarray, weights: Weights, model: ModelConfig, config: AlgorithmConfig
+    batch: Batch,
+    rewards: np.ndarray,
+    weights: Weights,
+    model: ModelConfig,
+    config: AlgorithmConfig,
+    place: Callable[[Batch], Batch],
 ) -> Batch:
     penalty = None
     if batch.reference is not None:
@@ -89,6 +97,6 @@ def _token_advantages(
     earned = advantages.token_rewards(rewards.reshape(-1), batch.mask, penalty)
     if weights.critic is None:
         return batch._replace(advantages=advantages.batch(earned, batch.mask))
-    values = np.asarray(critic(model)(weights.policy, weights.critic, batch)) * batch.mask
+    values = np.asarray(critic(model)(weights.policy, weights.critic, place(batch))) * batch.mask
     found, returns = advantages.gae(earned, values, batch.mask, config.value.gamma, config.value.lam)
     return batch._replace(advantages=advantages.normalised(found, batch.mask), values=values, returns=returns)

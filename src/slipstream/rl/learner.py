@@ -30,14 +30,14 @@ class Learner:
     def __init__(
         self, config: AlgorithmConfig, model: ModelConfig, params: Params, seed: int, num_devices: int = 1
     ) -> None:
-        """`params` is where training starts, and the policy that KL pulls towards. With several devices (0: all of this host)
-        all arrays are cut over them."""
+        """`params` is where training starts, and the policy that KL pulls towards, unless engines hold that. With several
+        devices (0: all of this host) all arrays are cut over them."""
         self._config, self._model, self._seed, self._mesh = config, model, seed, sharding.mesh_over(num_devices)
         self._num_devices = 1 if self._mesh is None else self._mesh.size
         config.check_shares(self._num_devices)
         self._train_step = make_train_step(model, config, self._mesh)
         self.state = init_state(params, model, config, self._mesh)
-        self._reference = self.state.policy if config.kl.weight else None
+        self._reference = self.state.policy if config.kl.weight and not config.kl.by_engine else None
 
     @property
     def policy(self) -> Params:
@@ -52,7 +52,8 @@ class Learner:
 
     def prepare(self, batch: Batch, rewards: np.ndarray) -> Batch:
         """`experience.prepare`, with these weights."""
-        return experience.prepare(batch, rewards, self.state.weights, self._model, self._config, self._reference)
+        weights, model, config = self.state.weights, self._model, self._config
+        return experience.prepare(batch, rewards, weights, model, config, self._reference, self._placed)
 
     def logprobs(self, batch: Batch, temperature: float) -> np.ndarray:
         """[B, T − 1]: what the policy gives to a batch's tokens."""

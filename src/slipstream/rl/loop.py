@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.bridge import Bridge
+from slipstream.errors import ConfigError
 from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
 from slipstream.observe.loggers import open_logs
@@ -42,26 +43,42 @@ from slipstream.rl.records import (
     Stopwatch,
     WarmupRecord,
 )
+from slipstream.rl.reference import Reference
 from slipstream.rl.steady import Steady
 from slipstream.rl.tasks import Task, task_named
 from slipstream.rl.tokens import Codec, init_small
 from slipstream.types import Completion, MemoryReport, RolloutGroup, SyncReport
 
 
-def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -> Iterator[Record]:
+def train(
+    config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, reference: Bridge | None = None
+) -> Iterator[Record]:
     """Warms up, trains and evaluates, yielding a record of each step as soon as it is done.
 
     `model_dir` holds the model's config.json and tokenizer.json, and weights to start from if there are any. `run_dir`
     gets metrics.jsonl, a checkpoint in `state` now and then, and at the end the trained model in `checkpoint`. If it has
-    a checkpoint already, training goes on from there (`rl/resume.py` says when it may). Any failure of an engine is
-    raised: a completion that did not come is not a completion with zero reward."""
+    a checkpoint already, training goes on from there (`rl/resume.py` says when it may). `reference` is a second fleet, with
+    engines of the same model, for `kl.scored_by = "engine"`; it gets the policy that training starts from. Any failure of an
+    engine is raised: a completion that did not come is not a completion with zero reward."""
+    if config.algorithm.kl.by_engine and reference is None:
+        raise ConfigError(
+            "kl.scored_by is 'engine', which needs a second fleet: give `train` a bridge to it as `reference`, or take "
+            "'trainer'"
+        )
     with resume.open_run(config, run_dir) as start, open_logs(config, run_dir, start.step) as log:
-        for record in _run(config, bridge, model_dir, run_dir, start):
+        for record in _run(config, bridge, model_dir, run_dir, start, reference):
             log(record)
             yield record
 
 
-def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, start: resume.Start) -> Iterator[Record]:
+def _run(
+    config: TrainConfig,
+    bridge: Bridge,
+    model_dir: Path,
+    run_dir: Path,
+    start: resume.Start,
+    fleet: Bridge | None,
+) -> Iterator[Record]:
     model, codec, task = ModelConfig.read(model_dir), Codec(model_dir), task_named(config.task)
     params, steps = _starting_params(config, model, model_dir), _warmup_steps(config, start)
     warm_up = supervised.warm_up(params, model, task, codec, steps=steps, seed=(config.seed, WARMUP_STREAM))
@@ -70,7 +87,10 @@ def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, st
         if not start.checkpoint:
             yield WarmupRecord(number, loss)
 
-    run = Run(config, bridge, model, codec, task, params, start)
+    reference = None
+    if fleet is not None and config.algorithm.kl.by_engine:
+        reference = Reference(fleet, params, config.patience)
+    run = Run(config, bridge, model, codec, task, params, start, reference)
     run.begin()
     if run.evaluation_missing:
         yield run.evaluate()
@@ -96,10 +116,12 @@ class Run:
         task: Task,
         params: decoder.Params,
         start: resume.Start,
+        reference: Reference | None = None,
     ) -> None:
         """`params` is the policy after the warm-up. A run that goes on has its weights from the checkpoint instead; the
         policy that KL pulls towards is `params` all the same."""
         self._config, self._bridge, self._codec, self._task = config, bridge, codec, task
+        self._reference = reference
         self.learner = Learner(config.algorithm, model, params, config.seed, config.devices)
         self.step, self._last = start.step, config.steps
         """Steps done, and the last to do."""
@@ -157,6 +179,8 @@ class Run:
         taken = self._collect(step, clock)
         rewards = judge(taken.groups, [self._prompts.text(group.id) for group in taken.groups])
         batch = make_batch(taken.completions, version=taken.versions, max_tokens=self._config.algorithm.max_tokens)
+        if self._reference is not None:
+            batch = self._reference.fill(batch)
         batch = self.learner.prepare(batch, rewards)
         clock.lap("reward")
         mismatch = ""
