@@ -244,6 +244,28 @@ def test_a_reward_that_fails_ends_the_run_and_is_no_zero(name, error, text, mode
     assert "StepRecord" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+def picky(prompt, completion):
+    """Does not like answers that begin with an even digit, and loves the others."""
+    if completion[:1] in "02468":
+        raise ValueError("even")
+    return 1.0
+
+
+def test_samples_that_cannot_be_judged_are_left_out_and_are_no_zeros(model_dir, tmp_path):
+    config = with_reward("picky", on_error="drop")
+    config = dataclasses.replace(config, warmup_steps=20)
+    (step,) = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
+    assert 0 < step.num_dropped < 128
+    assert step.reward == step.accuracy == 1  # of all that were judged
+    assert sum(step.staleness.values()) < step.num_tokens  # tokens that were learned from
+    assert step.metrics.loss == 0  # all that is left has the same reward; a zero in between would teach
+
+
+def test_a_step_of_which_nothing_can_be_judged_ends_the_run(model_dir, tmp_path):
+    with pytest.raises(RewardFailed, match="of 128 samples none is left to train on"):
+        records_of(with_reward("raises", on_error="drop"), model_dir, tmp_path)
+
+
 def test_a_reward_that_is_not_there_is_said_before_anything_runs(model_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"did you mean.*half"):
         records_of(with_reward("hlaf"), model_dir, tmp_path)
@@ -269,7 +291,6 @@ def test_prompts_that_are_too_long_and_tasks_without_any(model_dir):
     [
         ({"mode": "async", "take_turns": True}, "take_turns lets engines sleep"),
         ({"max_staleness": 0}, "max_staleness must be at least 1"),
-        ({"reward": RewardConfig({"a:b": 1.0}, on_error="drop")}, "a training run needs every reward"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, text):

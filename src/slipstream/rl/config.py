@@ -282,7 +282,8 @@ class RewardConfig:
     workers: int = 1
     """Processes per function, so that a function that hangs or crashes takes nobody along; 0 runs it in the trainer's own."""
     on_error: Literal["raise", "drop"] = "raise"
-    """`drop` leaves samples that could not be judged out of their group, and counts them."""
+    """`drop` leaves samples that could not be judged out of their group, and groups with fewer than two others, and counts
+    them; a step of which nothing is left ends the run."""
     memory_limit: int = 0
     """Most bytes of address space for a worker process; 0 sets no limit."""
 
@@ -384,8 +385,6 @@ class TrainConfig:
                 "in_flight 'finish' has a sync wait until running completions are finished, and with take_turns engines "
                 "sleep until it is over; take 'keep', 'recompute' or 'requeue'"
             )
-        if self.reward.functions and self.reward.on_error == "drop":
-            raise ConfigError('reward.on_error = "drop" is for batches of your own; a training run needs every reward')
         at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
         at_least(self, save_every=0, keep_checkpoints=1, devices=0)
         self.algorithm.check_shares(max(1, self.devices))

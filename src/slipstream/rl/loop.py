@@ -30,6 +30,7 @@ from slipstream.rl import resume, state, supervised
 from slipstream.rl.batch import Batch, make_batch
 from slipstream.rl.config import TrainConfig
 from slipstream.rl.evaluation import evaluate, require_versions
+from slipstream.rl.experience import judged
 from slipstream.rl.judge import Judge, judge_of
 from slipstream.rl.learner import Learner
 from slipstream.rl.loss import Metrics
@@ -189,7 +190,8 @@ class Run:
             clock.lap("diagnose")
         metrics, memory = self._learn(step, batch, clock)
         report = self._publish(clock, memory)
-        accuracy = float((rewards >= 1).mean())
+        known = rewards[judged(rewards)]
+        accuracy = float((known >= 1).mean())
         self._recent.append(accuracy)
         self.step = step
         if resume.finished(self._config, step, self._recent):
@@ -197,7 +199,7 @@ class Run:
         return StepRecord(
             step=step,
             version=max(taken.versions),
-            reward=float(rewards.mean()),
+            reward=float(known.mean()),
             accuracy=accuracy,
             num_tokens=sum(len(c.token_ids) for c in taken.completions),
             metrics=metrics,
@@ -206,6 +208,7 @@ class Run:
             staleness=_ages(batch),
             mismatch=mismatch,
             memory=memory,
+            num_dropped=rewards.size - known.size,
         )
 
     def _collect(self, step: int, clock: Stopwatch) -> Taken:
