@@ -1,13 +1,14 @@
 """What it is worth that engines do not wait for the trainer: iterations per minute of asynchronous training beside synchronous,
 with generations whose lengths have a long tail.
 
-    python benchmarks/async_rl.py [--steps 60] [--max-staleness 2] [--json benchmarks/results/async_rl.json]
+    python benchmarks/async_rl.py [--steps 100] [--max-staleness 2] [--json benchmarks/results/async_rl.json]
 
-A real trainer (GRPO on reversing digits) and a real engine in another process. Every prompt's samples run on to a length drawn
-from a long-tailed distribution (most are short, a few are thirty times as long), as answers of reasoning models do; what counts
-is what comes before the end-of-sequence token. Both modes take the same prompts with the same seeds, in blocks of steps in
-turn, so that a noisy machine slows both alike; the engine whose turn it is not is paused. The exit code is 0 whatever the
-verdict: a benchmark reports."""
+A real trainer (GRPO on reversing digits) and a real engine in another process, each on a core of its own, as they would have a
+device of their own. Every prompt's samples run on to a length drawn from a long-tailed distribution (most are short, a few are
+sixty times as long), as answers of reasoning models do. All of their tokens go through the trainer, packed; learned from is
+what comes before the end-of-sequence token. Both modes take the same prompts with the same seeds, in blocks of steps in turn,
+so that a noisy machine slows both alike; the engine whose turn it is not is paused. The exit code is 0 whatever the verdict: a
+benchmark reports."""
 
 from __future__ import annotations
 
@@ -16,11 +17,10 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,28 @@ from rich.table import Table
 
 import slipstream
 from slipstream.config import EngineConfig
+from slipstream.model.config import ModelConfig
 from slipstream.rl import supervised
 from slipstream.rl.batch import make_batch
 from slipstream.rl.config import AlgorithmConfig, TaskConfig
 from slipstream.rl.experience import prepare
+from slipstream.rl.packing import pack
+from slipstream.rl.records import Stopwatch
 from slipstream.rl.tasks import task_named
 from slipstream.rl.tokens import Codec, init_small, write_small_model
 from slipstream.rl.train_step import init_state, make_train_step
 from slipstream.types import Completion, SamplingParams
 
-PROMPTS, GROUP, SHORTEST, LONGEST = 8, 8, 6, 192
+PROMPTS, GROUP, SHORTEST, LONGEST, ROW = 8, 4, 6, 384, 400
+SIGMA = 2.0
+"""Of the lengths' logarithm: half of them are the shortest, and the longest of eight is 150 tokens on average."""
+ROWS_MULTIPLE = 4
+"""Rows of a packed batch are a multiple of this: few programs to compile."""
 SPEEDUP_TARGET = 1.8
-BLOCK, WARMUP_BLOCKS = 10, 1
+BLOCK, WARMUP_BLOCKS = 10, 2
+EVAL_PROMPTS, EVAL_SAMPLES = 90, 4
+TASK = TaskConfig(digits=3)
+PHASES = ("generate", "reward", "train", "sync")
 
 
 @dataclass
@@ -51,14 +61,21 @@ class Loop:
 
     name: str
     bound: int
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[dict[str, float]] = field(default_factory=list)
+    """By phase."""
     rewards: list[float] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
+    final: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Rewards on held-out prompts at the end."""
+
+    @property
+    def steps(self) -> list[float]:
+        return [sum(phases.values()) for phases in self.seconds]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="steps measured of each mode")
+    parser.add_argument("--steps", type=int, default=100, help="steps measured of each mode")
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--warm-up", type=int, default=40, help="supervised steps before")
     parser.add_argument("--json", type=Path)
@@ -66,18 +83,23 @@ def main() -> None:
     console = Console()
     loops = [Loop("sync", 0), Loop(f"async, K = {arguments.max_staleness}", arguments.max_staleness)]
     blocks = WARMUP_BLOCKS + -(-arguments.steps // BLOCK)
+    cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         root = Path(temporary)
-        write_small_model(root / "model")
-        runs = []
-        for number, loop in enumerate(loops):
-            options = EngineConfig(max_concurrency=4 * PROMPTS * GROUP, max_model_len=LONGEST + 16)
-            bridge = stack.enter_context(
-                slipstream.launch(root / "model", engine=options, run_dir=root / f"run{number}", start_timeout=300)
+        model_dir = root / "model"
+        write_small_model(model_dir)
+        move_to(cores[-1])  # the processes that are started stay there
+        bridges = []
+        for number in range(len(loops)):
+            options = EngineConfig(max_concurrency=4 * PROMPTS * GROUP, max_model_len=ROW)
+            run_dir = root / f"run{number}"
+            bridges.append(
+                stack.enter_context(slipstream.launch(model_dir, engine=options, run_dir=run_dir, start_timeout=300))
             )
-            runs.append((bridge, train(loop, bridge, root / "model", arguments.warm_up, blocks * BLOCK)))
+        move_to(cores[0])
+        runs = [train(*pair, model_dir, arguments.warm_up, blocks * BLOCK) for pair in zip(loops, bridges)]
         for block in range(blocks):
-            for loop, (bridge, run) in zip(loops, runs):
+            for loop, bridge, run in zip(loops, bridges, runs):
                 bridge.resume()
                 for _ in range(BLOCK):
                     next(run)
@@ -85,17 +107,29 @@ def main() -> None:
                 if block < WARMUP_BLOCKS:
                     loop.seconds.clear()
                     loop.ages.clear()
-            console.print(f"block {block + 1} of {blocks}: " + ", ".join(f"{loop.rewards[-1]:.2f}" for loop in loops))
+            console.print(
+                f"block {block + 1} of {blocks}: rewards "
+                + ", ".join(f"{np.mean(loop.rewards[-BLOCK:]):.2f}" for loop in loops)
+            )
+        for loop, bridge in zip(loops, bridges):
+            bridge.resume()
+            loop.final = evaluate(bridge, model_dir)
     results = report(loops, console)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
+def move_to(core: int) -> None:
+    """All threads of this process, and with them what they will start."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+
+
 def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) -> Iterator[None]:
     """A step for each `next`."""
     config = AlgorithmConfig(prompts=PROMPTS, group=GROUP, max_tokens=LONGEST)
-    task, codec, model = task_named(TaskConfig(digits=2)), Codec(model_dir), write_small_model(model_dir)
+    task, codec, model = task_named(TASK), Codec(model_dir), ModelConfig.read(model_dir)
     params = init_small(model, 0)
     for warmed, _ in supervised.warm_up(params, model, task, codec, steps=warm_up, seed=(0,)):
         params = warmed
@@ -105,32 +139,43 @@ def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) ->
     bridge.sync(params)
     submitted = 0
     for step in range(1, steps + 1):
-        start = time.perf_counter()
+        watch = Stopwatch()
         while submitted < min(step + loop.bound, steps):
             submitted += 1
             submit(rollouts, submitted, task, codec, texts)
         groups = rollouts.take()
-        kept = [[answered(c, model.eos_token_ids[0]) for c in group.completions] for group in groups]
-        rewards = np.array(
-            [
-                [task.reward(texts[g.id], t) for t in codec.decode([c.token_ids for c in row])]
-                for g, row in zip(groups, kept)
-            ],
-            np.float32,
-        )
+        watch.lap("generate")
+
         rows = [completion for group in groups for completion in group.completions]
+        answers = [answered(completion, model.eos_token_ids[0]) for completion in rows]
+        prompts = [texts[group.id] for group in groups for _ in group.completions]
+        rewards = [task.reward(prompt, text) for prompt, text in zip(prompts, codec.decode(answers))]
         batch = make_batch(rows, version=groups[0].version, max_tokens=LONGEST)
-        lengths = np.array(
-            [len(c.prompt_token_ids) - 1 + len(a.token_ids) for c, a in zip(rows, (a for row in kept for a in row))]
-        )
-        batch = batch._replace(mask=batch.mask * (np.arange(batch.mask.shape[1]) < lengths[:, None]))
-        batch = prepare(batch, rewards, state.weights, model, config)
+        ends = np.array([len(row.prompt_token_ids) - 1 + len(answer) for row, answer in zip(rows, answers)])
+        batch = batch._replace(mask=batch.mask * (np.arange(batch.mask.shape[1]) < ends[:, None]))
+        batch = prepare(batch, np.array(rewards, np.float32).reshape(PROMPTS, GROUP), state.weights, model, config)
+        batch = pack(batch, [len(row.prompt_token_ids) + len(row.token_ids) for row in rows], ROW, ROWS_MULTIPLE)
+        watch.lap("reward")
+
         state, _ = jax.block_until_ready(train_step(state, batch))
+        watch.lap("train")
+
         bridge.sync(state.policy)
-        loop.seconds.append(time.perf_counter() - start)
-        loop.rewards.append(float(rewards.mean()))
-        loop.ages.update(int(age) for group in groups for age in [group.age])
+        watch.lap("sync")
+        loop.seconds.append(watch.laps)
+        loop.rewards.append(float(np.mean(rewards)))
+        loop.ages.update(group.age for group in groups)
         yield
+
+
+def evaluate(bridge: Any, model_dir: Path) -> np.ndarray:
+    """Rewards of the policy that serves on held-out prompts, the same for both."""
+    task, codec = task_named(TASK), Codec(model_dir)
+    prompts = task.prompts(np.random.default_rng(1), EVAL_PROMPTS, "heldout")
+    sampling = [SamplingParams(SHORTEST, n=EVAL_SAMPLES, seed=i) for i in range(len(prompts))]
+    completions = bridge.generate(codec.prompts(prompts), sampling)
+    texts = codec.decode([c.token_ids for c in completions])
+    return np.array([task.reward(prompts[c.prompt_index], text) for c, text in zip(completions, texts)])
 
 
 def submit(rollouts: Any, step: int, task: Any, codec: Codec, texts: dict[str, str]) -> None:
@@ -138,45 +183,54 @@ def submit(rollouts: Any, step: int, task: Any, codec: Codec, texts: dict[str, s
     prompts = task.prompts(rng, PROMPTS)
     ids = [f"{step}/{i}" for i in range(PROMPTS)]
     texts.update(zip(ids, prompts))
-    lengths = np.clip(rng.lognormal(np.log(SHORTEST), 1.1, PROMPTS), SHORTEST, LONGEST).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(SHORTEST), SIGMA, PROMPTS), SHORTEST, LONGEST).astype(int)
     sampling = [
         SamplingParams(int(length), n=GROUP, seed=1000 * step + i, ignore_eos=True) for i, length in enumerate(lengths)
     ]
     rollouts.submit(ids, codec.prompts(prompts), sampling)
 
 
-def answered(completion: Completion, eos: int) -> Completion:
-    """Up to the end of the answer, that token included; all of it if it never ended."""
-    count = completion.token_ids.index(eos) + 1 if eos in completion.token_ids else len(completion.token_ids)
-    return replace(completion, token_ids=completion.token_ids[:count])
+def answered(completion: Completion, eos: int) -> tuple[int, ...]:
+    """The tokens up to the end of the answer, that one included; all of them if it never ended."""
+    tokens = completion.token_ids
+    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
 
 
 def report(loops: list[Loop], console: Console) -> dict[str, Any]:
+    sync, ahead = loops
     table = Table(
-        "", "iterations/min", "step, median ms", "reward, last 20", "groups by age", title="Same prompts, one run"
+        "",
+        "iterations/min",
+        *PHASES,
+        "held-out reward",
+        "groups by age",
+        title="Same prompts, one run; mean ms of a step",
     )
-    rates = {loop.name: 60 * len(loop.seconds) / sum(loop.seconds) for loop in loops}
+    rates = {loop.name: 60 * len(loop.steps) / sum(loop.steps) for loop in loops}
+    errors = {loop.name: float(loop.final.std() / len(loop.final) ** 0.5) for loop in loops}
     for loop in loops:
-        ages = ", ".join(f"{age}: {count}" for age, count in sorted(loop.ages.items()))
         table.add_row(
             loop.name,
             f"{rates[loop.name]:.0f}",
-            f"{1e3 * statistics.median(loop.seconds):.0f}",
-            f"{np.mean(loop.rewards[-20:]):.3f}",
-            ages,
+            *[f"{1e3 * statistics.mean(phases[name] for phases in loop.seconds):.0f}" for name in PHASES],
+            f"{loop.final.mean():.3f} ± {errors[loop.name]:.3f}",
+            ", ".join(f"{age}: {count}" for age, count in sorted(loop.ages.items())),
         )
     console.print(table)
-    speedup = rates[loops[1].name] / rates[loops[0].name]
-    oldest = max(loops[1].ages)
+    speedup, oldest = rates[ahead.name] / rates[sync.name], max(ahead.ages)
+    gap = float(ahead.final.mean() - sync.final.mean())
+    noise = 2 * (errors[sync.name] ** 2 + errors[ahead.name] ** 2) ** 0.5
     for what, good in (
         (f"async is {speedup:.2f} × as fast as sync (target ≥ {SPEEDUP_TARGET})", speedup >= SPEEDUP_TARGET),
-        (f"no group is older than {loops[1].bound} versions: the oldest is {oldest}", oldest <= loops[1].bound),
+        (f"no group is older than {ahead.bound} versions: the oldest is {oldest}", oldest <= ahead.bound),
+        (f"held-out reward {gap:+.3f} against sync; two standard errors are {noise:.3f}", gap >= -noise),
     ):
         console.print(f"{'PASS' if good else 'FAIL'}  {what}")
     return {
         "cpus": os.cpu_count(),
         "rates_per_minute": rates,
         "speedup": speedup,
+        "held_out": {loop.name: float(loop.final.mean()) for loop in loops},
         "rewards": {loop.name: loop.rewards for loop in loops},
         "ages": {loop.name: dict(loop.ages) for loop in loops},
     }

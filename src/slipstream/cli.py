@@ -33,6 +33,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
     engines: Annotated[int, typer.Option(help="Engine processes; 0 generates inside the trainer.")] = 1,
     engine: Annotated[str, typer.Option(help="embedded, or vllm (see `slipstream setup`).")] = "embedded",
+    mode: Annotated[
+        str, typer.Option(help="sync, partial, or how far engines run ahead: one_step_off, async.")
+    ] = "sync",
     out: Annotated[str, typer.Option(help="Run directory; empty makes runs/<time>.")] = "",
 ) -> None:
     """Train a small model with GRPO on this machine, rollouts in another process. Needs no download and no config.
@@ -41,7 +44,7 @@ def demo(
     weights reach the engine after every step."""
     from slipstream.demo import run
 
-    raise typer.Exit(run(steps=steps, seed=seed, engines=engines, engine=engine, out=out))
+    raise typer.Exit(run(steps=steps, seed=seed, engines=engines, engine=engine, mode=mode, out=out))
 
 
 @app.command()

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from slipstream import topology
 from slipstream.bridge import Bridge
-from slipstream.config import EngineConfig, build
+from slipstream.config import build
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.observe import loggers
 from slipstream.observe.plot import write_curve
@@ -54,6 +54,7 @@ def run(
     seed: int = 0,
     engines: int = 1,
     engine: str = "embedded",
+    mode: str = "sync",
     out: str = "",
     console: Console | None = None,
 ) -> int:
@@ -61,15 +62,17 @@ def run(
 
     Stops once the last ten steps were right 95 % of the time, but not before 150 steps."""
     console = console or Console()
-    config = TrainConfig(
-        run_dir=out,
-        steps=steps,
-        min_steps=150,
-        target_accuracy=0.95,
-        seed=seed,
-        engines=engines,
-        engine=build(EngineConfig, {"kind": engine, "max_concurrency": 256, "max_model_len": 32}, "engine"),
-    )
+    settings = {
+        "run_dir": out,
+        "steps": steps,
+        "min_steps": 150,
+        "target_accuracy": 0.95,
+        "seed": seed,
+        "engines": engines,
+        "mode": mode,
+        "engine": {"kind": engine, "max_concurrency": 256, "max_model_len": 32},
+    }
+    config = build(TrainConfig, settings)
     outcome = _execute(config, console)
     if outcome is None:
         return 130

@@ -12,10 +12,14 @@ from slipstream.gateway.staleness import Bound, Staleness
 
 
 class Run(RuleBasedStateMachine):
-    """Engines finish groups in any order; the trainer takes any that are finished, and syncs when it has a batch."""
+    """Engines finish groups in any order; the trainer takes any that are finished, but first those that are due, and syncs when
+    it has a batch."""
 
-    @initialize(bound=st.integers(0, 3), batch=st.integers(1, 4), surplus=st.none() | st.integers(0, 3))
-    def begin(self, bound: int, batch: int, surplus: int | None) -> None:
+    @initialize(
+        bound=st.integers(0, 3), batch=st.integers(1, 4), surplus=st.none() | st.integers(0, 3), crashes=st.booleans()
+    )
+    def begin(self, bound: int, batch: int, surplus: int | None, crashes: bool) -> None:
+        self.crashes = crashes
         self.bound = Bound(bound, batch, surplus=surplus if bound else None)
         self.staleness = Staleness(self.bound, version=7)
         self.running: dict[int, int] = {}
@@ -36,10 +40,15 @@ class Run(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(sorted(self.running)))
         self.finished[group] = self.running.pop(group)
 
-    @precondition(lambda self: self.finished and self.taken < self.bound.batch)
+    def takeable(self) -> list[int]:
+        if self.taken >= self.bound.batch:
+            return []
+        return sorted(self.finished.keys() & self.staleness.due if self.staleness.num_due(1) else self.finished)
+
+    @precondition(lambda self: self.takeable())
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(sorted(self.finished)))
+        group = data.draw(st.sampled_from(self.takeable()))
         oldest = self.finished.pop(group)
         assert self.staleness.age(oldest) <= self.bound.max_staleness
         if not self.bound.max_staleness:
@@ -50,7 +59,17 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.taken == self.bound.batch)
     @rule()
     def sync(self) -> None:
-        for group in self.staleness.synced(self.staleness.version + 1):
+        self.renew(self.staleness.synced(self.staleness.version + 1))
+
+    @precondition(lambda self: self.crashes)
+    @rule()
+    def sync_without_taking(self) -> None:
+        """As a trainer does that was started again."""
+        self.renew(self.staleness.synced(self.staleness.version + 1))
+
+    def renew(self, too_old: list[int]) -> None:
+        assert self.crashes or not too_old  # nothing is generated for the bin
+        for group in too_old:
             assert group in self.running or group in self.finished
             self.running.pop(group, None)
             self.finished.pop(group, None)
@@ -78,6 +97,10 @@ class Run(RuleBasedStateMachine):
         if self.taken < self.bound.batch and not self.running and not self.finished:
             assert self.staleness.room
 
+    @invariant()
+    def what_is_due_has_room_in_the_batch(self) -> None:
+        assert self.crashes or len(self.staleness.due) <= self.bound.batch - self.taken
+
 
 Run.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 test_run = Run.TestCase
@@ -98,15 +121,18 @@ def test_on_policy_by_hand() -> None:
     assert staleness.synced(1) == [] and staleness.room == 2
 
 
-def test_a_straggler_that_is_overtaken_is_made_anew() -> None:
-    staleness = Staleness(Bound(1, 1), version=0)
-    staleness.start(1)
-    staleness.start(2)
+def test_a_straggler_that_is_overtaken_is_waited_for_in_the_end() -> None:
+    staleness = Staleness(Bound(1, 2), version=0)
+    for group in (1, 2, 3, 4):
+        staleness.start(group)
+    assert staleness.due == set()
     staleness.take(2)
-    assert staleness.synced(1) == []  # group 1 is one version old: that is allowed
-    staleness.start(3)
     staleness.take(3)
-    assert staleness.synced(2) == [1]
+    assert staleness.synced(1) == []  # groups 1 and 4 are one version old: that is allowed, and they are due
+    assert staleness.due == {1, 4} and staleness.num_due(1) == 1 and staleness.num_due(2) == 2
+    staleness.take(4)
+    assert staleness.due == {1} and staleness.num_due(1) == 1
+    assert staleness.synced(2) == [1]  # a trainer that syncs all the same
     staleness.renew(1)
     assert staleness.synced(3) == [] and staleness.age(2) == 1
 

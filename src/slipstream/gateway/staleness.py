@@ -7,7 +7,9 @@ trained when it is taken. No group is taken at an age above `bound`:
     start   only while   groups that were started and not taken  <  (bound + 1) · batch − taken since the last sync
             so that, taken in the order of starting, none would be too old by its turn; with a `surplus`, only while they
             are fewer than batch + surplus − taken
-    sync    a group that others have overtaken, and that is now too old, is made anew under the new version
+    take    any that are finished; but those that the next sync would make too old are waited for, in the batch before it.
+            There are no more of them than a batch has left
+    sync    a group that is too old all the same (a trainer that has crashed syncs without taking) is made anew
 
 With a bound of 0 nothing is started that the next version would see: strictly on-policy."""
 
@@ -19,7 +21,8 @@ from typing import Literal, TypeAlias
 from slipstream.errors import ConfigError, StaleRollouts
 
 Late: TypeAlias = Literal["renew", "deliver"]
-"""What becomes of a group that is too old: it is made anew, or delivered with its age."""
+"""`renew`: no group is too old. The trainer waits for one that would be, and what is too old all the same is made anew.
+`deliver`: nobody waits, and a group that is too old is delivered with its age."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,18 @@ class Staleness:
     def take(self, group: int) -> None:
         self._started.pop(group, None)
         self.taken += 1
+
+    @property
+    def due(self) -> set[int]:
+        """Groups that the next sync would make too old."""
+        if self.bound.late == "deliver":
+            return set()
+        return {group for group, version in self._started.items() if self.age(version) >= self.bound.max_staleness}
+
+    def num_due(self, count: int) -> int:
+        """How many of those must be among the next `count` groups that are taken, so that the rest of the batch has room for
+        the others."""
+        return min(count, max(0, len(self.due) - max(0, self.bound.batch - self.taken - count)))
 
     def check_can_take(self) -> None:
         """Raises `StaleRollouts` when waiting would never end: nothing is under way, and nothing may start before a sync."""
