@@ -12,7 +12,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, VersionError
 from slipstream.gateway.journal import Journal, check
 from slipstream.model import checkpoint
-from slipstream.rl.config import AlgorithmConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
 from slipstream.rl.evaluation import evaluate, require_versions
 from slipstream.rl.loop import train
 from slipstream.rl.prompts import Prompts
@@ -143,6 +143,22 @@ def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
     assert first.reference_kl == pytest.approx(0, abs=1e-5)  # the reference is where training starts
     assert second.reference_kl > first.reference_kl
     assert (first.value_loss > 0) == (kind == "ppo")
+
+
+def test_packed_rows_on_two_devices_make_the_same_run(model_dir, tmp_path):
+    """With several updates per step, each of them dealt out, packed, and cut over the devices."""
+    algorithm = dataclasses.replace(CONFIG.algorithm, epochs=2, minibatches=2, correction=CorrectionConfig("tis"))
+    plain = dataclasses.replace(CONFIG, steps=3, algorithm=algorithm)
+    packed = dataclasses.replace(plain, devices=2, algorithm=dataclasses.replace(algorithm, row_tokens=32))
+    expected, found = (
+        of_kind(StepRecord, records_of(config, model_dir, tmp_path / name))
+        for config, name in ((plain, "plain"), (packed, "packed"))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.reward == pytest.approx(theirs.reward, abs=0.01)
+        assert ours.metrics.loss == pytest.approx(theirs.metrics.loss, abs=1e-3)
+        assert ours.metrics.gradient_norm == pytest.approx(theirs.metrics.gradient_norm, rel=0.02)
+    assert found[0].metrics.ratio != pytest.approx(1, abs=1e-4)  # later updates are off the policy before the step
 
 
 def test_a_run_without_held_out_prompts_says_so(model_dir):

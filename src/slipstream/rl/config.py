@@ -100,7 +100,7 @@ class KlConfig:
     """In the loss. In the reward it is always k1."""
     scored_by: Literal["trainer", "engine"] = "trainer"
     """Who holds that policy: the trainer, or a second fleet of engines, in their dtype (`rl/reference.py`). The latter takes no
-    memory and no time of the trainer's."""
+    memory and no time of the trainer's devices."""
 
     @property
     def by_engine(self) -> bool:
@@ -330,7 +330,8 @@ class TrainConfig:
     """What a sync does with completions that are under way: they go on from their KV cache (`keep`), it is computed anew
     under the new weights (`recompute`), they begin again (`requeue`), or the sync waits for them (`finish`)."""
     late: Literal["renew", "deliver"] = "renew"
-    """What becomes of completions that are too old: made anew, or delivered with their age."""
+    """`renew`: the trainer waits for completions that would become too old. `deliver`: it takes them when they come, with their
+    age."""
     generate_timeout: float = 600.0
     """Seconds that a step's completions may take."""
     patience: float = 60.0

@@ -1,11 +1,13 @@
 """The policy that KL pulls towards, held by a fleet of its own.
 
-The trainer then keeps one policy less in memory, and makes one pass less over a batch."""
+The trainer's devices then hold one policy less, and make one pass less over a batch. The host keeps a copy, for engines that
+are started again."""
 
 from __future__ import annotations
 
 from functools import partial
 
+import jax
 import numpy as np
 
 from slipstream.bridge import Bridge
@@ -20,7 +22,7 @@ class Reference:
 
     def __init__(self, bridge: Bridge, policy: Params, patience: float) -> None:
         self._bridge, self._steady = bridge, Steady(bridge, patience)
-        self._steady.sync(policy)
+        self._steady.sync(policy, kept=jax.device_get(policy))
 
     def fill(self, batch: Batch) -> Batch:
         """The batch, which is not packed, with `reference`: raw logprobs, which are those of temperature 1."""

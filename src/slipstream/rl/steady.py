@@ -33,9 +33,10 @@ class Steady:
         self._serving: Any = None
         """The weights that the fleet serves."""
 
-    def sync(self, params: Any) -> SyncReport:
+    def sync(self, params: Any, kept: Any = None) -> SyncReport:
+        """`kept` is a copy of `params` to mend engines with later, where `params` are not to stay in memory for it."""
         report = self._again(lambda: self._bridge.sync(params, in_flight=self._in_flight), heal=False)
-        self._serving = params
+        self._serving = params if kept is None else kept
         return report
 
     def run(self, call: Callable[[], T]) -> T:
