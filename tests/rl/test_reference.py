@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -42,16 +44,32 @@ def model_dir(tmp_path):
     return tmp_path / "model"
 
 
-def test_an_engine_gives_the_trainers_logprobs_where_something_is_learned(model_dir):
-    rng, params = np.random.default_rng(0), init_small(small_model(), 5)
+@pytest.fixture
+def batch():
+    """Of the last of its three sequences nothing is learned."""
+    rng = np.random.default_rng(0)
     rows = [completion(rng.integers(4, 15, 3), rng.integers(4, 15, n)) for n in (1, 4, 2)]
-    batch = make_batch(rows, version=0, max_tokens=4)
-    batch = batch._replace(mask=batch.mask * np.array([[1], [1], [0]], np.float32))
+    made = make_batch(rows, version=0, max_tokens=4)
+    return made._replace(mask=made.mask * np.array([[1], [1], [0]], np.float32))
+
+
+def test_an_engine_gives_the_trainers_logprobs_where_something_is_learned(batch, model_dir):
+    params = init_small(small_model(), 5)
     with slipstream.inprocess(model_dir, engine=CONFIG.engine) as bridge:
         found = Reference(bridge, params, patience=0.0).fill(batch)
     expected = np.asarray(scorer(small_model(), 1.0)(params, batch)) * batch.mask
     assert (found.reference[:2] < 0).sum() == 5 and not found.reference[2].any()
     np.testing.assert_allclose(found.reference, expected, atol=1e-4)
+
+
+def test_an_engine_that_is_started_again_gets_the_same_policy(batch, model_dir, tmp_path):
+    run_dir = tmp_path / "fleet"
+    with slipstream.launch(model_dir, engine=CONFIG.engine, run_dir=run_dir, keep_alive=True) as bridge:
+        reference = Reference(bridge, init_small(small_model(), 5), patience=120.0)
+        before = reference.fill(batch).reference
+        os.kill(bridge.status().engines[0].info.pid, signal.SIGKILL)
+        np.testing.assert_array_equal(reference.fill(batch).reference, before)
+        assert bridge.version == 0
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
