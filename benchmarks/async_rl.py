@@ -30,10 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 import slipstream
-from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig
+from slipstream.config import EngineConfig
 from slipstream.model.config import ModelConfig
 from slipstream.rl import supervised
 from slipstream.rl.batch import Batch, make_batch
+from slipstream.rl.config import AlgorithmConfig, TaskConfig
 from slipstream.rl.experience import prepare
 from slipstream.rl.packing import pack, plan_rows
 from slipstream.rl.records import Stopwatch

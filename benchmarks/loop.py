@@ -26,7 +26,8 @@ from rich.progress import track
 from rich.table import Table
 
 import slipstream
-from slipstream.config import EngineConfig, TrainConfig
+from slipstream.config import EngineConfig
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import Record, StepRecord
 from slipstream.rl.tokens import write_small_model

@@ -18,7 +18,8 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
 
 import slipstream
-from slipstream.config import EngineConfig, TrainConfig
+from slipstream.config import EngineConfig
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import Evaluation, StepRecord
 from slipstream.rl.tokens import write_small_model

@@ -24,8 +24,9 @@ import jax
 import numpy as np
 
 import slipstream
-from slipstream.config import AlgorithmConfig, EngineConfig
+from slipstream.config import EngineConfig
 from slipstream.rl import supervised
+from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.environments import Observation
 from slipstream.rl.episodes import Episode, episode_advantages, episode_batch
 from slipstream.rl.rollouts import run_episodes

@@ -2,8 +2,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.config import EngineConfig, GatewayConfig, Recipe, TrainConfig, load
+from slipstream.config import EngineConfig, GatewayConfig, load
 from slipstream.errors import ConfigError
+from slipstream.rl.config import Recipe, TrainConfig
 
 
 def test_defaults_file_and_overrides(tmp_path):
@@ -49,7 +50,7 @@ def test_defaults_file_and_overrides(tmp_path):
         ("algorithm.correction.cap=0.5", "cap must be at least 1"),
         ("algorithm.value.lam=1.5", "value.lam must be at most 1"),
         ("algorithm.group=1", "'grpo' compares the samples of a prompt"),
-        ("algorithm.micro_batches=3", "prompts × group = 256 completions, which it does not divide"),
+        ("algorithm.micro_batches=3", "prompts × group = 256 completions, which micro_batches 3 does not divide"),
         ("algorithm.filter_groups=yes", "algorithm.filter_groups must be of type bool"),
         ("engine.dtype=float8", "engine.dtype must be one of 'float32', 'bfloat16'"),
     ],

@@ -13,11 +13,12 @@ import pytest
 from rich.console import Console
 
 from slipstream import demo
-from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig, TrainConfig, load
+from slipstream.config import EngineConfig, load
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.model import checkpoint
 from slipstream.observe import plot
 from slipstream.observe.progress import training_display
+from slipstream.rl.config import AlgorithmConfig, TaskConfig, TrainConfig
 from slipstream.rl.loss import Metrics
 from slipstream.rl.records import Evaluation, PhaseSeconds, StepRecord, WarmupRecord
 from slipstream.types import SyncReport

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from slipstream.config import LoggingConfig, TrainConfig, load
+from slipstream.config import load
 from slipstream.errors import ConfigError, LogError
 from slipstream.observe import loggers
+from slipstream.rl.config import LoggingConfig, TrainConfig
 from slipstream.rl.loss import Metrics
 from slipstream.rl.records import Evaluation, PhaseSeconds, Saved, StepRecord, WarmupRecord, json_lines, read_records
 from slipstream.types import CommitReport, EngineSync, StageReport, SyncReport

@@ -33,7 +33,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
     engines: Annotated[int, typer.Option(help="Engine processes; 0 generates inside the trainer.")] = 1,
     engine: Annotated[str, typer.Option(help="embedded, or vllm (see `slipstream setup`).")] = "embedded",
-    mode: Annotated[str, typer.Option(help="sync, or how far engines run ahead: one_step_off, async.")] = "sync",
+    mode: Annotated[
+        str, typer.Option(help="sync, partial, or how far engines run ahead: one_step_off, async.")
+    ] = "sync",
     out: Annotated[str, typer.Option(help="Run directory; empty makes runs/<time>.")] = "",
 ) -> None:
     """Train a small model with GRPO on this machine, rollouts in another process. Needs no download and no config.
@@ -53,8 +55,9 @@ def train(
     ] = None,
 ) -> None:
     """Train as a TOML file says. Any setting can be changed: [b]slipstream train run.toml steps=50[/b]"""
-    from slipstream.config import TrainConfig, load
+    from slipstream.config import load
     from slipstream.demo import run_train
+    from slipstream.rl.config import TrainConfig
 
     raise typer.Exit(run_train(load(TrainConfig, config, overrides or [])))
 

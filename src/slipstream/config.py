@@ -1,7 +1,7 @@
 """Settings: one frozen class per role, read from TOML, changed by dotted overrides (`train.steps=50`).
 
 Each class checks itself when it is built, so a mistake is found before a process starts. A key that does not exist is
-refused, with the nearest one that does."""
+refused, with the nearest one that does. What describes a training run is in `rl/config.py`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import difflib
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from slipstream.errors import ConfigError
@@ -78,8 +78,8 @@ class EngineConfig:
     """For `remote`: a file with the server's API key; else it is read from SLIPSTREAM_VLLM_TOKEN. None of them is fine."""
 
     def __post_init__(self) -> None:
-        _at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
-        _at_least(self, decode_steps=0, speculative_tokens=1, memory_share=0.0)
+        at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
+        at_least(self, decode_steps=0, speculative_tokens=1, memory_share=0.0)
         if self.memory_share > 1:
             raise ConfigError(f"memory_share is a share of a device's memory, at most 1; got {self.memory_share}")
         if self.kind == "vllm":
@@ -140,315 +140,12 @@ class GatewayConfig:
     """Larger control messages are refused. Weights never travel through the gateway."""
 
     def __post_init__(self) -> None:
-        _at_least(self, port=0, lease_seconds=0.1, max_message_bytes=1 << 10)
+        at_least(self, port=0, lease_seconds=0.1, max_message_bytes=1 << 10)
         if self.host not in LOOPBACK:
             raise ConfigError(
                 f"gateway.host is {self.host!r}: the gateway listens on loopback only (127.0.0.1, localhost, ::1); "
                 "to reach it from another machine, forward the port over SSH"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class TaskConfig:
-    """What the policy learns: a digit task, or `reasoning_gym:<name>` where that package is installed."""
-
-    name: str = "reverse"
-    digits: int = 3
-    holdout: float = 0.1
-    """Share of the prompts kept out of training, for evaluation."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, digits=1, holdout=0.0)
-        if self.holdout >= 1:
-            raise ConfigError(f"task.holdout must be below 1, got {self.holdout}")
-
-
-AlgorithmKind: TypeAlias = Literal["grpo", "dr_grpo", "dapo", "ppo", "reinforce++"]
-Advantage: TypeAlias = Literal["group", "centred", "leave_one_out", "batch", "gae"]
-Aggregation: TypeAlias = Literal["sequence", "token", "constant"]
-
-
-@dataclass(frozen=True, slots=True)
-class OptimiserConfig:
-    kind: Literal["adam", "adamw"] = "adam"
-    learning_rate: float = 1e-3
-    """After the warm-up, before the decay."""
-    warmup_steps: int = 0
-    """The rate rises linearly over these steps; the last of them has all of it."""
-    decay: Literal["none", "linear", "cosine"] = "none"
-    decay_steps: int = 0
-    """How long it falls after the warm-up; then it stays at `final_share`."""
-    final_share: float = 0.0
-    """Of the learning rate, when the decay is over."""
-    gradient_clip: float = 1.0
-    """The gradient's largest norm, over all parameters together; 0 clips nothing."""
-    weight_decay: float = 0.0
-    """For `adamw`, on matrices; norms and biases are left alone."""
-    beta1: float = 0.9
-    beta2: float = 0.999
-
-    def __post_init__(self) -> None:
-        _at_least(self, learning_rate=0.0, warmup_steps=0, decay_steps=0, final_share=0.0, gradient_clip=0.0)
-        _at_least(self, weight_decay=0.0, beta1=0.0, beta2=0.0)
-        for name in ("final_share", "beta1", "beta2"):
-            if getattr(self, name) > 1 or (name != "final_share" and getattr(self, name) == 1):
-                raise ConfigError(f"optimiser.{name} must be below 1, got {getattr(self, name)}")
-        if (self.decay == "none") != (self.decay_steps == 0):
-            raise ConfigError(
-                f"optimiser.decay is {self.decay!r} and decay_steps is {self.decay_steps}: a decay needs both, "
-                'decay="linear" or "cosine" and how many steps it takes'
-            )
-        if self.weight_decay and self.kind == "adam":
-            raise ConfigError('optimiser.weight_decay is for kind="adamw"; plain adam has none')
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectionConfig:
-    """What to do where the engine's policy is not the trainer's: `rl/correction.py`."""
-
-    kind: Literal["none", "tis", "mis", "decoupled"] = "none"
-    """`none`: the clipped ratio is that of trainer to engine. For the others it is that of the trainer to itself before the
-    update, and gains are weighted by trainer over engine: `tis` by `cap` at most, `mis` by 0 outside [`low`, `high`],
-    `decoupled` by whatever it is."""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """Whose weight: each token's, the product over its sequence, or the geometric mean over its sequence."""
-    cap: float = 2.0
-    low: float = 0.5
-    high: float = 5.0
-
-    def __post_init__(self) -> None:
-        _at_least(self, cap=1.0, low=0.0, high=1.0)
-        if self.low > 1:
-            raise ConfigError(
-                f"correction.low must be at most 1, got {self.low}: trainer and engine that agree have weight 1"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class KlConfig:
-    """A pull towards the policy that training started from. In the reward where advantages are made token by token (`ppo`,
-    `reinforce++`), in the loss elsewhere."""
-
-    weight: float = 0.0
-    """0: none, and no reference policy is kept."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """In the loss. In the reward it is always k1."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, weight=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ValueConfig:
-    """The critic of `ppo`."""
-
-    weight: float = 0.5
-    """Of its loss."""
-    clip: float = 0.2
-    """How far values may move in an update; 0 does not clip."""
-    gamma: float = 1.0
-    """Discount of what comes one token later."""
-    lam: float = 0.95
-    """λ of generalised advantage estimation: 0 trusts the values, 1 the rewards."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, weight=0.0, clip=0.0, gamma=0.0, lam=0.0)
-        for name in ("gamma", "lam"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"value.{name} must be at most 1, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """An algorithm spelled out: what its paper chose, where the config does not say otherwise."""
-
-    advantage: Advantage
-    aggregation: Aggregation
-    clip_high: float
-    """The low side is `AlgorithmConfig.clip`."""
-    filter_groups: bool
-
-    @property
-    def token_rewards(self) -> bool:
-        """Advantages are made token by token, and the KL penalty is part of the reward."""
-        return self.advantage in ("batch", "gae")
-
-    @property
-    def critic(self) -> bool:
-        return self.advantage == "gae"
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmConfig:
-    """How the policy learns. `kind` names a paper's choices (`recipe`); settings that are None follow it."""
-
-    kind: AlgorithmKind = "grpo"
-    prompts: int = 32
-    """Prompts per step."""
-    group: int = 8
-    """Samples per prompt; for most kinds their rewards are each other's baseline."""
-    max_tokens: int = 8
-    temperature: float = 1.0
-    clip: float = 0.2
-    """The ratio to the old policy is clipped to [1 − clip, 1 + clip_high]."""
-    clip_high: float | None = None
-    """None: 0.28 for `dapo`, as much as `clip` for the others."""
-    advantage: Advantage | None = None
-    """What a completion's reward is compared with: `group` its group, in units of its deviation; `centred` its group;
-    `leave_one_out` the others of its group; `batch` the whole batch; `gae` a value head's expectations."""
-    aggregation: Aggregation | None = None
-    """How tokens are averaged: `sequence` each completion alike, `token` each token alike, `constant` divided by
-    `max_tokens`, whatever the length."""
-    filter_groups: bool | None = None
-    """Leave out groups whose rewards are all equal."""
-    entropy_weight: float = 0.0
-    """Of the entropy bonus."""
-    micro_batches: int = 1
-    """Parts in which a batch goes through the model, their gradients summed: less memory, the same update."""
-    kl: KlConfig = field(default_factory=KlConfig)
-    value: ValueConfig = field(default_factory=ValueConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-
-    def __post_init__(self) -> None:
-        _at_least(self, prompts=1, group=1, max_tokens=1, micro_batches=1, entropy_weight=0.0)
-        if self.temperature <= 0:
-            raise ConfigError(
-                f"algorithm.temperature must be positive, got {self.temperature}: greedy samples are all alike"
-            )
-        if not 0 < self.clip < 1:
-            raise ConfigError(f"algorithm.clip must be in (0, 1), got {self.clip}")
-        if self.clip_high is not None and self.clip_high <= 0:
-            raise ConfigError(f"algorithm.clip_high must be positive, got {self.clip_high}")
-        recipe = self.recipe
-        if self.group < 2 and (not recipe.token_rewards or recipe.filter_groups):
-            raise ConfigError(
-                f"algorithm.group must be at least 2, got {self.group}: {self.kind!r} compares the samples of a prompt; "
-                "'ppo' and 'reinforce++' do not"
-            )
-        if self.kl.weight and not recipe.token_rewards and self.kl.estimator == "k1":
-            raise ConfigError(
-                "kl.estimator 'k1' in the loss has a gradient of mean zero and would only add noise; take 'k3' or 'k2'"
-            )
-        if (self.prompts * self.group) % self.micro_batches:
-            raise ConfigError(
-                f"algorithm.micro_batches is {self.micro_batches}, but a step has prompts × group = "
-                f"{self.prompts * self.group} completions, which it does not divide"
-            )
-
-    @property
-    def recipe(self) -> Recipe:
-        default = _RECIPES[self.kind]
-        return Recipe(
-            advantage=default.advantage if self.advantage is None else self.advantage,
-            aggregation=default.aggregation if self.aggregation is None else self.aggregation,
-            clip_high=self.clip_high or default.clip_high or self.clip,
-            filter_groups=default.filter_groups if self.filter_groups is None else self.filter_groups,
-        )
-
-
-_RECIPES: dict[AlgorithmKind, Recipe] = {
-    "grpo": Recipe("group", "sequence", 0.0, False),
-    "dr_grpo": Recipe("centred", "constant", 0.0, False),
-    "dapo": Recipe("group", "token", 0.28, True),
-    "ppo": Recipe("gae", "token", 0.0, False),
-    "reinforce++": Recipe("batch", "token", 0.0, False),
-}
-"""With `clip_high` 0 where it is to be as `clip`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoggingConfig:
-    """Where a run's records go besides `metrics.jsonl`, which is always written."""
-
-    tensorboard: bool = False
-    """Event files in `tensorboard/` of the run directory."""
-    wandb_project: str = ""
-    """Weights & Biases project; empty sends nothing anywhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class RewardConfig:
-    """Reward functions of one's own, and how they are run (`rl/rewards.py`)."""
-
-    functions: dict[str, float] = field(default_factory=dict)
-    """Weights by name: `{"my_rewards:exact" = 1.0, "my_rewards:brevity" = 0.1}`. A completion's reward is the weighted sum."""
-    timeout: float = 30.0
-    """Seconds that one call may take."""
-    workers: int = 1
-    """Processes per function, so that a function that hangs or crashes takes nobody along; 0 runs it in the trainer's own."""
-    on_error: Literal["raise", "drop"] = "raise"
-    """`drop` leaves samples that could not be judged out of their group, and counts them."""
-    memory_limit: int = 0
-    """Most bytes of address space for a worker process; 0 sets no limit."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, timeout=1e-3, workers=0, memory_limit=0)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainConfig:
-    """`slipstream train CONFIG`: everything about a run."""
-
-    model: str = ""
-    """HF model directory; empty makes the demo's small decoder and tokenizer on the spot."""
-    run_dir: str = ""
-    """Where logs, plot and checkpoint go; empty makes `runs/<time>`."""
-    steps: int = 300
-    target_accuracy: float = 0.0
-    """Stop once the sampled accuracy (mean of the last 10 steps) reaches this; 0 runs all steps."""
-    min_steps: int = 0
-    """Do not stop before this step, however well it goes."""
-    warmup_steps: int = 25
-    """Supervised steps before RL, so that there is a reward to climb."""
-    eval_every: int = 25
-    save_every: int = 25
-    """Steps from one checkpoint to the next, and one at the end: the same command goes on from the last. 0 makes none."""
-    keep_checkpoints: int = 2
-    """Of those, how many stay on disk."""
-    seed: int = 0
-    engines: int = 1
-    """Engine processes; 0 generates in the trainer's own process."""
-    mode: Literal["sync", "one_step_off", "async"] = "sync"
-    """`sync`: a step's completions are made by the weights of the step before it. `one_step_off`: engines generate the next
-    step's while the trainer trains, so that they are one version older. `async`: engines never wait, up to
-    `max_staleness`."""
-    max_staleness: int = 2
-    """For `async`: how many versions older than the trainer's the weights may be that made a token it learns from."""
-    late: Literal["renew", "deliver"] = "renew"
-    """What becomes of completions that are too old: made anew, or delivered with their age."""
-    generate_timeout: float = 600.0
-    """Seconds that a step's completions may take."""
-    patience: float = 60.0
-    """Seconds that engines or gateway may be gone: what dies is started again, and the run goes on. 0 ends it at once."""
-    diagnose_every: int = 10
-    """Steps from one diagnosis of the mismatch between the trainer's logprobs and the engines' to the next; 0 makes none."""
-    take_turns: bool = False
-    """Trainer and engines share the devices: engines sleep while the trainer trains, and give it their memory."""
-    task: TaskConfig = field(default_factory=TaskConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_concurrency=256))
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    """Functions of one's own; without any, the task judges."""
-
-    @property
-    def bound(self) -> int:
-        """How many versions old a token may be."""
-        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
-
-    def __post_init__(self) -> None:
-        _at_least(self, max_staleness=1, generate_timeout=1.0, patience=0.0, diagnose_every=0)
-        if self.take_turns and self.mode != "sync":
-            raise ConfigError(
-                f"take_turns lets engines sleep while the trainer trains, and mode {self.mode!r} does not"
-            )
-        if self.reward.functions and self.reward.on_error == "drop":
-            raise ConfigError('reward.on_error = "drop" is for batches of your own; a training run needs every reward')
-        _at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
-        _at_least(self, save_every=0, keep_checkpoints=1)
-        if self.target_accuracy > 1:
-            raise ConfigError(f"target_accuracy is a share of right answers, at most 1; got {self.target_accuracy}")
 
 
 def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T:
@@ -521,7 +218,8 @@ def _fit(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
-def _at_least(config: Any, **bounds: float) -> None:
+def at_least(config: Any, **bounds: float) -> None:
+    """`ConfigError` unless each setting that is named has at least this value."""
     for name, low in bounds.items():
         if getattr(config, name) < low:
             raise ConfigError(f"{name} must be at least {low}, got {getattr(config, name)}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,12 +13,13 @@ from rich.table import Table
 
 from slipstream import topology
 from slipstream.bridge import Bridge
-from slipstream.config import TrainConfig, build
-from slipstream.errors import Unsupported
+from slipstream.config import build
+from slipstream.errors import ConfigError, Unsupported
 from slipstream.observe import loggers
 from slipstream.observe.plot import write_curve
 from slipstream.observe.progress import training_display
 from slipstream.rl import resume
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import Evaluation, Record, Saved, StepRecord
 from slipstream.rl.tokens import write_small_model
@@ -122,10 +124,13 @@ def _execute(config: TrainConfig, console: Console) -> Outcome | None:
     if outcome.steps:
         console.print(f"going on from the checkpoint after step {outcome.steps[-1].step}")
     try:
-        with _open_bridge(config, model_dir, outcome.run_dir) as bridge:
+        with (
+            _open_bridge(config, model_dir, outcome.run_dir) as bridge,
+            _open_reference(config, model_dir, outcome.run_dir / "reference") as reference,
+        ):
             console.print(f"engines up after {time.perf_counter() - started:.1f} s; compiling and warming up")
             with training_display(console, config.warmup_steps, config.steps) as display:
-                for record in train(config, bridge, model_dir, outcome.run_dir):
+                for record in train(config, bridge, model_dir, outcome.run_dir, reference):
                     outcome.add(record)
                     display.show(record)
     except KeyboardInterrupt:
@@ -147,6 +152,18 @@ def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path) -> Bridge:
     return topology.launch(
         model_dir, engines=config.engines, engine=config.engine, run_dir=run_dir, keep_alive=config.patience > 0
     )
+
+
+def _open_reference(config: TrainConfig, model_dir: Path, run_dir: Path) -> AbstractContextManager[Bridge | None]:
+    """An engine of the same kind for the policy that KL pulls towards, where engines are to score it."""
+    if not config.algorithm.kl.by_engine:
+        return nullcontext()
+    if config.engine.kind == "remote":
+        raise ConfigError(
+            f"kl.scored_by is 'engine', and {config.engine.url} is one server, which serves the policy that learns; take "
+            "'trainer', or call `train` with a bridge to another server as `reference`"
+        )
+    return _open_bridge(replace(config, engines=min(config.engines, 1)), model_dir, run_dir)
 
 
 def _summary(outcome: Outcome) -> Table:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import CorrectionConfig
 from slipstream.errors import ConfigError
 from slipstream.rl import correction
+from slipstream.rl.config import CorrectionConfig
 from tests.rl.batches import random_batch
 
 KINDS, LEVELS = ("tis", "mis", "decoupled"), ("token", "sequence", "geometric")

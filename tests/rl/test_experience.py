@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.config import AlgorithmConfig, KlConfig, OptimiserConfig, ValueConfig
 from slipstream.errors import ConfigError
 from slipstream.model import decoder
 from slipstream.rl import advantages, value
-from slipstream.rl.batch import make_batch
-from slipstream.rl.experience import outcome_advantages, prepare, scorer
+from slipstream.rl.batch import chosen, make_batch
+from slipstream.rl.config import AlgorithmConfig, KlConfig, OptimiserConfig, ValueConfig
+from slipstream.rl.experience import by_group, outcome_advantages, prepare, scorer
 from slipstream.rl.train_step import Weights, init_state, make_train_step
 from tests.rl.batches import completion
 from tests.tiny import random_params, tiny_config
@@ -96,6 +96,72 @@ def test_reinforce_plus_plus_needs_no_critic(batch):
     penalty = 0.2 * (batch.logprobs - found.reference)
     earned = advantages.token_rewards(REWARDS.reshape(-1), batch.mask, penalty)
     np.testing.assert_allclose(found.advantages, advantages.batch(earned, batch.mask), atol=1e-5)
+
+
+def naive_advantages(rewards, kind):
+    """Sample by sample, from those of its group that have a reward."""
+    found = [[0.0] * len(group) for group in rewards]
+    for i, group in enumerate(rewards):
+        known = [float(r) for r in group if r == r]
+        for j, r in enumerate(group):
+            if r != r or len(known) < 2:
+                continue
+            mean = sum(known) / len(known)
+            deviation = (sum((k - mean) ** 2 for k in known) / len(known)) ** 0.5
+            others = (sum(known) - float(r)) / (len(known) - 1)
+            found[i][j] = {
+                "group": (float(r) - mean) / (deviation + advantages.EPSILON),
+                "centred": float(r) - mean,
+                "leave_one_out": float(r) - others,
+            }[kind]
+    return np.array(found)
+
+
+NAN = float("nan")
+DROPPED = np.array(
+    [[1, NAN, 0.5, 0], [NAN, NAN, NAN, NAN], [2, 2, NAN, 2], [NAN, 1, NAN, NAN], [0, 1, 2, 4]], np.float32
+)
+
+
+@pytest.mark.parametrize("kind", ["group", "centred", "leave_one_out"])
+def test_a_group_is_compared_without_the_samples_that_were_not_judged(kind):
+    config = AlgorithmConfig(advantage=kind)
+    found = outcome_advantages(DROPPED, config)
+    np.testing.assert_allclose(found, naive_advantages(DROPPED, kind), atol=1e-5)
+    whole = np.nan_to_num(DROPPED)
+    np.testing.assert_array_equal(outcome_advantages(whole, config), getattr(advantages, kind)(whole))
+
+
+def test_the_last_of_a_group_is_left_out_with_it(batch):
+    rewards = np.array([[1, 0, 0.5], [NAN, 2, NAN]], np.float32)
+    found = prepare(batch, rewards, Weights(PARAMS, None), MODEL, AlgorithmConfig())
+    np.testing.assert_array_equal(found.mask[:3], batch.mask[:3])
+    assert batch.mask[4].any() and not found.mask[3:].any()
+
+
+def test_informative_groups_are_told_by_the_samples_that_were_judged():
+    expected = [[True, False, True, True], [False] * 4, [False] * 4, [False] * 4, [True] * 4]
+    np.testing.assert_array_equal(by_group(advantages.informative, DROPPED), expected)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "reinforce++", "ppo"])
+def test_what_was_not_judged_has_no_part_in_the_step(kind, batch):
+    """As if it had never been: the others' columns are those of a batch of them alone."""
+    config = AlgorithmConfig(kind, kl=KlConfig(0.1) if kind == "ppo" else KlConfig())
+    weights = Weights(PARAMS, HEAD if kind == "ppo" else None)
+    rewards = np.array([[1, NAN, 0.5], [NAN, 2, 0]], np.float32)
+    found = prepare(batch, rewards, weights, MODEL, config, REFERENCE)
+    left = [0, 2, 4, 5]
+    alone = prepare(
+        chosen(batch, np.array(left)), rewards.reshape(-1)[left].reshape(2, 2), weights, MODEL, config, REFERENCE
+    )
+    assert not found.mask[[1, 3]].any() and not found.advantages[[1, 3]].any()
+    for name in ("mask", "advantages", "reference", "values", "returns"):
+        column, expected = getattr(found, name), getattr(alone, name)
+        assert (column is None) == (expected is None)
+        if column is not None:
+            assert np.isfinite(column).all()
+            np.testing.assert_allclose(column[left], expected, atol=1e-4)
 
 
 def test_a_critic_learns_what_to_expect(batch):

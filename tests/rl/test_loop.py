@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import AlgorithmConfig, EngineConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, VersionError
 from slipstream.gateway.journal import Journal, check
 from slipstream.model import checkpoint
-from slipstream.rl.loop import evaluate, require_versions, train
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
+from slipstream.rl.evaluation import evaluate, require_versions
+from slipstream.rl.loop import train
 from slipstream.rl.prompts import Prompts
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord
 from slipstream.rl.tasks import task_named
@@ -143,6 +145,22 @@ def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
     assert (first.value_loss > 0) == (kind == "ppo")
 
 
+def test_packed_rows_on_two_devices_make_the_same_run(model_dir, tmp_path):
+    """With several updates per step, each of them dealt out, packed, and cut over the devices."""
+    algorithm = dataclasses.replace(CONFIG.algorithm, epochs=2, minibatches=2, correction=CorrectionConfig("tis"))
+    plain = dataclasses.replace(CONFIG, steps=3, algorithm=algorithm)
+    packed = dataclasses.replace(plain, devices=2, algorithm=dataclasses.replace(algorithm, row_tokens=32))
+    expected, found = (
+        of_kind(StepRecord, records_of(config, model_dir, tmp_path / name))
+        for config, name in ((plain, "plain"), (packed, "packed"))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.reward == pytest.approx(theirs.reward, abs=0.01)
+        assert ours.metrics.loss == pytest.approx(theirs.metrics.loss, abs=1e-3)
+        assert ours.metrics.gradient_norm == pytest.approx(theirs.metrics.gradient_norm, rel=0.02)
+    assert found[0].metrics.ratio != pytest.approx(1, abs=1e-4)  # later updates are off the policy before the step
+
+
 def test_a_run_without_held_out_prompts_says_so(model_dir):
     config = dataclasses.replace(CONFIG, task=TaskConfig(digits=1, holdout=0.0))
     with slipstream.inprocess(model_dir, engine=CONFIG.engine) as bridge:
@@ -242,6 +260,28 @@ def test_a_reward_that_fails_ends_the_run_and_is_no_zero(name, error, text, mode
     assert "StepRecord" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+def picky(prompt, completion):
+    """Does not like answers that begin with an even digit, and loves the others."""
+    if completion[:1] in "02468":
+        raise ValueError("even")
+    return 1.0
+
+
+def test_samples_that_cannot_be_judged_are_left_out_and_are_no_zeros(model_dir, tmp_path):
+    config = with_reward("picky", on_error="drop")
+    config = dataclasses.replace(config, warmup_steps=20)
+    (step,) = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
+    assert 0 < step.num_dropped < 128
+    assert step.reward == step.accuracy == 1  # of all that were judged
+    assert sum(step.staleness.values()) < step.num_tokens  # tokens that were learned from
+    assert step.metrics.loss == 0  # all that is left has the same reward; a zero in between would teach
+
+
+def test_a_step_of_which_nothing_can_be_judged_ends_the_run(model_dir, tmp_path):
+    with pytest.raises(RewardFailed, match="of 128 samples none is left to train on"):
+        records_of(with_reward("raises", on_error="drop"), model_dir, tmp_path)
+
+
 def test_a_reward_that_is_not_there_is_said_before_anything_runs(model_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"did you mean.*half"):
         records_of(with_reward("hlaf"), model_dir, tmp_path)
@@ -249,7 +289,7 @@ def test_a_reward_that_is_not_there_is_said_before_anything_runs(model_dir, tmp_
 
 def test_prompts_that_are_too_long_and_tasks_without_any(model_dir):
     task, codec = task_named(CONFIG.task), Codec(model_dir)
-    with pytest.raises(ConfigError, match=r"has \d+ tokens, and the model has room for 2 before 4 more"):
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, and there is room for 2 before 4 more"):
         Prompts(CONFIG, task, codec, 2).of(1)
 
     class Empty:
@@ -267,7 +307,6 @@ def test_prompts_that_are_too_long_and_tasks_without_any(model_dir):
     [
         ({"mode": "async", "take_turns": True}, "take_turns lets engines sleep"),
         ({"max_staleness": 0}, "max_staleness must be at least 1"),
-        ({"reward": RewardConfig({"a:b": 1.0}, on_error="drop")}, "a training run needs every reward"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, text):

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
 from slipstream.errors import ConfigError
 from slipstream.rl import loss
 from slipstream.rl.batch import Batch
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
 from slipstream.rl.loss import Forward
 from tests.rl.batches import random_batch
 from tests.rl.test_correction import naive_weights

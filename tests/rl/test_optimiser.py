@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.config import OptimiserConfig
 from slipstream.errors import ConfigError
+from slipstream.rl.config import OptimiserConfig
 from slipstream.rl.optimiser import learning_rate, make_optimiser
 
 

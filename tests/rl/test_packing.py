@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import AlgorithmConfig, CorrectionConfig
 from slipstream.errors import ConfigError
 from slipstream.rl.batch import make_batch
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig
 from slipstream.rl.experience import scorer
 from slipstream.rl.loss import objective
-from slipstream.rl.packing import pack, plan_rows
+from slipstream.rl.packing import few, learned_lengths, pack, plan_rows
 from slipstream.rl.train_step import Weights, forward
 from tests.rl.batches import completion
 from tests.tiny import random_params, variant
@@ -89,6 +89,22 @@ def test_rows_are_filled_up_to_a_multiple_and_carry_every_column():
         for number in set(packed.segments[row].tolist()) - {0}:
             positions = packed.positions[row][packed.segments[row] == number]
             assert positions.tolist() == list(range(len(positions)))
+
+
+def test_row_counts_are_few_and_not_much_larger():
+    found = [few(count) for count in range(2000)]
+    assert all(count <= n and 4 * n < 5 * count for count, n in enumerate(found) if count)
+    assert sorted(set(found))[:15] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28]
+    assert [len({n for n in found if 2**k <= n < 2 ** (k + 1)}) for k in range(3, 10)] == [4] * 7
+
+
+def test_lengths_end_with_the_last_token_that_is_learned_from():
+    batch, lengths = sequences()
+    assert learned_lengths(batch) == lengths
+    mask = batch.mask.copy()
+    mask[2] = 0  # left out
+    mask[5, lengths[5] - 2] = 0  # its last token
+    assert learned_lengths(batch._replace(mask=mask)) == [*lengths[:2], 0, *lengths[3:5], lengths[5] - 1, lengths[6]]
 
 
 def test_what_cannot_be_packed_is_named():

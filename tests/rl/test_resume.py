@@ -15,10 +15,11 @@ from rich.console import Console
 
 import slipstream
 from slipstream import demo
-from slipstream.config import AlgorithmConfig, EngineConfig, TaskConfig, TrainConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model import checkpoint
 from slipstream.rl import resume, state
+from slipstream.rl.config import AlgorithmConfig, TaskConfig, TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord, read_records
 from slipstream.rl.tokens import write_small_model
@@ -119,6 +120,24 @@ def start_cli(config_file, run_dir):
 
 def num_lines(path):
     return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_a_trainer_of_several_devices_learns_the_same_goes_on_and_exports(whole, model_dir, tmp_path):
+    config = dataclasses.replace(CONFIG, devices=2)
+    before = run(config, model_dir, tmp_path / "run", until=at_step(5))
+    after = run(config, model_dir, tmp_path / "run")
+    assert after[0].step == 5 and isinstance(after[-1], Saved)  # the checkpoint is of step 4
+    alone = [r for r in whole[0] if isinstance(r, StepRecord)]
+    steps = [r for r in (*before, *after) if isinstance(r, StepRecord)]
+    assert [s.step for s in steps] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    for step in steps:
+        other = alone[step.step - 1]
+        assert step.reward == pytest.approx(other.reward, abs=1e-4)
+        assert step.metrics.loss == pytest.approx(other.metrics.loss, abs=1e-4)
+    ours, theirs = (checkpoint.flatten(checkpoint.load(d / "checkpoint")) for d in (tmp_path / "run", whole[1]))
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        np.testing.assert_allclose(ours[name], array, atol=1e-3)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import RewardConfig, load
+from slipstream.config import load
 from slipstream.errors import ConfigError, DeadlineExceeded, RequestError, RewardFailed, RewardTimeout
+from slipstream.rl.config import RewardConfig
 from slipstream.rl.groups import survivors
 from slipstream.rl.reward_functions import Judged, RewardRequest, name_of, reward_from
 from slipstream.rl.reward_processes import _read

@@ -1,8 +1,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from slipstream.config import TaskConfig
 from slipstream.rl import supervised
+from slipstream.rl.config import TaskConfig
 from slipstream.rl.tasks import task_named
 from slipstream.rl.tokens import Codec, init_small, write_small_model
 

@@ -4,8 +4,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from slipstream.config import TaskConfig
 from slipstream.errors import ConfigError
+from slipstream.rl.config import TaskConfig
 from slipstream.rl.tasks import DigitTask, extract_answer, task_named
 
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimiserConfig
 from slipstream.errors import ConfigError
 from slipstream.model import decoder
 from slipstream.rl import advantages, loss
 from slipstream.rl.batch import Batch, make_batch
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimiserConfig
 from slipstream.rl.experience import prepare, scorer
 from slipstream.rl.packing import pack
 from slipstream.rl.sharding import leaf_spec

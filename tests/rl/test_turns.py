@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import slipstream
-from slipstream.config import AlgorithmConfig, EngineConfig, TrainConfig
+from slipstream.config import EngineConfig
+from slipstream.rl.config import AlgorithmConfig, TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import StepRecord
 from slipstream.rl.tokens import write_small_model

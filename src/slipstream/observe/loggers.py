@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import LoggingConfig, TrainConfig
 from slipstream.errors import ConfigError, LogError
+from slipstream.rl.config import LoggingConfig, TrainConfig
 from slipstream.rl.records import Evaluation, Log, Record, StepRecord, WarmupRecord, json_lines
 
 
@@ -149,6 +149,7 @@ def scalars(record: Record) -> dict[str, float]:
                 "rollout/tokens": float(record.num_tokens),
                 "rollout/tokens_per_second": record.tokens_per_second,
                 "rollout/version": float(record.version),
+                "rollout/dropped": float(record.num_dropped),
                 **{f"train/{name}": float(value) for name, value in dataclasses.asdict(record.metrics).items()},
                 **{f"seconds/{name}": float(value) for name, value in dataclasses.asdict(record.seconds).items()},
                 "seconds/step": record.seconds.total,

@@ -48,6 +48,11 @@ class Batch(NamedTuple):
     """[B, T] for packed rows: the position in the sequence, from 0."""
 
 
+def chosen(batch: Batch, rows: np.ndarray) -> Batch:
+    """These rows of a batch, in this order."""
+    return Batch(*(None if column is None else column[rows] for column in batch))  # type: ignore[arg-type]
+
+
 def make_batch(
     completions: Sequence[Completion],
     *,

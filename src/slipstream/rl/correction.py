@@ -23,8 +23,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from slipstream.config import CorrectionConfig
 from slipstream.rl.batch import Batch, at_tokens, sequence_sums
+from slipstream.rl.config import CorrectionConfig
 
 _MOST = 20.0
 """Log-ratios are kept within ± this, so that no product over a long sequence overflows."""

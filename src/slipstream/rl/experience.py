@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slipstream.config import AlgorithmConfig
 from slipstream.errors import ConfigError
 from slipstream.model import decoder
 from slipstream.model.config import ModelConfig
 from slipstream.model.layers import Params
 from slipstream.rl import advantages, value
 from slipstream.rl.batch import Batch
+from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.train_step import Weights
 
 
@@ -26,39 +26,63 @@ def prepare(
     model: ModelConfig,
     config: AlgorithmConfig,
     reference: Params | None = None,
+    place: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Batch:
-    """Fills in what `config` needs, from rewards [prompts, G] in the order of the batch's rows; not packed yet.
+    """Fills in what `config` needs, from rewards [prompts, G] in the order of the batch's rows; not packed yet. A sample whose
+    reward is NaN is left out: it has mask 0, and the advantages of its group are those of a group without it, if two are left.
 
-    `reference` is the policy that `config.kl` pulls towards, needed where its weight is not 0."""
+    `reference` is the policy that `config.kl` pulls towards, needed where its weight is not 0 and the batch does not have that
+    policy's logprobs. `place` puts a batch on the devices that the weights are on."""
     if rewards.ndim != 2 or rewards.size != len(batch.tokens):
         raise ConfigError(
             f"rewards must be [prompts, samples], one for each of {len(batch.tokens)} rows; got {rewards.shape}"
         )
-    if config.kl.weight:
+    batch = batch._replace(mask=batch.mask * judged(rewards).reshape(-1, 1).astype(np.float32))
+    if config.kl.weight and batch.reference is None:
         if reference is None:
             raise ConfigError(
                 "kl.weight is set, which needs a reference policy: the weights that training started from"
             )
-        batch = batch._replace(reference=np.asarray(scorer(model, config.temperature)(reference, batch)) * batch.mask)
+        logprobs = np.asarray(scorer(model, config.temperature)(reference, place(batch)))
+        batch = batch._replace(reference=logprobs * batch.mask)
     recipe = config.recipe
     if recipe.token_rewards:
-        batch = _token_advantages(batch, rewards, weights, model, config)
+        batch = _token_advantages(batch, rewards, weights, model, config, place)
     else:
         batch = batch._replace(advantages=outcome_advantages(rewards, config).reshape(-1, 1) * batch.mask)
     if recipe.filter_groups:
-        batch = batch._replace(mask=batch.mask * advantages.informative(rewards).reshape(-1, 1).astype(np.float32))
+        informative = by_group(advantages.informative, rewards)
+        batch = batch._replace(mask=batch.mask * informative.reshape(-1, 1).astype(np.float32))
     return batch
+
+
+def judged(rewards: np.ndarray) -> np.ndarray:
+    """Which samples count, of rewards [prompts, G]: those that have one, unless they are the last of their group."""
+    known = ~np.isnan(rewards)
+    enough = known.all(axis=1, keepdims=True) | (known.sum(axis=1, keepdims=True) >= 2)
+    return known & enough
+
+
+def by_group(estimate: Callable[[np.ndarray], np.ndarray], rewards: np.ndarray) -> np.ndarray:
+    """`estimate(rewards)`, each group without its samples that do not count, for which it is 0."""
+    known = judged(rewards)
+    if known.all():
+        return estimate(rewards)
+    found = np.zeros(rewards.shape, np.float32)
+    for index in np.flatnonzero(known.any(axis=1)):
+        found[index, known[index]] = estimate(rewards[index, known[index]][None])[0]
+    return found
 
 
 def outcome_advantages(rewards: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
     """[prompts, G], from rewards of the same shape."""
     match config.recipe.advantage:
         case "group":
-            return advantages.group(rewards)
+            return by_group(advantages.group, rewards)
         case "centred":
-            return advantages.centred(rewards)
+            return by_group(advantages.centred, rewards)
         case "leave_one_out":
-            return advantages.leave_one_out(rewards)
+            return by_group(advantages.leave_one_out, rewards)
         case other:
             raise ConfigError(f"advantages of kind {other!r} are made token by token; see prepare")
 
@@ -81,7 +105,12 @@ def critic(model: ModelConfig) -> Callable[[Params, Params, Batch], jax.Array]:
 
 
 def _token_advantages(
-    batch: Batch, rewards: np.ndarray, weights: Weights, model: ModelConfig, config: AlgorithmConfig
+    batch: Batch,
+    rewards: np.ndarray,
+    weights: Weights,
+    model: ModelConfig,
+    config: AlgorithmConfig,
+    place: Callable[[Batch], Batch],
 ) -> Batch:
     penalty = None
     if batch.reference is not None:
@@ -89,6 +118,6 @@ def _token_advantages(
     earned = advantages.token_rewards(rewards.reshape(-1), batch.mask, penalty)
     if weights.critic is None:
         return batch._replace(advantages=advantages.batch(earned, batch.mask))
-    values = np.asarray(critic(model)(weights.policy, weights.critic, batch)) * batch.mask
+    values = np.asarray(critic(model)(weights.policy, weights.critic, place(batch))) * batch.mask
     found, returns = advantages.gae(earned, values, batch.mask, config.value.gamma, config.value.lam)
     return batch._replace(advantages=advantages.normalised(found, batch.mask), values=values, returns=returns)

@@ -9,15 +9,16 @@ from typing import TypeAlias
 
 import numpy as np
 
-from slipstream.config import TrainConfig
 from slipstream.errors import RewardFailed
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.rewards import Rewarder, reward_requests
 from slipstream.rl.tasks import Task
 from slipstream.rl.tokens import Codec
 from slipstream.types import Completion, RolloutGroup
 
 Judge: TypeAlias = Callable[[Sequence[RolloutGroup], Sequence[str]], np.ndarray]
-"""From groups and the texts of their prompts to rewards [groups, samples], all of them finite."""
+"""From groups and the texts of their prompts to rewards [groups, samples], finite, or NaN where a sample is left out because
+it could not be judged."""
 
 
 @contextmanager
@@ -29,7 +30,9 @@ def judge_of(config: TrainConfig, task: Task, codec: Codec) -> Iterator[Judge]:
 
         def judge(groups: Sequence[RolloutGroup], prompts: Sequence[str]) -> np.ndarray:
             found = rewarder.score(reward_requests(prompts, _rows(groups), codec, answer=task.answer))
-            return np.array(found.values, np.float32).reshape(len(groups), -1)
+            rewards = np.full(found.num_requests, np.nan, np.float32)
+            rewards[list(found.kept)] = found.values
+            return rewards.reshape(len(groups), -1)
 
         yield judge
 

@@ -25,10 +25,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from slipstream.config import Aggregation, AlgorithmConfig
 from slipstream.errors import ConfigError
 from slipstream.rl import correction
 from slipstream.rl.batch import Batch, sequence_sums
+from slipstream.rl.config import Aggregation, AlgorithmConfig
 
 
 class Forward(NamedTuple):

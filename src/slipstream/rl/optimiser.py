@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from slipstream.config import OptimiserConfig
+from slipstream.rl.config import OptimiserConfig
 
 
 def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:

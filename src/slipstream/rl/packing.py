@@ -33,17 +33,30 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
+def few(count: int) -> int:
+    """At least `count` and 1, and one of few numbers: those of three binary digits, and zeros behind. So there are four of them
+    from a power of two to the next, and less than a quarter is added: 1, 2, … 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, …"""
+    step = 1 << max(0, count.bit_length() - 3)
+    return max(1, -(-count // step) * step)
+
+
+def learned_lengths(batch: Batch) -> list[int]:
+    """Of each row of a batch that is not packed, the tokens up to the last that is learned from; 0 where there is none."""
+    last = batch.mask.shape[1] - np.argmax(batch.mask[:, ::-1] > 0, axis=1)
+    return np.where((batch.mask > 0).any(axis=1), last + 1, 0).tolist()
+
+
 def pack(batch: Batch, lengths: Sequence[int], row_tokens: int, rows_multiple: int = 1) -> Batch:
     """The batch in rows of `row_tokens` tokens. `lengths` are those of prompt and completion together, row by row.
 
-    The number of rows is a multiple of `rows_multiple` (micro-batches, devices); rows that nothing went into are masked.
-    It depends on the lengths, and a new one compiles a new program."""
+    The number of rows is a multiple of `rows_multiple` (micro-batches, devices), rounded up by `few`; rows that nothing went
+    into are masked. It depends on the lengths, and a new one compiles a new program."""
     if batch.segments is not None:
         raise ConfigError("the batch is packed already")
     if len(lengths) != len(batch.tokens):
         raise ConfigError(f"the batch has {len(batch.tokens)} rows, got {len(lengths)} lengths")
     rows = plan_rows(lengths, row_tokens)
-    num_rows = -(-len(rows) // rows_multiple) * rows_multiple
+    num_rows = few(-(-len(rows) // rows_multiple)) * rows_multiple
     tokens = np.zeros((num_rows, row_tokens), np.int32)
     segments, positions = np.zeros_like(tokens), np.zeros_like(tokens)
     columns = {

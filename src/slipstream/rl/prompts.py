@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.config import TrainConfig
 from slipstream.errors import ConfigError
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.tasks import Task
 from slipstream.rl.tokens import Codec
 from slipstream.rollouts import Rollouts
@@ -18,7 +18,7 @@ from slipstream.types import SamplingParams
 KEPT_STEPS = 64
 """Steps whose prompts are remembered; older ones are drawn again if need be."""
 
-WARMUP_STREAM, PROMPT_STREAM, SAMPLE_STREAM, EVAL_PROMPT_STREAM, EVAL_SAMPLE_STREAM = range(5)
+WARMUP_STREAM, PROMPT_STREAM, SAMPLE_STREAM, EVAL_PROMPT_STREAM, EVAL_SAMPLE_STREAM, SHUFFLE_STREAM = range(6)
 """Of randomness: no two uses share numbers."""
 
 
@@ -34,7 +34,7 @@ class Asked:
 
 class Prompts:
     def __init__(self, config: TrainConfig, task: Task, codec: Codec, max_prompt_tokens: int) -> None:
-        """`max_prompt_tokens` is what the model has room for, before it answers."""
+        """`max_prompt_tokens` is what there is room for, before the model answers."""
         self._config, self._task, self._codec, self._room = config, task, codec, max_prompt_tokens
         self._known: OrderedDict[int, Asked] = OrderedDict()
         self._submitted = 0
@@ -70,8 +70,9 @@ class Prompts:
         for text, ids in zip(texts, token_ids):
             if len(ids) > self._room:
                 raise ConfigError(
-                    f"a prompt of step {step} has {len(ids)} tokens, and the model has room for {self._room} before "
-                    f"{how.max_tokens} more: {text!r:.80}; take a model with a longer context, or shorter prompts"
+                    f"a prompt of step {step} has {len(ids)} tokens, and there is room for {self._room} before "
+                    f"{how.max_tokens} more: {text!r:.80}; take a model with a longer context, a larger engine.max_model_len "
+                    "or algorithm.row_tokens if they are set, or shorter prompts"
                 )
         rng = np.random.default_rng([seed, SAMPLE_STREAM, step])
         sampling = tuple(

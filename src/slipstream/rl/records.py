@@ -76,9 +76,9 @@ class StepRecord:
     version: int
     """The policy version that produced every token of the step."""
     reward: float
-    """Mean over the step's completions."""
+    """Mean over the step's completions that were judged."""
     accuracy: float
-    """Share of completions with full reward."""
+    """Share of those with full reward."""
     num_tokens: int
     """Tokens generated."""
     metrics: Metrics
@@ -91,6 +91,8 @@ class StepRecord:
     """What explains the gap between the trainer's logprobs and the engines', in a sentence; empty where nobody looked."""
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     """Where trainer and engines take turns: bytes that engines held, at each point of the step."""
+    num_dropped: int = 0
+    """Completions that nothing was learned from, because they, or too many of their group, could not be judged."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config import TrainConfig
 from slipstream.errors import ConfigError
 from slipstream.rl import state
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.records import Evaluation, Record, Saved, StepRecord, read_records, write_records
 
 RECENT_STEPS = 10

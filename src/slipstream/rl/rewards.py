@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Protocol, TypeAlias, get_args
 
 from slipstream import portal
-from slipstream.config import RewardConfig
 from slipstream.errors import ConfigError, RequestError, RewardError, RewardFailed, RewardTimeout
 from slipstream.rl.callbacks import Callbacks, Overdue
+from slipstream.rl.config import RewardConfig
 from slipstream.rl.groups import OnError, Rewards, settled
 from slipstream.rl.reward_functions import (
     Judged,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slipstream.errors import ConfigError
@@ -15,6 +16,18 @@ from slipstream.rl.batch import Batch
 
 AXIS = "fsdp"
 T = TypeVar("T")
+
+
+def mesh_over(num_devices: int) -> Mesh | None:
+    """Over the first devices of this process, or all of them (0); None for a single one, which needs no mesh."""
+    local = jax.local_devices()
+    if num_devices > len(local):
+        raise ConfigError(
+            f"devices is {num_devices}, and JAX sees {len(local)} here ({local[0].platform}); say at most that many, or 0 for "
+            "all. On CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of one"
+        )
+    chosen = local[: num_devices or len(local)]
+    return Mesh(np.array(chosen), (AXIS,)) if len(chosen) > 1 else None
 
 
 def automatic(mesh: Mesh) -> Mesh:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from slipstream.bridge import Bridge
 from slipstream.errors import DeadlineExceeded, NotReady, PeerError, SlipstreamError, UpdateInProgress
 from slipstream.rollouts import Rollouts
-from slipstream.types import RolloutGroup, SyncReport
+from slipstream.types import InFlight, RolloutGroup, SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +25,18 @@ GONE = (PeerError, NotReady, UpdateInProgress)
 
 
 class Steady:
-    """`patience` is how many seconds the fleet may be unable to go on; 0 raises at once."""
+    """`patience` is how many seconds the fleet may be unable to go on; 0 raises at once. `in_flight` says what becomes of
+    requests that are running when weights are synced."""
 
-    def __init__(self, bridge: Bridge, patience: float) -> None:
-        self._bridge, self._patience = bridge, patience
+    def __init__(self, bridge: Bridge, patience: float, in_flight: InFlight = "keep") -> None:
+        self._bridge, self._patience, self._in_flight = bridge, patience, in_flight
         self._serving: Any = None
         """The weights that the fleet serves."""
 
-    def sync(self, params: Any) -> SyncReport:
-        report = self._again(lambda: self._bridge.sync(params), heal=False)
-        self._serving = params
+    def sync(self, params: Any, kept: Any = None) -> SyncReport:
+        """`kept` is a copy of `params` to mend engines with later, where `params` are not to stay in memory for it."""
+        report = self._again(lambda: self._bridge.sync(params, in_flight=self._in_flight), heal=False)
+        self._serving = params if kept is None else kept
         return report
 
     def run(self, call: Callable[[], T]) -> T:
@@ -86,4 +88,4 @@ class Steady:
         try:
             return self._bridge.repair(self._serving)
         except NotReady:  # gateway and engines have all been started again, before anything was worth writing down
-            return self._bridge.sync(self._serving)
+            return self._bridge.sync(self._serving, in_flight=self._in_flight)

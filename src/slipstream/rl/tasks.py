@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from slipstream.config import TaskConfig
 from slipstream.errors import ConfigError
+from slipstream.rl.config import TaskConfig
 
 Split: TypeAlias = Literal["train", "heldout"]
 

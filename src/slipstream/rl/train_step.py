@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from slipstream.config import AlgorithmConfig
 from slipstream.errors import ConfigError
 from slipstream.model import decoder
 from slipstream.model.config import ModelConfig
 from slipstream.model.layers import Params
 from slipstream.rl import sharding, value
 from slipstream.rl.batch import Batch
+from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.loss import Forward, Objective, Totals, objective, totals
 from slipstream.rl.optimiser import make_optimiser
 

@@ -1,0 +1,210 @@
+"""A training run, step by step: what is between two of its records."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from slipstream.bridge import Bridge
+from slipstream.model import decoder
+from slipstream.model.config import ModelConfig
+from slipstream.observe.mismatch import tokens_of
+from slipstream.observe.watch import Watch
+from slipstream.rl import resume, state
+from slipstream.rl.batch import Batch, make_batch
+from slipstream.rl.config import TrainConfig
+from slipstream.rl.evaluation import evaluate, require_versions
+from slipstream.rl.experience import judged
+from slipstream.rl.judge import Judge
+from slipstream.rl.learner import Learner
+from slipstream.rl.loss import Metrics
+from slipstream.rl.prompts import Prompts
+from slipstream.rl.records import Evaluation, PhaseSeconds, StepRecord, Stopwatch
+from slipstream.rl.reference import Reference
+from slipstream.rl.steady import Steady
+from slipstream.rl.tasks import Task
+from slipstream.rl.tokens import Codec
+from slipstream.types import Completion, MemoryReport, RolloutGroup, SyncReport
+
+
+class Run:
+    """A step is `_collect`, `_learn`, `_publish`, all of them timed by its stopwatch."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        bridge: Bridge,
+        model: ModelConfig,
+        codec: Codec,
+        task: Task,
+        params: decoder.Params,
+        start: resume.Start,
+        reference: Reference | None = None,
+    ) -> None:
+        """`params` is the policy after the warm-up. A run that goes on has its weights from the checkpoint instead; the
+        policy that KL pulls towards is `params` all the same."""
+        self._config, self._bridge, self._codec, self._task = config, bridge, codec, task
+        self._reference = reference
+        self.learner = Learner(config.algorithm, model, params, config.seed, config.devices)
+        self.step, self._last = start.step, config.steps
+        """Steps done, and the last to do."""
+        self._first, self._evaluated, position = start.step + 1 - config.bound, -1, 0
+        self._recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
+        if start.checkpoint:
+            facts = self.learner.load(start.checkpoint)
+            self._evaluated, position = facts.evaluated, facts.journal
+            self._recent.extend(facts.recent)
+            if resume.finished(config, start.step, self._recent):
+                self._last = start.step
+        self._steady = Steady(bridge, config.patience, config.in_flight)
+        self._prompts = Prompts(config, task, codec, _room(config, model))
+        self._rollouts = bridge.rollouts(
+            config.bound,
+            config.algorithm.prompts,
+            late=config.late,
+            surplus=config.surplus,
+            position=position,
+            patience=0.0,  # the patience is `_steady`'s, which also mends what it waits for
+        )
+        self._watch = Watch(lambda: bridge.verify(self.learner.policy), dtype=config.engine.dtype)
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self._last
+
+    @property
+    def evaluation_missing(self) -> bool:
+        """Nobody has said yet how good the policy is that the run begins with, or that it has ended with."""
+        return self._evaluated < 0 or (self.done and self._evaluated != self._last)
+
+    def begin(self) -> None:
+        """The fleet's next version, whatever number the policy had when it was saved."""
+        self._steady.sync(self.learner.policy)
+
+    def evaluate(self) -> Evaluation:
+        self._evaluated = self.step
+        return self._steady.run(partial(evaluate, self._config, self._bridge, self._task, self._codec, self.step))
+
+    def state(self) -> state.TrainState:
+        facts = state.Facts(
+            step=self.step,
+            cursor=self.step,
+            seed=self._config.seed,
+            version=self._bridge.version,
+            journal=self._rollouts.position,
+            recent=tuple(self._recent),
+            evaluated=self._evaluated,
+        )
+        return state.TrainState(self.learner.state.weights, self.learner.state.opt_state, facts)
+
+    def take_step(self, judge: Judge) -> StepRecord:
+        step, clock = self.step + 1, Stopwatch()
+        taken = self._collect(step, clock)
+        rewards = judge(taken.groups, [self._prompts.text(group.id) for group in taken.groups])
+        batch = make_batch(taken.completions, version=taken.versions, max_tokens=self._config.algorithm.max_tokens)
+        if self._reference is not None:
+            batch = self._reference.fill(batch)
+        batch = self.learner.prepare(batch, rewards)
+        clock.lap("reward")
+        mismatch = ""
+        if self._config.diagnose_every and step % self._config.diagnose_every == 0:
+            mismatch = self._diagnose(batch, taken)
+            clock.lap("diagnose")
+        metrics, memory = self._learn(step, batch, clock)
+        report = self._publish(clock, memory)
+        known = rewards[judged(rewards)]
+        accuracy = float((known >= 1).mean())
+        self._recent.append(accuracy)
+        self.step = step
+        if resume.finished(self._config, step, self._recent):
+            self._last = step
+        return StepRecord(
+            step=step,
+            version=max(taken.versions),
+            reward=float(known.mean()),
+            accuracy=accuracy,
+            num_tokens=sum(len(c.token_ids) for c in taken.completions),
+            metrics=metrics,
+            seconds=PhaseSeconds(**clock.laps),
+            sync=report,
+            staleness=_ages(batch),
+            mismatch=mismatch,
+            memory=memory,
+            num_dropped=rewards.size - known.size,
+        )
+
+    def _collect(self, step: int, clock: Stopwatch) -> Taken:
+        """Submits prompts as far ahead as the mode wants, and waits for a batch of groups."""
+        config = self._config
+        # What the last run had submitted and not taken is known to the gateway; to submit it again changes nothing.
+        last = min(step + config.steps_ahead, self._last)
+        self._steady.run(partial(self._prompts.submit, self._rollouts, self._first, last))
+        clock.lap("prepare")
+        taken = Taken(self._steady.take(self._rollouts, config.generate_timeout))
+        if not config.bound:
+            require_versions(taken.completions, taken.versions)
+        clock.lap("generate")
+        return taken
+
+    def _learn(self, step: int, batch: Batch, clock: Stopwatch) -> tuple[Metrics, dict[str, int]]:
+        """Also what engines held before and during it, where they sleep meanwhile."""
+        memory: dict[str, int] = {}
+        if self._config.take_turns:
+            memory["generating"] = _in_use(self._bridge.memory())
+            memory["training"] = _in_use(self._bridge.sleep())
+            clock.lap("sleep")
+        metrics = self.learner.learn(step, batch)
+        clock.lap("train")
+        return metrics, memory
+
+    def _publish(self, clock: Stopwatch, memory: dict[str, int]) -> SyncReport:
+        """The new weights to every engine. Those that sleep wake up for it, the KV cache last."""
+        if self._config.take_turns:
+            memory["syncing"] = _in_use(self._bridge.wake("weights"))
+            clock.lap("wake")
+        report = self._steady.sync(self.learner.policy)
+        clock.lap("sync")
+        if self._config.take_turns:
+            memory["woken"] = _in_use(self._bridge.wake())
+            clock.lap("wake")
+        return report
+
+    def _diagnose(self, batch: Batch, taken: Taken) -> str:
+        trainer = self.learner.logprobs(batch, temperature=1.0)
+        found = tokens_of(taken.completions, max(taken.versions), trainer.shape[1])
+        return self._watch.see(trainer, found.processed, found.raw, np.asarray(batch.ages), found.mask).sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step's groups, and completion by completion, in their order, what they hold."""
+
+    groups: Sequence[RolloutGroup]
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [completion for group in self.groups for completion in group.completions]
+
+    @property
+    def versions(self) -> list[int]:
+        """The trainer's, when it took the completion."""
+        return [group.version for group in self.groups for _ in group.completions]
+
+
+def _room(config: TrainConfig, model: ModelConfig) -> int:
+    """Tokens that a prompt may have: as many as the model, the engine and a packed row have room for."""
+    limits = (model.max_position_embeddings, config.engine.max_model_len, config.algorithm.row_tokens)
+    return min(limit for limit in limits if limit) - config.algorithm.max_tokens
+
+
+def _ages(batch: Batch) -> dict[str, int]:
+    ages, counts = np.unique(np.asarray(batch.ages)[np.asarray(batch.mask) > 0], return_counts=True)
+    return {str(age): int(count) for age, count in zip(ages, counts)}
+
+
+def _in_use(engines: Mapping[str, MemoryReport]) -> int:
+    return sum(report.in_use for report in engines.values())

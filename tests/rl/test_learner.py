@@ -1,0 +1,170 @@
+"""Several updates per step, packed and over several devices, each against the plain step called by hand."""
+
+from dataclasses import astuple, replace
+
+import jax
+import numpy as np
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.rl.batch import Batch, make_batch
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimiserConfig, TrainConfig
+from slipstream.rl.experience import prepare, scorer
+from slipstream.rl.learner import Learner
+from slipstream.rl.loss import Metrics
+from slipstream.rl.prompts import SHUFFLE_STREAM
+from slipstream.rl.sharding import mesh_over
+from slipstream.rl.train_step import TrainStep, init_state, make_train_step
+from tests.rl.batches import completion
+from tests.tiny import random_params, tiny_config
+
+MODEL = tiny_config(num_layers=1)
+PARAMS = random_params(MODEL)
+CONFIG = AlgorithmConfig(
+    prompts=2, group=4, max_tokens=5, temperature=0.7, optimiser=OptimiserConfig(learning_rate=1e-2)
+)
+TIS = replace(CONFIG, correction=CorrectionConfig("tis"))
+PPO = replace(CONFIG, kind="ppo", kl=KlConfig(0.1))
+REWARDS = np.array([[1, 0, 0, 1], [1, 1, 0, 1]], np.float32)
+SEED, STEP = 11, 7
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Eight completions of different lengths, drawn by a policy that is near ours."""
+    rng = np.random.default_rng(0)
+    rows = [completion(rng.integers(4, 90, 4), rng.integers(4, 90, n)) for n in (1, 2, 3, 5, 5, 4, 2, 3)]
+    plain = make_batch(rows, version=0, max_tokens=CONFIG.max_tokens)
+    own = np.asarray(scorer(MODEL, CONFIG.temperature)(PARAMS, plain))
+    return plain._replace(logprobs=((own + rng.normal(0, 0.1, own.shape)) * plain.mask).astype(np.float32))
+
+
+def learned(config, batch, rewards=REWARDS, **how):
+    """`(metrics, state)` after one step of a learner."""
+    learner = Learner(config, MODEL, PARAMS, SEED, **how)
+    return learner.learn(STEP, learner.prepare(batch, rewards)), learner.state
+
+
+def by_hand(config, batch, rows_of_updates):
+    """The same, of train steps called one after the other on the rows given, with π_old of before the first."""
+    state = init_state(PARAMS, MODEL, config)
+    ready = prepare(batch, REWARDS, state.weights, MODEL, config, PARAMS)
+    if len(rows_of_updates) > 1 and config.correction.kind != "none":
+        old = np.asarray(scorer(MODEL, config.temperature)(PARAMS, ready)) * ready.mask
+        ready = ready._replace(old=old)
+    found = []
+    for rows in rows_of_updates:
+        part = Batch(*[None if column is None else np.stack([column[row] for row in rows]) for column in ready])
+        state, metrics = make_train_step(MODEL, config)(state, part)
+        found.append(metrics)
+    means = {name: sum(float(each[name]) for each in found) / len(found) for name in found[0]}
+    return Metrics(**means), state
+
+
+def same(found, expected):
+    (metrics, state), (metrics_by_hand, state_by_hand) = found, expected
+    assert metrics == metrics_by_hand
+    jax.tree.map(np.testing.assert_array_equal, state, state_by_hand)
+
+
+def close(found, expected):
+    (metrics, state), (plain_metrics, plain) = found, expected
+    np.testing.assert_allclose(astuple(metrics), astuple(plain_metrics), rtol=1e-4, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain.opt_state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(np.abs(b).max()) + 1e-6)
+
+
+def order(epoch):
+    rows = np.arange(8)
+    np.random.default_rng([SEED, SHUFFLE_STREAM, STEP, epoch]).shuffle(rows)
+    return rows.tolist()
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIS, PPO])
+def test_one_update_is_the_train_step_to_the_bit(config, batch):
+    same(learned(config, batch), by_hand(config, batch, [range(8)]))
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIS, PPO])
+def test_two_minibatches_are_two_train_steps(config, batch):
+    rows = order(epoch=0)
+    found = learned(replace(config, minibatches=2), batch)
+    same(found, by_hand(config, batch, [rows[:4], rows[4:]]))
+    with pytest.raises(AssertionError):
+        same(found, learned(config, batch))
+
+
+def test_every_epoch_deals_anew_and_compares_with_the_policy_before_the_step(batch):
+    first, second = order(epoch=0), order(epoch=1)
+    assert first != second
+    found = learned(replace(TIS, epochs=2, minibatches=2), batch)
+    same(found, by_hand(TIS, batch, [first[:4], first[4:], second[:4], second[4:]]))
+    assert abs(found[0].ratio - 1) > 1e-4  # later updates have moved away from π_old
+
+
+PACKED = {
+    "grpo": CONFIG,
+    "ppo": replace(PPO, micro_batches=2),
+    "dapo, of which a group teaches nothing": replace(CONFIG, kind="dapo"),
+    "in minibatches": replace(TIS, minibatches=2, epochs=2),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_rows_teach_the_same(kind, batch, monkeypatch):
+    shapes = []
+    step = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: shapes.append(args[2].tokens.shape) or step(*args))
+    rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)
+    config = PACKED[kind]
+    plain = learned(config, batch, rewards)
+    packed = learned(replace(config, row_tokens=16), batch, rewards)
+    close(packed, plain)
+    whole, rows = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
+    assert all(shape[1] == 16 and shape[0] % config.micro_batches == 0 for shape in rows)
+    assert sum(n for n, _ in rows) < sum(n for n, _ in whole)
+
+
+def test_a_batch_that_teaches_nothing_is_one_empty_row(batch):
+    config = replace(CONFIG, kind="dapo", row_tokens=16)
+    metrics, _ = learned(config, batch, np.ones((2, 4), np.float32))
+    assert metrics.loss == 0 and metrics.gradient_norm == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(CONFIG, micro_batches=2),
+        replace(PPO, row_tokens=16),
+        replace(TIS, minibatches=2),
+    ],
+)
+def test_two_devices_make_the_same_step(config, batch):
+    plain, found = learned(config, batch), learned(config, batch, num_devices=2)
+    close(found, plain)
+    embedding = found[1].policy["model"]["embed_tokens"]["weight"]
+    assert {shard.data.shape for shard in embedding.addressable_shards} == {(48, 32)}  # each device holds half of it
+
+
+def test_devices_that_are_not_there():
+    assert mesh_over(0).size == 2 and mesh_over(1) is None
+    with pytest.raises(ConfigError, match=r"devices is 3, and JAX sees 2 here \(cpu\)"):
+        Learner(CONFIG, MODEL, PARAMS, SEED, num_devices=3)
+    odd = replace(CONFIG, prompts=3, group=3)
+    with pytest.raises(ConfigError, match="= 9 completions, which devices 2 does not divide"):
+        Learner(odd, MODEL, PARAMS, SEED, num_devices=0)
+    with pytest.raises(ConfigError, match="= 9 completions, which devices 2 does not divide"):
+        TrainConfig(devices=2, algorithm=odd)
+    TrainConfig(devices=2, algorithm=replace(odd, row_tokens=16))  # packed rows are filled up
+
+
+def test_what_cannot_be_shared_out_is_named():
+    with pytest.raises(ConfigError, match="= 8 completions, which minibatches 3 does not divide"):
+        replace(CONFIG, minibatches=3)
+    with pytest.raises(ConfigError, match="minibatches 4 × micro_batches 4 does not divide"):
+        replace(CONFIG, minibatches=4, micro_batches=4)
+    replace(CONFIG, minibatches=4, micro_batches=4, row_tokens=16)  # rows are added
+    with pytest.raises(ConfigError, match="epochs must be at least 1"):
+        replace(CONFIG, epochs=0)
+    with pytest.raises(ConfigError, match="a row holds a prompt and 5 tokens"):
+        replace(CONFIG, row_tokens=5)
