@@ -131,7 +131,7 @@ def summarise(steps: list[StepRecord]) -> Loop:
         sync=median_ms(lambda s: s.seconds.sync),
         other=median_ms(lambda s: s.seconds.prepare + s.seconds.reward),
         engine_pause=median_ms(lambda s: s.sync.pause_seconds),
-        tokens_per_second=statistics.median(s.tokens_per_second for s in steps),
+        tokens_per_second=statistics.median(s.num_tokens / s.seconds.generate for s in steps),
     )
 
 

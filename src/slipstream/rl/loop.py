@@ -76,6 +76,7 @@ def _run(
                 yield run.evaluate()
             if config.save_every and (run.done or run.step % config.save_every == 0):
                 resume.save(config, run_dir, run.state())
+                run.saved()
     yield _save(run_dir / "checkpoint", run.learner.policy, model, model_dir)
 
 

@@ -74,7 +74,7 @@ class StepRecord:
     step: int
     """From 1."""
     version: int
-    """The policy version that produced every token of the step."""
+    """The policy version that was being trained; `staleness` says how much older those are that made the tokens."""
     reward: float
     """Mean over the step's completions that were judged."""
     accuracy: float
@@ -96,7 +96,8 @@ class StepRecord:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds.generate
+        """Of the whole step: engines that run ahead have made them while the trainer trained."""
+        return self.num_tokens / self.seconds.total
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class Run:
             position=position,
             patience=0.0,  # the patience is `_steady`'s, which also mends what it waits for
         )
+        self._saved: deque[int] = deque(maxlen=config.keep_checkpoints)
+        """Positions of the checkpoints that are kept."""
         self._watch = Watch(lambda: bridge.verify(self.learner.policy), dtype=config.engine.dtype)
 
     @property
@@ -100,6 +102,12 @@ class Run:
             evaluated=self._evaluated,
         )
         return state.TrainState(self.learner.state.weights, self.learner.state.opt_state, facts)
+
+    def saved(self) -> None:
+        """The state is on disk. What was taken before the oldest checkpoint that is kept need not be remembered."""
+        self._saved.append(self._rollouts.position)
+        if len(self._saved) == self._saved.maxlen:
+            self._rollouts.saved(self._saved[0])
 
     def take_step(self, judge: Judge) -> StepRecord:
         step, clock = self.step + 1, Stopwatch()
