@@ -20,8 +20,9 @@ from tests.tiny import random_params, tiny_config
 
 MODEL = tiny_config(num_layers=1)
 PARAMS = random_params(MODEL)
+# Of no other test: compiled steps are shared by config, and test_train_step counts what is compiled for its own.
 CONFIG = AlgorithmConfig(
-    prompts=2, group=4, max_tokens=5, temperature=0.7, optimiser=OptimiserConfig(learning_rate=1e-2)
+    prompts=2, group=4, max_tokens=5, temperature=0.7, optimiser=OptimiserConfig(learning_rate=2e-2)
 )
 TIS = replace(CONFIG, correction=CorrectionConfig("tis"))
 PPO = replace(CONFIG, kind="ppo", kl=KlConfig(0.1))
