@@ -109,14 +109,15 @@ def test_many_slow_ones_are_never_too_old_and_each_is_taken_once(model_dir, tmp_
     assert check(Journal(tmp_path / "run" / "journal.sqlite"), config.max_staleness) == []
 
 
-def test_a_run_that_is_left_goes_on_with_the_batch_that_it_had(model_dir, tmp_path, lengths, batches):
+@pytest.mark.parametrize("engines", [0, 1])
+def test_a_run_that_is_left_goes_on_with_the_batch_that_it_had(engines, model_dir, tmp_path, lengths, batches):
     lengths.update({"1/0", "3/1"})
     config = dataclasses.replace(CONFIG, steps=5, save_every=2)
-    with fleet(1, model_dir, tmp_path / "run", config.engine) as bridge:
+    with fleet(engines, model_dir, tmp_path / "run", config.engine) as bridge:
         records = train(config, bridge, model_dir, tmp_path / "run")
         next(r for r in records if isinstance(r, StepRecord) and r.step == 3)
         records.close()
-    with fleet(1, model_dir, tmp_path / "run", config.engine) as bridge:
+    with fleet(engines, model_dir, tmp_path / "run", config.engine) as bridge:
         list(train(config, bridge, model_dir, tmp_path / "run"))
     first, second, third, again, *rest = ([group.id for group in groups] for groups in batches)
     assert again == third  # the checkpoint is of step 2

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 class LocalFleet:
     def __init__(self, engine: Engine, journal: Path | None = None) -> None:
-        """`journal` is the file that rollouts are written down in; without one they live as long as this process."""
+        """`journal` is the file that rollouts are written down in; without one they live as long as this process. With one,
+        versions go on counting where the last process ended."""
         self._engine, self._started, self._journal = engine, time.monotonic(), journal
         self._num_completions = self._num_requests = 0
         self._begun: dict[str, Berths] = {}
@@ -61,7 +62,8 @@ class LocalFleet:
 
     async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
         info = self._engine.describe()
-        return (info,), info.version
+        written = self._open_desk().version if self._journal is not None else -1
+        return (info,), max(info.version, written)
 
     async def generate(
         self, requests: Sequence[Request], engine: str = ""
@@ -97,12 +99,15 @@ class LocalFleet:
         version = self._engine.describe().version
         if version < 0:
             raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
+        return self._open_desk().rollouts(bound, version)
+
+    def _open_desk(self) -> Desk:
         if self._desk is None:
             from slipstream.gateway.journal import Journal
             from slipstream.gateway.rollouts import Desk
 
             self._desk = Desk(Journal(self._journal), self._send)
-        return self._desk.rollouts(bound, version)
+        return self._desk
 
     async def _send(self, request: Request) -> AsyncGenerator[pb.Results, None]:
         from slipstream.gateway import convert

@@ -250,6 +250,11 @@ class Desk:
         self._rollouts: Rollouts | None = None
         self._numbers = itertools.count(1)
 
+    @property
+    def version(self) -> int:
+        """The last that the fleet is known to have served; −1 if there is none."""
+        return int(self._journal.fact("version") or -1)
+
     def rollouts(self, bound: Bound, version: int) -> Rollouts:
         """Begun, or gone on with, when they are first asked for. `version` is what the fleet serves."""
         if self._rollouts is None:

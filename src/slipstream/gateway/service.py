@@ -43,7 +43,7 @@ class Service(GatewayServicer):
         self._desk = Desk(written, self._send)
         if written.num_groups():
             # A gateway before us died in the midst of a run: what engines hold is judged by what it committed.
-            self._registry.version = int(written.fact("version") or -1)
+            self._registry.version = self._desk.version
         self._links: dict[str, EngineLink] = {}
         self._trainers: TrainerGroup | None = None
         self._num_completions = 0

@@ -113,7 +113,10 @@ def inprocess(
     from slipstream.engines.embedded.engine import EmbeddedEngine
     from slipstream.engines.local import LocalFleet
 
-    journal = Path(run_dir) / "journal.sqlite" if run_dir is not None else None
+    journal = None
+    if run_dir is not None:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        journal = Path(run_dir) / "journal.sqlite"
 
     async def start() -> LocalFleet:
         held = EmbeddedEngine.from_directory(model, name="inprocess", options=engine or EngineConfig())
