@@ -156,9 +156,20 @@ class TaskConfig:
     digits: int = 3
     holdout: float = 0.1
     """Share of the prompts kept out of training, for evaluation."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of a reasoning-gym task, which knows its own: `{max_terms = 3, max_digits = 1}`."""
+    extract: Literal["tags", "number"] = "tags"
+    """What of a completion a reasoning-gym task scores: what stands in `<answer>` tags, or all of it where there are none;
+    or the last number."""
+    chat: bool = False
+    """Ask through the model's chat template, the prompt as the user's message."""
+    system: str = ""
+    """With `chat`: the message before it; empty leaves it to the template."""
 
     def __post_init__(self) -> None:
         _at_least(self, digits=1, holdout=0.0)
+        if self.system and not self.chat:
+            raise ConfigError("task.system is a message of a chat, and task.chat is not set")
         if self.holdout >= 1:
             raise ConfigError(f"task.holdout must be below 1, got {self.holdout}")
 
@@ -402,6 +413,8 @@ class TrainConfig:
     warmup_steps: int = 25
     """Supervised steps before RL, so that there is a reward to climb."""
     eval_every: int = 25
+    eval_prompts: int = 128
+    """Of each split, every time; four samples and a greedy answer each."""
     save_every: int = 25
     """Steps from one checkpoint to the next, and one at the end: the same command goes on from the last. 0 makes none."""
     keep_checkpoints: int = 2
@@ -445,7 +458,17 @@ class TrainConfig:
             )
         if self.reward.functions and self.reward.on_error == "drop":
             raise ConfigError('reward.on_error = "drop" is for batches of your own; a training run needs every reward')
-        _at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
+        _at_least(
+            self,
+            steps=1,
+            min_steps=0,
+            warmup_steps=0,
+            eval_every=1,
+            eval_prompts=1,
+            seed=0,
+            engines=0,
+            target_accuracy=0.0,
+        )
         _at_least(self, save_every=0, keep_checkpoints=1)
         if self.target_accuracy > 1:
             raise ConfigError(f"target_accuracy is a share of right answers, at most 1; got {self.target_accuracy}")
@@ -497,6 +520,8 @@ def _set(tree: dict[str, Any], override: str) -> None:
 
 
 def _fit(hint: Any, value: Any, path: str) -> Any:
+    if hint is Any:
+        return value
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} is a section with settings of its own, got {value!r}")

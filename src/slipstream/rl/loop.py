@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -29,6 +30,7 @@ from slipstream.observe.mismatch import tokens_of
 from slipstream.observe.watch import Watch
 from slipstream.rl import resume, state, supervised
 from slipstream.rl.batch import Batch, make_batch
+from slipstream.rl.chat import TEMPLATE_FILE, codec_of
 from slipstream.rl.experience import prepare, scorer
 from slipstream.rl.judge import by_task, judge_of
 from slipstream.rl.loss import Metrics
@@ -48,7 +50,6 @@ from slipstream.rl.tokens import Codec, init_small
 from slipstream.rl.train_step import TrainState, init_state, make_train_step
 from slipstream.types import Completion, MemoryReport, SamplingParams
 
-EVAL_PROMPTS = 128
 EVAL_SAMPLES = 4
 
 
@@ -66,7 +67,7 @@ def train(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path) -
 
 
 def _run(config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, start: resume.Start) -> Iterator[Record]:
-    model, codec, task = ModelConfig.read(model_dir), Codec(model_dir), task_named(config.task)
+    model, codec, task = ModelConfig.read(model_dir), codec_of(config.task, model_dir), task_named(config.task)
     algorithm, room = config.algorithm, _room(config, model)
     params = _starting_params(config, model, model_dir)
     warm_up = supervised.warm_up(
@@ -203,14 +204,17 @@ def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step
     version = bridge.version
 
     def accuracy(prompts: Sequence[str], temperature: float, n: int) -> float:
-        how = [SamplingParams(config.algorithm.max_tokens, temperature, n=n, seed=_draw(sample_rng)) for _ in prompts]
+        shared = SamplingParams(config.algorithm.max_tokens, temperature, n=n, stop_token_ids=codec.stops)
+        how = [replace(shared, seed=_draw(sample_rng)) for _ in prompts]
         completions = bridge.generate(codec.prompts(prompts), how)
         require_versions(completions, [version] * len(completions))
         return float((by_task(task, codec, prompts, completions) >= 1).mean())
 
     found: dict[Split, tuple[float, float] | tuple[None, None]] = {"heldout": (None, None)}
     for split in get_args(Split):
-        prompts = list(dict.fromkeys(task.prompts(prompt_rng, EVAL_PROMPTS, split)))  # a small split repeats itself
+        prompts = list(
+            dict.fromkeys(task.prompts(prompt_rng, config.eval_prompts, split))
+        )  # a small split repeats itself
         if prompts:
             found[split] = accuracy(prompts, config.algorithm.temperature, EVAL_SAMPLES), accuracy(prompts, 0.0, 1)
     return Evaluation(step, version, *found["train"], *found["heldout"])
@@ -245,7 +249,8 @@ def _draw(rng: np.random.Generator) -> int:
 def _save(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:
     """The trained model, with its tokenizer's files, ready for any engine to load."""
     checkpoint.save(directory, params, model)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+    beside = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", TEMPLATE_FILE)
+    for name in ("tokenizer.json", *beside):
         if (model_dir / name).exists():
             shutil.copy(model_dir / name, directory / name)
     return Saved(str(directory))
