@@ -179,10 +179,10 @@ def by_embedded(
 def by_vllm(directory: str, prompts: list[list[int]], stops: list[int], max_tokens: int, device: str) -> list[Answer]:
     """vLLM by itself: nothing of Slipstream is in this process."""
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    settings: dict[str, Any] = {"gpu_memory_utilization": 0.3}
+    settings: dict[str, Any] = {"gpu_memory_utilization": 0.01, "kv_cache_memory_bytes": 1 << 30}
     if device == "cpu":
-        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        settings = {}
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        settings = {"kv_cache_memory_bytes": 1 << 30}
     else:
         os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else its attention rounds float32 to three digits
     from vllm import LLM, SamplingParams
