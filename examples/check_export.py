@@ -143,6 +143,8 @@ def by_transformers(
     if wrong := {key: loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if loaded[key]}:
         sys.exit(f"transformers does not find what it expects: {wrong}")
     model = model.to(device)
+    if device == "cpu":  # on a busy machine its threads wait for each other longer than they work
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     answers = []
     with torch.no_grad():
         for prompt in prompts:
