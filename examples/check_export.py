@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 SIDES = ("transformers", "embedded", "vllm")
+PATIENCE = 1200.0
+"""Seconds for a side to load the model and answer."""
 Answer: TypeAlias = tuple[list[int], list[float]]
 """Tokens, the one that ends the answer included; and, where a side says so, by how much each was preferred to the next best."""
 
@@ -100,7 +102,10 @@ def ask(side: str, python: str, question: dict[str, Any]) -> list[Answer]:
         log = Path(directory) / "log"
         with log.open("w") as out:
             command = [python, __file__, question["directory"], "--answer", side, str(path)]
-            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT)
+            try:
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                sys.exit(f"{side} did not answer within {PATIENCE:.0f} s:\n{log.read_text()[-4000:]}")
         if done.returncode:
             sys.exit(f"{side} failed with exit code {done.returncode}:\n{log.read_text()[-4000:]}")
         return [(tokens, margins) for tokens, margins in json.loads(path.with_suffix(".answers").read_text())]
