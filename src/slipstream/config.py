@@ -194,6 +194,8 @@ def _set(tree: dict[str, Any], override: str) -> None:
 
 
 def _fit(hint: Any, value: Any, path: str) -> Any:
+    if hint is Any:
+        return value
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} is a section with settings of its own, got {value!r}")

@@ -26,6 +26,8 @@ from slipstream.rl.tokens import write_small_model
 
 DEMO_ACCURACY = 0.9
 """Sampled accuracy on training prompts that the demo must reach to call itself a success."""
+VLLM_START_SECONDS = 300.0
+"""vLLM compiles before it is up: one to two minutes on a GPU."""
 
 
 @dataclass(slots=True)
@@ -150,7 +152,12 @@ def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path) -> Bridge:
     if config.engines == 0:
         return topology.inprocess(model_dir, engine=config.engine, run_dir=run_dir)
     return topology.launch(
-        model_dir, engines=config.engines, engine=config.engine, run_dir=run_dir, keep_alive=config.patience > 0
+        model_dir,
+        engines=config.engines,
+        engine=config.engine,
+        run_dir=run_dir,
+        keep_alive=config.patience > 0,
+        start_timeout=VLLM_START_SECONDS if config.engine.kind == "vllm" else topology.START_SECONDS,
     )
 
 

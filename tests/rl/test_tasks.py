@@ -1,12 +1,15 @@
+import re
 import sys
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from slipstream.config import load
 from slipstream.errors import ConfigError
-from slipstream.rl.config import TaskConfig
-from slipstream.rl.tasks import DigitTask, extract_answer, task_named
+from slipstream.rl import answers
+from slipstream.rl.config import TaskConfig, TrainConfig
+from slipstream.rl.tasks import DigitTask, task_named
+from tests.rl import gyms
 
 
 def rng():
@@ -76,37 +79,9 @@ def test_reasoning_gym_that_is_not_installed_says_how_to_get_it(monkeypatch):
         task_named(TaskConfig(name="reasoning_gym:leg_counting"))
 
 
-class Legs:
-    """A dataset with reasoning-gym's interface: items by index, partial credit for text around the answer."""
-
-    def __init__(self, size, seed):
-        self._size, self._rng = size, np.random.default_rng(seed)
-        self._counts = self._rng.integers(1, 400, size)
-
-    def __len__(self):
-        return self._size
-
-    def __getitem__(self, index):
-        dogs = int(self._counts[index])
-        return {"question": f"How many legs have {dogs} dogs?", "answer": str(4 * dogs), "metadata": {}}
-
-    def score_answer(self, answer, entry):
-        if answer == entry["answer"]:
-            return 1.0
-        return len(entry["answer"]) / len(answer) if answer and entry["answer"] in answer else 0.0
-
-
 @pytest.fixture
 def gym(monkeypatch):
-    module = ModuleType("reasoning_gym")
-
-    def create_dataset(name, size, seed):
-        if name != "leg_counting":
-            raise ValueError(f"Dataset '{name}' not registered")
-        return Legs(size, seed)
-
-    module.create_dataset = create_dataset
-    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+    gyms.install(monkeypatch)
 
 
 def test_reasoning_gym_answers_are_extracted_before_they_are_scored(gym):
@@ -133,6 +108,66 @@ def test_an_unknown_reasoning_gym_task_is_a_config_error(gym):
         task_named(TaskConfig(name="reasoning_gym:leg_count"))
 
 
-def test_extract_answer():
-    assert extract_answer(" 4 \n") == "4"
-    assert extract_answer("<answer>\n1\n2 </answer> <answer>3") == "1\n2"
+def test_options_are_those_of_the_task(gym):
+    small = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    task = task_named(TaskConfig(name="reasoning_gym:chain_sum", options=small, extract="number"))
+    prompts = task.prompts(rng(), 40)
+    assert all(re.fullmatch(r"\d \+ \d =\n", prompt) for prompt in prompts)
+    assert task.reward(prompts[0], f"{prompts[0]} {task.answer(prompts[0])}.") == 1.0  # the last number of the text
+    assert task.reward(prompts[0], "I do not know") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_term": 3},
+            r"'chain_sum' has no option 'max_term' \(task.options.max_term\); did you mean 'max_terms'\?",
+        ),
+        ({"zzz": 3}, "it takes min_terms, max_terms, min_digits, max_digits, allow_negation"),
+        ({"seed": 3}, "no option 'seed'"),
+        ({"min_terms": 9}, r"refuses task.options \{'min_terms': 9\}: max_terms must be >= min_terms"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_with_a_hint(gym, options, message):
+    with pytest.raises(ConfigError, match=message):
+        task_named(TaskConfig(name="reasoning_gym:chain_sum", options=options))
+
+
+def test_options_of_a_task_that_has_none_are_refused():
+    with pytest.raises(ConfigError, match="are for reasoning_gym tasks; 'reverse'"):
+        task_named(TaskConfig(options={"max_terms": 3}))
+    with pytest.raises(ConfigError, match="are for reasoning_gym tasks; 'reverse'"):
+        task_named(TaskConfig(extract="number"))
+
+
+def test_options_come_from_a_file_and_from_the_command_line(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[task]\nname = "reasoning_gym:chain_sum"\n[task.options]\nmax_terms = 3\noperators = ["+"]\n')
+    config = load(TrainConfig, path, ["task.options.max_terms=4", "task.extract=number"])
+    assert config.task.options == {"max_terms": 4, "operators": ["+"]} and config.task.extract == "number"
+    with pytest.raises(ConfigError, match=r"task\.extract must be one of 'tags', 'number'"):
+        load(TrainConfig, path, ["task.extract=digits"])
+
+
+def test_the_answer_in_a_text():
+    assert answers.tagged(" 4 \n") == "4"
+    assert answers.tagged("<answer>\n1\n2 </answer> <answer>3") == "1\n2"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 12.", "12"),
+        ("8 - 13 = -5", "-5"),
+        ("9-4", "4"),
+        ("1,250 in all", "1250"),
+        ("about 3.50!", "3.50"),
+        ("first 8, 9", "9"),
+        ("<answer>7</answer>, and not 8", "7"),
+        ("none", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert answers.last_number(text) == number

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from slipstream.config import EngineConfig, at_least
 from slipstream.errors import ConfigError
@@ -21,9 +21,20 @@ class TaskConfig:
     digits: int = 3
     holdout: float = 0.1
     """Share of the prompts kept out of training, for evaluation."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of a reasoning-gym task, which knows its own: `{max_terms = 3, max_digits = 1}`."""
+    extract: Literal["tags", "number"] = "tags"
+    """What of a completion a reasoning-gym task scores: what stands in `<answer>` tags, or all of it where there are none;
+    or the last number."""
+    chat: bool = False
+    """Ask through the model's chat template, the prompt as the user's message."""
+    system: str = ""
+    """With `chat`: the message before it; empty leaves it to the template."""
 
     def __post_init__(self) -> None:
         at_least(self, digits=1, holdout=0.0)
+        if self.system and not self.chat:
+            raise ConfigError("task.system is a message of a chat, and task.chat is not set")
         if self.holdout >= 1:
             raise ConfigError(f"task.holdout must be below 1, got {self.holdout}")
 
@@ -307,6 +318,8 @@ class TrainConfig:
     warmup_steps: int = 25
     """Supervised steps before RL, so that there is a reward to climb."""
     eval_every: int = 25
+    eval_prompts: int = 128
+    """Of each split, every time; four samples and a greedy answer each."""
     save_every: int = 25
     """Steps from one checkpoint to the next, and one at the end: the same command goes on from the last. 0 makes none."""
     keep_checkpoints: int = 2
@@ -386,7 +399,8 @@ class TrainConfig:
                 "in_flight 'finish' has a sync wait until running completions are finished, and with take_turns engines "
                 "sleep until it is over; take 'keep', 'recompute' or 'requeue'"
             )
-        at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, seed=0, engines=0, target_accuracy=0.0)
+        at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, eval_prompts=1, seed=0, engines=0)
+        at_least(self, target_accuracy=0.0)
         at_least(self, save_every=0, keep_checkpoints=1, devices=0)
         self.algorithm.check_shares(max(1, self.devices))
         if self.target_accuracy > 1:

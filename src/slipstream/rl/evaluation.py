@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -17,7 +18,6 @@ from slipstream.rl.tasks import Split, Task
 from slipstream.rl.tokens import Codec
 from slipstream.types import Completion, SamplingParams
 
-EVAL_PROMPTS = 128
 EVAL_SAMPLES = 4
 
 
@@ -28,14 +28,16 @@ def evaluate(config: TrainConfig, bridge: Bridge, task: Task, codec: Codec, step
     version = bridge.version
 
     def accuracy(prompts: Sequence[str], temperature: float, n: int) -> float:
-        how = [SamplingParams(config.algorithm.max_tokens, temperature, n=n, seed=_draw(sample_rng)) for _ in prompts]
+        shared = SamplingParams(config.algorithm.max_tokens, temperature, n=n, stop_token_ids=codec.stops)
+        how = [replace(shared, seed=_draw(sample_rng)) for _ in prompts]
         completions = bridge.generate(codec.prompts(prompts), how)
         require_versions(completions, [version] * len(completions))
         return float((by_task(task, codec, prompts, completions) >= 1).mean())
 
     found: dict[Split, tuple[float, float] | tuple[None, None]] = {"heldout": (None, None)}
     for split in get_args(Split):
-        prompts = list(dict.fromkeys(task.prompts(prompt_rng, EVAL_PROMPTS, split)))  # a small split repeats itself
+        # A small split repeats itself.
+        prompts = list(dict.fromkeys(task.prompts(prompt_rng, config.eval_prompts, split)))
         if prompts:
             found[split] = accuracy(prompts, config.algorithm.temperature, EVAL_SAMPLES), accuracy(prompts, 0.0, 1)
     return Evaluation(step, version, *found["train"], *found["heldout"])

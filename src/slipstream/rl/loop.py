@@ -20,6 +20,7 @@ from slipstream.model import checkpoint, decoder
 from slipstream.model.config import ModelConfig
 from slipstream.observe.loggers import open_logs
 from slipstream.rl import resume, supervised
+from slipstream.rl.chat import TEMPLATE_FILE, codec_of
 from slipstream.rl.config import TrainConfig
 from slipstream.rl.judge import judge_of
 from slipstream.rl.prompts import WARMUP_STREAM
@@ -59,7 +60,7 @@ def _run(
     start: resume.Start,
     fleet: Bridge | None,
 ) -> Iterator[Record]:
-    model, codec, task = ModelConfig.read(model_dir), Codec(model_dir), task_named(config.task)
+    model, codec, task = ModelConfig.read(model_dir), codec_of(config.task, model_dir), task_named(config.task)
     params = yield from _warm_up(config, model, task, codec, model_dir, start)
     reference = None
     if fleet is not None and config.algorithm.kl.by_engine:
@@ -107,7 +108,8 @@ def _starting_params(config: TrainConfig, model: ModelConfig, model_dir: Path) -
 def _save(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:
     """The trained model, with its tokenizer's files, ready for any engine to load."""
     checkpoint.save(directory, params, model)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+    beside = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", TEMPLATE_FILE)
+    for name in ("tokenizer.json", *beside):
         if (model_dir / name).exists():
             shutil.copy(model_dir / name, directory / name)
     return Saved(str(directory))

@@ -4,7 +4,7 @@ from what ran before. So whoever starts again asks the same."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,7 +75,6 @@ class Prompts:
                     "or algorithm.row_tokens if they are set, or shorter prompts"
                 )
         rng = np.random.default_rng([seed, SAMPLE_STREAM, step])
-        sampling = tuple(
-            SamplingParams(how.max_tokens, how.temperature, n=how.group, seed=int(rng.integers(2**63))) for _ in texts
-        )
+        shared = SamplingParams(how.max_tokens, how.temperature, n=how.group, stop_token_ids=self._codec.stops)
+        sampling = tuple(replace(shared, seed=int(rng.integers(2**63))) for _ in texts)
         return Asked(tuple(f"{step}/{i}" for i in range(len(texts))), tuple(texts), token_ids, sampling)

@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "target_accuracy",
     "min_steps",
     "eval_every",
+    "eval_prompts",
     "save_every",
     "keep_checkpoints",
     "logging",

@@ -50,7 +50,8 @@ def warm_up(
     for index in range(steps):
         prompts = task.prompts(np.random.default_rng([*seed, index]), BATCH)
         answers = [task.answer(prompt) for prompt in prompts]
-        tokens, mask = make_examples(codec.prompts(prompts), codec.answers(answers), model.eos_token_ids[0])
+        end, *_ = (*codec.stops, *model.eos_token_ids)
+        tokens, mask = make_examples(codec.prompts(prompts), codec.answers(answers), end)
         params, state, loss = step(params, state, tokens, mask)
         yield params, float(loss)
 

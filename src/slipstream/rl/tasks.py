@@ -4,16 +4,17 @@ A task never gives the same prompt to training and to evaluation: every prompt b
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from slipstream.errors import ConfigError
+from slipstream.rl.answers import EXTRACTORS, tagged
 from slipstream.rl.config import TaskConfig
 
 Split: TypeAlias = Literal["train", "heldout"]
@@ -42,12 +43,17 @@ def task_named(config: TaskConfig) -> Task:
     """The task that a config names; `ConfigError` with the nearest names if there is none."""
     kind, colon, rest = config.name.partition(":")
     if colon and kind == "reasoning_gym":
-        return ReasoningGymTask.create(rest, config.holdout)
+        return ReasoningGymTask.create(rest, config.holdout, options=config.options, extract=EXTRACTORS[config.extract])
     if config.name not in _DIGIT_TASKS:
         known = [*_DIGIT_TASKS, "reasoning_gym:<name>"]
         near = difflib.get_close_matches(config.name, known, n=2)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known tasks: {', '.join(known)}"
         raise ConfigError(f"task.name is {config.name!r}, which is no task; {hint}")
+    if config.options or config.extract != "tags":
+        raise ConfigError(
+            f"task.options and task.extract are for reasoning_gym tasks; {config.name!r} has digits and holdout, and its "
+            "answer is the whole completion"
+        )
     return DigitTask(config.name, config.digits, config.holdout)
 
 
@@ -130,36 +136,39 @@ _STRIDE = 618_033_989  # digits of the golden ratio; odd and not a multiple of 5
 
 _POOL = 2000
 """Questions generated per task: an item is found again by its question, so they are kept."""
+_OURS = ("size", "seed")
+"""Options of every task, which decide what the splits are."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGymTask:
     """One of reasoning-gym's procedural tasks, from a fixed pool of different questions.
 
-    Its scorers give partial credit for text around the answer, so the answer is extracted and stripped first: what
-    stands in the last `<answer>…</answer>`, else the whole text."""
+    Its scorers give partial credit for text around the answer, so the answer is extracted first (`rl/answers.py`)."""
 
     name: str
     dataset: Any
     train: dict[str, Any]
     """Items by prompt."""
     heldout: dict[str, Any]
+    extract: Callable[[str], str] = tagged
 
     @classmethod
-    def create(cls, name: str, holdout: float, size: int = _POOL) -> ReasoningGymTask:
-        gym = _import_reasoning_gym()
-        try:
-            dataset = gym.create_dataset(name, size=size, seed=0)
-        except ValueError as error:
-            raise ConfigError(
-                f"reasoning-gym has no task {name!r} ({error}); its gallery lists them: "
-                "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
-            ) from None
-        items = {f"{dataset[i]['question'].strip()}\n": dataset[i] for i in range(size)}  # equal questions become one
+    def create(
+        cls,
+        name: str,
+        holdout: float,
+        size: int = _POOL,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        extract: Callable[[str], str] = tagged,
+    ) -> ReasoningGymTask:
+        dataset = _dataset(name, size, options)
+        found = [dataset[i] for i in range(size)]
+        items = {f"{item['question'].strip()}\n": item for item in found}  # equal questions become one
         prompts = list(items)
         num_heldout = min(round(holdout * len(prompts)), len(prompts) - 1)
         heldout = {prompt: items.pop(prompt) for prompt in prompts[:num_heldout]}
-        return cls(f"reasoning_gym:{name}", dataset, items, heldout)
+        return cls(f"reasoning_gym:{name}", dataset, items, heldout, extract)
 
     def prompts(self, rng: np.random.Generator, count: int, split: Split = "train") -> list[str]:
         pool = list(self.heldout if split == "heldout" else self.train)
@@ -172,16 +181,33 @@ class ReasoningGymTask:
         return str(self._item(prompt)["answer"])
 
     def reward(self, prompt: str, text: str) -> float:
-        return float(self.dataset.score_answer(answer=extract_answer(text), entry=self._item(prompt)))
+        return float(self.dataset.score_answer(answer=self.extract(text), entry=self._item(prompt)))
 
     def _item(self, prompt: str) -> Any:
         return self.train[prompt] if prompt in self.train else self.heldout[prompt]
 
 
-def extract_answer(text: str) -> str:
-    """`"so <answer> 4 </answer>."` gives `"4"`; text without the tags is all answer."""
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return (tagged[-1] if tagged else text).strip()
+def _dataset(name: str, size: int, options: Mapping[str, Any]) -> Any:
+    gym = _import_reasoning_gym()
+    try:
+        plain = gym.create_dataset(name, size=size, seed=0)
+    except ValueError as error:
+        raise ConfigError(
+            f"reasoning-gym has no task {name!r} ({error}); its gallery lists them: "
+            "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
+        ) from None
+    if not options:
+        return plain
+    known = [field.name for field in dataclasses.fields(plain.config) if field.name not in _OURS]
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+            raise ConfigError(f"reasoning-gym's task {name!r} has no option {key!r} (task.options.{key}); {hint}")
+    try:
+        return gym.create_dataset(name, size=size, seed=0, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"reasoning-gym's task {name!r} refuses task.options {dict(options)}: {error}") from None
 
 
 def _import_reasoning_gym() -> ModuleType:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from slipstream.model.decoder import Params
+    from slipstream.rl.chat import Chat
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNKNOWN)
@@ -95,16 +96,21 @@ def write_small_model(directory: str | Path) -> ModelConfig:
 class Codec:
     """Encodes prompts and answers, decodes completions, with the tokenizer of a model directory."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, chat: Chat | None = None) -> None:
+        """`chat` makes a conversation of every prompt; without, prompts are encoded as they are."""
         from tokenizers import Tokenizer
 
         path = Path(directory) / "tokenizer.json"
         if not path.exists():
             raise ConfigError(f"{path} does not exist; training needs the model's tokenizer beside its config.json")
-        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer, self._chat = Tokenizer.from_file(str(path)), chat
+        self.stops: tuple[int, ...] = self._end_of_turn(chat) if chat else ()
+        """Tokens that end an answer, beside the model's own end-of-sequence tokens."""
 
     def prompts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """With the special tokens that the model expects in front."""
+        if self._chat:
+            return self.answers([self._chat.prompt(text) for text in texts])  # the template has put them there
         return [tuple(encoding.ids) for encoding in self._tokenizer.encode_batch(list(texts))]
 
     def answers(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -114,3 +120,9 @@ class Codec:
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Text without special tokens."""
         return self._tokenizer.decode_batch([list(ids) for ids in token_ids], skip_special_tokens=True)
+
+    def _end_of_turn(self, chat: Chat) -> tuple[int, ...]:
+        """The special token that the template puts behind an answer; none where it puts no such token there."""
+        (ids,) = self.answers([chat.after_answer()])
+        special = [i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
+        return ids[:1] if ids[:1] and ids[0] in special else ()
