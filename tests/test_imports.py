@@ -69,6 +69,7 @@ def test_public_names():
         "EngineConfig",
         "Failure",
         "GatewayConfig",
+        "HttpConfig",
         "SamplingParams",
         "Score",
         "SlipstreamError",

@@ -99,6 +99,8 @@ class Bridge:
     ) -> None:
         self.run_dir = run_dir
         """Where logs, address and token of a launched or joined gateway are; empty in-process."""
+        self.http_url = ""
+        """Where a gateway of this machine speaks HTTP, if it does; the token is in `run_dir`."""
         self._fleet = fleet
         self._on_close: Callable[[], None] | None = None
         self._how = (transport, trainer_rank, checksums)

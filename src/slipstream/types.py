@@ -532,6 +532,8 @@ class EngineStatus:
     seconds_since_heartbeat: float
     note: str = ""
     """Why it is not ready."""
+    is_paused: bool = False
+    """It was told to pause, and not to resume since."""
 
 
 @dataclass(frozen=True, slots=True)

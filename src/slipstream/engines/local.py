@@ -45,12 +45,13 @@ class LocalFleet:
         self._staged: dict[str, StageReport] = {}
         self._committed: dict[str, CommitReport] = {}
         self._desk: Desk | None = None
+        self._is_paused = False
 
     async def status(self) -> FleetStatus:
         info, asleep = self._engine.describe(), await self._asleep()
         state: EngineState = "empty" if info.version < 0 else "asleep" if asleep else "ready"
         note = f"gave up its {' and '.join(asleep)}; bridge.wake brings it back" if asleep else ""
-        status = EngineStatus(info, state, self._num_requests, 0.0, note)
+        status = EngineStatus(info, state, self._num_requests, 0.0, note, self._is_paused)
         return FleetStatus(info.version, time.monotonic() - self._started, self._num_completions, (status,))
 
     async def _asleep(self) -> tuple[MemoryTag, ...]:
@@ -114,10 +115,12 @@ class LocalFleet:
     async def pause(self, engine: str = "") -> None:
         self._check(engine)
         await self._engine.pause()
+        self._is_paused = True
 
     async def resume(self, engine: str = "") -> None:
         self._check(engine)
         await self._engine.resume()
+        self._is_paused = False
 
     async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]:
         self._check(engine)

@@ -428,6 +428,7 @@ def status_to_pb(status: FleetStatus) -> pb.FleetStatus:
             num_requests=e.num_requests,
             seconds_since_heartbeat=e.seconds_since_heartbeat,
             note=e.note,
+            is_paused=e.is_paused,
         )
         for e in status.engines
     ]
@@ -451,6 +452,7 @@ def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
                 num_requests=row.num_requests,
                 seconds_since_heartbeat=row.seconds_since_heartbeat,
                 note=row.note,
+                is_paused=row.is_paused,
             )
             for row in message.engines
         ),

@@ -323,18 +323,20 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note")
+    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note", "is_paused")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     info: EngineInfo
     state: str
     num_requests: int
     seconds_since_heartbeat: float
     note: str
-    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+    is_paused: bool
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ..., is_paused: bool = ...) -> None: ...
 
 class FleetStatus(_message.Message):
     __slots__ = ("version", "uptime_seconds", "num_completions", "engines")

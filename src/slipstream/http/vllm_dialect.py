@@ -1,0 +1,305 @@
+"""vLLM's calls for RL, for a whole fleet at once: pause, sleep, prefix cache, weights. Answers are shaped as vLLM's.
+
+A call acts on every engine or, where one cannot, on none: what others have done already is undone before the error is
+answered. All may be repeated."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from slipstream.errors import NotReady, RequestError, SlipstreamError, UnknownVersion, Unsupported
+from slipstream.http.answers import Answer
+from slipstream.http.front import Front
+from slipstream.http.shapes import Limits
+from slipstream.types import MemoryTag
+
+Mode = Literal["abort", "wait", "keep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseQuery:
+    mode: Mode = "abort"
+    """Of the requests that came over HTTP and run: end them, let them finish first, or let them go on after `/resume`."""
+    clear_cache: bool = True
+    """Nothing that an older version has computed is ever used, cleared or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepQuery:
+    level: Annotated[int, Limits(0, 2)] = 1
+    mode: Mode = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WakeQuery:
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheQuery:
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldQuery:
+    include_dp: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoQuery:
+    config_format: Literal["text", "json"] = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbortBody:
+    request_ids: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitBody:
+    init_info: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartBody:
+    is_checkpoint_format: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateBody:
+    update_info: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishBody:
+    weight_version: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelBody:
+    new_version: Annotated[str, Limits(max_length=1000)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckerBody:
+    action: Literal["checksum", "reset", "compare"]
+    baseline: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RpcBody:
+    method: str
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
+    timeout: float | None = None
+
+
+# --- pause and sleep --------------------------------------------------------------------------------------------------
+
+
+async def pause(front: Front, query: PauseQuery) -> Answer:
+    await pause_fleet(front, query.mode)
+    return {"status": "paused"}
+
+
+async def pause_fleet(front: Front, mode: Mode) -> None:
+    was_paused = await _is_paused(front)
+    if not was_paused:  # else those that run will not end before `/resume`
+        await _settle(front, mode)
+    try:
+        await front.fleet.pause()
+    except SlipstreamError:
+        if not was_paused:
+            with contextlib.suppress(SlipstreamError):
+                await front.fleet.resume()
+        raise
+    if mode == "abort":  # what came between the two
+        await front.flights.abort()
+
+
+async def resume(front: Front) -> Answer:
+    await front.fleet.resume()
+    return {"status": "resumed"}
+
+
+async def is_paused(front: Front) -> Answer:
+    return {"is_paused": await _is_paused(front)}
+
+
+async def abort_requests(front: Front, body: AbortBody) -> Answer:
+    return {"status": "aborted", "aborted": await front.flights.abort(body.request_ids or None)}
+
+
+async def sleep(front: Front, query: SleepQuery) -> Answer:
+    if query.level == 0:  # vLLM's word for a pause
+        await pause_fleet(front, query.mode)
+    else:
+        await sleep_fleet(front, query.level, query.mode)
+    return {"status": "sleeping", "level": query.level}
+
+
+async def sleep_fleet(front: Front, level: int, mode: Mode) -> None:
+    was_asleep = await _is_sleeping(front)
+    if not was_asleep and not await _is_paused(front):
+        await _settle(front, mode)
+    try:
+        await front.fleet.sleep(level)
+    except SlipstreamError:
+        if not was_asleep:
+            with contextlib.suppress(SlipstreamError):
+                await front.fleet.wake()
+        raise
+
+
+async def wake_up(front: Front, query: WakeQuery) -> Answer:
+    tags: list[MemoryTag] | None = list(query.tags) if query.tags else None
+    reports = await front.fleet.wake(tags)
+    if tags is None and await _is_paused(front) and not any(r.asleep for r in reports.values()):
+        await front.fleet.resume()  # vLLM's level 0 is woken, not resumed
+    asleep = any(report.asleep for report in reports.values())
+    return {"status": "sleeping" if asleep else "awake", "tags": tags}
+
+
+async def is_sleeping(front: Front) -> Answer:
+    return {"is_sleeping": await _is_sleeping(front)}
+
+
+async def reset_prefix_cache(front: Front, query: CacheQuery) -> Answer:
+    """Cached prefixes are kept by version: none that other weights have computed is ever found."""
+    await front.info()
+    return {"success": True}
+
+
+async def _settle(front: Front, mode: Mode) -> None:
+    if mode == "abort":
+        await front.flights.abort()
+    elif mode == "wait":
+        await front.flights.drain()
+
+
+async def _is_paused(front: Front) -> bool:
+    return any(e.is_paused for e in (await front.status()).engines if e.state != "lost")
+
+
+async def _is_sleeping(front: Front) -> bool:
+    return any(e.state == "asleep" for e in (await front.status()).engines)
+
+
+# --- what the server is -----------------------------------------------------------------------------------------------
+
+
+async def world_size(front: Front, query: WorldQuery) -> Answer:
+    engines = [e.info for e in (await front.status()).engines if e.state != "lost"]
+    if not engines:
+        raise NotReady("no engine has registered yet")
+    return {"world_size": sum(e.num_ranks for e in engines) if query.include_dp else engines[0].num_ranks}
+
+
+async def server_info(front: Front, query: InfoQuery) -> Answer:
+    """The parts of vLLM's config that clients look at. No weight transfer is configured: NCCL ends at the engines, and a
+    trainer reaches those with `slipstream.connect`."""
+    info, engines = await front.info(), (await front.status()).engines
+    config = {
+        "model_config": {
+            "model": front.name,
+            "dtype": f"torch.{info.dtype}",
+            "max_model_len": info.max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": True,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": info.num_ranks,
+            "data_parallel_size": sum(e.state != "lost" for e in engines),
+        },
+        "weight_transfer_config": None,
+    }
+    shown = config if query.config_format == "json" else str(config)
+    return {"vllm_config": shown, "vllm_env": {}, "system_env": {}}
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def init_transfer(front: Front, body: InitBody) -> Answer:
+    """`{"init_info": {"backend": "checkpoint"}}` is what there is."""
+    if body.init_info.get("backend") != "checkpoint":
+        raise Unsupported(
+            "the HTTP front takes weights as checkpoints, init_info={'backend': 'checkpoint'}: a rendezvous over NCCL would "
+            "need one communicator with every rank of every engine, and vLLM's protocol knows no version that is rolled back. "
+            "To send weights from GPU to GPU use slipstream.connect(...).sync(params)"
+        )
+    _ = front.weights.root
+    return {"message": "Weight transfer initialized"}
+
+
+async def start_update(front: Front, body: StartBody) -> Answer:
+    if not body.is_checkpoint_format:
+        raise Unsupported("weights come in the checkpoint's own format here; is_checkpoint_format must be true")
+    _ = front.weights.root
+    front.weights.pending = []
+    return {"message": "Weight update started"}
+
+
+async def update_weights(front: Front, body: UpdateBody) -> Answer:
+    """Names a checkpoint, or one of several that complete one another. Nothing changes before `/finish_weight_update`."""
+    if front.weights.pending is None:
+        raise UnknownVersion("no weight update is under way; /start_weight_update comes first")
+    path = body.update_info.get("path")
+    if not isinstance(path, str) or body.update_info.keys() - {"path"}:
+        raise Unsupported(
+            "update_info must be {'path': 'a directory of safetensors'}: tensors announced by names, dtypes and shapes would "
+            "follow over NCCL, which the HTTP front does not speak"
+        )
+    front.weights.find(path)
+    if path not in front.weights.pending:
+        front.weights.pending.append(path)
+    return {"message": "Weights announced; they are loaded by /finish_weight_update"}
+
+
+async def finish_update(front: Front, body: FinishBody) -> Answer:
+    """Brings what was named to every engine, as one version. Repeated after it went through, it says so again."""
+    if front.weights.pending is None:
+        if front.weights.finished is None:
+            raise UnknownVersion("no weight update is under way; /start_weight_update comes first")
+        return {"message": "Weight update finished", "policy_version": front.weights.finished}
+    if not front.weights.pending:
+        raise RequestError("no weights were named since /start_weight_update; /update_weights names them")
+    report = await front.weights.publish(front.weights.pending, label=body.weight_version)
+    front.weights.pending, front.weights.finished = None, report.version
+    return {"message": "Weight update finished", "policy_version": report.version}
+
+
+async def set_label(front: Front, body: LabelBody) -> Answer:
+    front.weights.set_label((await front.status()).version, body.new_version)
+    return {"success": True, "new_version": body.new_version}
+
+
+async def weight_info(front: Front) -> Answer:
+    version = (await front.status()).version
+    return {"weight_version": front.weights.label(version), "policy_version": version}
+
+
+async def weight_checker(front: Front, body: CheckerBody) -> Answer:
+    """Checksums of what the engines hold, part by part, by `engine/rank/parameter`."""
+    if body.action == "reset":
+        raise Unsupported("weights are not thrown away on request: a version goes when the next one comes")
+    if body.action == "compare" and body.baseline is None:
+        raise RequestError("action 'compare' needs a baseline: what 'checksum' answered")
+    found = {
+        f"{engine}/{parameter.rank}/{parameter.name}": ",".join(f"{part:032x}" for part in parameter.parts)
+        for engine, sums in (await front.fleet.checksums()).items()
+        for parameter in sums.parameters
+    }
+    if body.baseline is None:
+        return {"checksums": found}
+    mismatches = sorted(k for k in found.keys() | body.baseline.keys() if found.get(k) != body.baseline.get(k))
+    return {"match": not mismatches, "mismatches": mismatches}
+
+
+async def collective_rpc(front: Front, body: RpcBody) -> Answer:
+    raise Unsupported(
+        f"{body.method[:100]!r} is not run: no method of an engine's workers can be called by name over HTTP"
+    )
