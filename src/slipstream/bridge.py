@@ -39,6 +39,7 @@ from slipstream.types import (
     InFlight,
     MemoryReport,
     MemoryTag,
+    Progress,
     Prompt,
     Request,
     RolloutGroup,
@@ -64,6 +65,10 @@ class Fleet(UpdateFleet, Protocol):
     def generate(
         self, requests: Sequence[Request], engine: str = ""
     ) -> AsyncGenerator[list[Completion | Failure], None]: ...
+
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        """As `generate`, with the progress of those requests that ask for it."""
+        ...
 
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
 

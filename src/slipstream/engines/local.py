@@ -24,6 +24,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     RolloutGroup,
     Score,
@@ -68,6 +69,12 @@ class LocalFleet:
         self, requests: Sequence[Request], engine: str = ""
     ) -> AsyncGenerator[list[Completion | Failure], None]:
         self._check(engine)
+        async with contextlib.aclosing(self.stream(requests)) as batches:
+            async for batch in batches:
+                if found := [result for result in batch if not isinstance(result, Progress)]:
+                    yield found
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         self._num_requests += len(requests)
         try:
             async with contextlib.aclosing(self._engine.generate(requests)) as batches:

@@ -25,6 +25,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     RolloutGroup,
     Score,
@@ -72,6 +73,15 @@ class GatewayFleet:
             try:
                 async for results in call:
                     yield convert.results_from_pb(results)
+            finally:
+                call.cancel()
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        with self._errors("generating"):
+            call = self._stub.Generate(convert.requests_to_pb(requests), metadata=self._metadata)
+            try:
+                async for results in call:
+                    yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
             finally:
                 call.cancel()
 

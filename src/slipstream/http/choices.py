@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream.http.telling import Part
 from slipstream.http.words import Words
 from slipstream.types import Completion, Score, TopLogprobs
 
@@ -66,10 +67,12 @@ class Table:
             tops = score.top_logprobs[position - 1] if score.top_logprobs else None
             self._add(token, score.logprobs[position - 1], score.logprobs[position - 1], tops)
 
-    def add_completion(self, completion: Completion) -> None:
-        for position, token in enumerate(completion.token_ids):
-            tops = completion.top_logprobs[position] if completion.top_logprobs else None
-            self._add(token, completion.logprobs[position], completion.raw_logprobs[position], tops)
+    def add_completion(self, part: Completion | Part) -> None:
+        for position, token in enumerate(part.token_ids):
+            tops = part.top_logprobs[position] if part.top_logprobs else None
+            logprob = part.logprobs[position]
+            raw = part.raw_logprobs[position] if part.raw_logprobs else logprob
+            self._add(token, logprob, raw, tops)
 
     def value(self) -> dict[str, Any]:
         offsets, at = [], 0
@@ -94,7 +97,7 @@ class Table:
         self._rows.append((self._words.token(token, self._as_ids), finite(logprob), row))
 
 
-def chat_logprobs(words: Words, completion: Completion, top: int, as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(words: Words, completion: Completion | Part, top: int, as_ids: bool) -> dict[str, Any]:
     """`logprobs` of /v1/chat/completions."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:

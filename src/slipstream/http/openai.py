@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,9 +14,21 @@ from slipstream.errors import InvalidPrompt, InvalidSampling
 from slipstream.http import choices
 from slipstream.http.answers import Answer, Events, HttpError
 from slipstream.http.front import Front
-from slipstream.http.sampling import MAX_INT, Sampled, Token, Tokens, Top, completions, prompts_of, requests
+from slipstream.http.sampling import (
+    MAX_INT,
+    Sampled,
+    Token,
+    Tokens,
+    Top,
+    completions,
+    prompt_index,
+    prompts_of,
+    requests,
+    streamed,
+)
 from slipstream.http.shapes import Limits
-from slipstream.types import Completion, Request, Score
+from slipstream.http.telling import Part, Telling
+from slipstream.types import Completion, Progress, Request, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +90,10 @@ async def complete(front: Front, body: CompletionBody) -> Answer:
         raise InvalidSampling("echo and prompt_logprobs are not streamed; ask without stream")
     name = f"cmpl-{secrets.token_hex(12)}"
     sampling = body.sampling(max(body.max_tokens, 1), body.logprobs or 0)
-    asked = requests(prompts_of(body.prompt), sampling, name, body.priority)
+    asked = requests(prompts_of(body.prompt), sampling, name, body.priority, body.stream)
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": front.name}
     if body.stream:
-        return _streamed(front, head, asked, body.stream_options, lambda c, i: [_choice(front, body, c, i)])
+        return _streamed(front, head, asked, body.stream_options, lambda p, i: _chunk(front, body, p, i))
     found = await _gathered(front, name, asked)
     scores = await _scores(front, body, found)
     rows = []
@@ -151,11 +163,13 @@ async def chat(front: Front, body: ChatBody) -> Answer:
         )
     name = f"chatcmpl-{secrets.token_hex(12)}"
     most = body.max_completion_tokens or body.max_tokens or longest - len(prompt)
-    asked = requests([prompt], body.sampling(most, body.top_logprobs or 0), name, body.priority)
+    asked = requests([prompt], body.sampling(most, body.top_logprobs or 0), name, body.priority, body.stream)
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": front.name}
     if body.stream:
         chunk = head | {"object": "chat.completion.chunk"}
-        return _streamed(front, chunk, asked, body.stream_options, lambda c, i: _chat_chunks(front, body, c, i))
+        return _streamed(
+            front, chunk, asked, body.stream_options, lambda p, i: _chat_chunk(front, body, p, i), _OPENING
+        )
     found = await _gathered(front, name, asked)
     rows = [
         choices.chat_choice(c, i, _chat_logprobs(front, body, c), body.return_token_ids) for i, c in enumerate(found)
@@ -165,19 +179,23 @@ async def chat(front: Front, body: ChatBody) -> Answer:
     return {**head, "choices": rows, "usage": total, **more}
 
 
-def _chat_logprobs(front: Front, body: ChatBody, completion: Completion) -> dict[str, Any] | None:
+def _chat_logprobs(front: Front, body: ChatBody, part: Completion | Part) -> dict[str, Any] | None:
     if not body.logprobs:
         return None
-    return choices.chat_logprobs(front.words, completion, body.top_logprobs or 0, body.return_tokens_as_token_ids)
+    return choices.chat_logprobs(front.words, part, body.top_logprobs or 0, body.return_tokens_as_token_ids)
 
 
-def _chat_chunks(front: Front, body: ChatBody, completion: Completion, index: int) -> list[dict[str, Any]]:
-    """Who speaks, what is said, and how it ended."""
-    opening = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    said = {"index": index, "delta": {"content": completion.text}, "finish_reason": None}
-    said |= {"logprobs": _chat_logprobs(front, body, completion)} | choices.additions(completion, body.return_token_ids)
-    ending = {"index": index, "delta": {}, "logprobs": None, "finish_reason": completion.finish_reason}
-    return [opening, said, ending]
+_OPENING = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+
+def _chat_chunk(front: Front, body: ChatBody, part: Part, index: int) -> dict[str, Any]:
+    return {"index": index, "delta": {"content": part.text}, "logprobs": _chat_logprobs(front, body, part)}
+
+
+def _chunk(front: Front, body: CompletionBody, part: Part, index: int) -> dict[str, Any]:
+    table = choices.Table(front.words, body.logprobs or 0, body.return_tokens_as_token_ids)
+    table.add_completion(part)
+    return {"index": index, "text": part.text, "logprobs": None if body.logprobs is None else table.value()}
 
 
 async def _gathered(front: Front, name: str, asked: Sequence[Request]) -> list[Completion]:
@@ -193,21 +211,38 @@ def _streamed(
     head: dict[str, Any],
     asked: Sequence[Request],
     options: dict[str, bool] | None,
-    chunks: Callable[[Completion, int], list[dict[str, Any]]],
+    chunk: Callable[[Part, int], dict[str, Any]],
+    opening: dict[str, Any] | None = None,
 ) -> Events:
-    """A choice is streamed when it is finished: engines answer with whole completions."""
+    """Tokens as they are drawn, where the engine tells; the last chunk of a choice says how it ended, and under which policy.
+    `opening` is said before the first."""
     if unknown := (options or {}).keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:
         raise HttpError(
             400, f"stream_options knows include_usage, not {min(unknown)!r}", "unknown_field", "stream_options"
         )
+    tellings: dict[int, Telling] = {}
+
+    def chunks(result: Completion | Progress) -> Iterator[dict[str, Any]]:
+        index = prompt_index(result) * asked[0].sampling.n + result.sample_index
+        if index not in tellings:
+            tellings[index] = Telling(front.words, asked[0].sampling.stop)
+            if opening is not None:
+                yield {"index": index, **opening}
+        if isinstance(result, Progress):
+            if part := tellings[index].more(result):
+                yield {**chunk(part, index), "finish_reason": None, "token_ids": list(part.token_ids)}
+            return
+        part = tellings[index].rest(result)
+        last = choices.additions(result, False) | {"token_ids": list(part.token_ids)}
+        yield {**chunk(part, index), "finish_reason": result.finish_reason, **last}
 
     async def events() -> AsyncGenerator[dict[str, Any], None]:
         found: list[Completion] = []
-        async with contextlib.aclosing(front.flights.watch(head["id"], completions(front.fleet, asked))) as arriving:
-            async for completion in arriving:
-                found.append(completion)
-                index = completion.prompt_index * asked[0].sampling.n + completion.sample_index
-                for choice in chunks(completion, index):
+        async with contextlib.aclosing(front.flights.watch(head["id"], streamed(front.fleet, asked))) as arriving:
+            async for result in arriving:
+                if isinstance(result, Completion):
+                    found.append(result)
+                for choice in chunks(result):
                     yield {**head, "choices": [choice]}
         front.metrics.generated(found)
         if options and options.get("include_usage"):

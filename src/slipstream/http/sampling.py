@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, Sequence
@@ -12,7 +13,7 @@ from slipstream.bridge import Fleet
 from slipstream.errors import InvalidPrompt, InvalidSampling
 from slipstream.http.answers import HttpError
 from slipstream.http.shapes import Limits
-from slipstream.types import MAX_SAMPLES, MAX_TOP_LOGPROBS, Completion, Failure, Request, SamplingParams
+from slipstream.types import MAX_SAMPLES, MAX_TOP_LOGPROBS, Completion, Failure, Progress, Request, SamplingParams
 
 MAX_INT = 2**31 - 1
 MAX_REQUESTS = 4096
@@ -77,7 +78,7 @@ class Sampled:
 
 
 def requests(
-    prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, name: str, priority: int
+    prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, name: str, priority: int, progress: bool = False
 ) -> list[Request]:
     """Seeds are drawn here, so that whoever runs a request draws the same tokens. With a seed, equal prompts differ by it
     not at all: they give equal samples, as everywhere in Slipstream."""
@@ -89,23 +90,34 @@ def requests(
     found = []
     for index, prompt in enumerate(prompts):
         drawn = sampling if sampling.seed is not None else dataclasses.replace(sampling, seed=secrets.randbits(63))
-        found.append(Request(f"{name}/{index}", prompt if isinstance(prompt, str) else tuple(prompt), drawn, priority))
+        tokens = prompt if isinstance(prompt, str) else tuple(prompt)
+        found.append(Request(f"{name}/{index}", tokens, drawn, priority, progress))
     return found
 
 
 async def completions(fleet: Fleet, asked: Sequence[Request]) -> AsyncGenerator[Completion, None]:
     """As they finish, each with the index of its prompt. Raises the first failure, and cancels the rest when closed."""
-    batches: AsyncGenerator[list[Completion | Failure], None] = fleet.generate(asked)
-    try:
+    async with contextlib.aclosing(streamed(fleet, asked)) as results:
+        async for result in results:
+            if isinstance(result, Completion):
+                yield result
+
+
+async def streamed(fleet: Fleet, asked: Sequence[Request]) -> AsyncGenerator[Completion | Progress, None]:
+    """As `completions`, with the progress of those that ask for it."""
+    async with contextlib.aclosing(fleet.stream(asked)) as batches:
         async for batch in batches:
             for result in batch:
-                index = int(result.request_id.rpartition("/")[2])
                 if isinstance(result, Failure):
-                    where = f"prompt {index} of {len(asked)}: " if len(asked) > 1 else ""
+                    where = f"prompt {prompt_index(result)} of {len(asked)}: " if len(asked) > 1 else ""
                     raise type(result.error)(f"{where}{result.error}")
-                yield dataclasses.replace(result, prompt_index=index)
-    finally:
-        await batches.aclose()
+                if isinstance(result, Completion):
+                    result = dataclasses.replace(result, prompt_index=prompt_index(result))
+                yield result
+
+
+def prompt_index(result: Completion | Failure | Progress) -> int:
+    return int(result.request_id.rpartition("/")[2])
 
 
 def prompts_of(value: Any) -> list[str | list[int]]:

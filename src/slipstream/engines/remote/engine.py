@@ -47,6 +47,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     Score,
     StageReport,
@@ -142,7 +143,7 @@ class RemoteEngine:
 
     # --- rollouts ---
 
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         return self._desk.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:

@@ -51,6 +51,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     Score,
     StageReport,
@@ -138,7 +139,7 @@ class VllmEngine:
 
     # --- rollouts ---
 
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         return self._desk.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
