@@ -56,7 +56,12 @@ def answer(response: httpx.Response, status: int) -> Any:
 def make_model(path: Path, seed: int = 0) -> Path:
     """With a tokenizer that transformers can read, and a chat template."""
     hf_directory(path, seed=seed, tokenizer=True, vocab_size=64)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "bos_token": "<bos>",
+        "pad_token": "<pad>",
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path

@@ -56,6 +56,8 @@ def test_scores_are_those_of_transformers(served, tasks, monkeypatch, tmp_path):
     assert found["results"]["digits"]["acc,none"] == wanted["results"]["digits"]["acc,none"]
     for one, other in zip(found["samples"]["digits"], wanted["samples"]["digits"], strict=True):
         assert one["doc_id"] == other["doc_id"]
-        for (logprob, greedy), (expected, is_greedy) in zip(one["filtered_resps"], other["filtered_resps"], strict=True):
+        for (logprob, greedy), (expected, is_greedy) in zip(
+            one["filtered_resps"], other["filtered_resps"], strict=True
+        ):
             assert float(logprob) == pytest.approx(float(expected), abs=1e-3)
             assert greedy == is_greedy

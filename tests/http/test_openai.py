@@ -52,7 +52,9 @@ def test_logprobs_and_echo(client, served):
     ):
         assert 2 <= len(row) <= 3 and row[text] == own
     bare = client.completions.create(model="tiny", prompt=tokens, max_tokens=0, logprobs=1, echo=True)
-    assert bare.choices[0].text == "hello" and bare.choices[0].logprobs.token_logprobs[1:] == pytest.approx(score.logprobs)
+    assert bare.choices[0].text == "hello" and bare.choices[0].logprobs.token_logprobs[1:] == pytest.approx(
+        score.logprobs
+    )
     assert bare.usage.completion_tokens == 0
 
 

@@ -24,6 +24,7 @@ STEP_SECONDS = 120.0
 """For each step of a weight update, each score and each control call."""
 KEEP_ALIVE_SECONDS = 75
 ENDING_SECONDS = 2
+BACKLOG = 1024
 
 
 class _Server(uvicorn.Server):
@@ -87,6 +88,7 @@ def _bound(config: HttpConfig, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((config.host, port))
+        listening.listen(BACKLOG)  # from now on: whoever reads the address may connect
     except OSError as error:
         listening.close()
         where = f"{config.host}:{port}"

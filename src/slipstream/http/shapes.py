@@ -95,7 +95,7 @@ def parse_query(cls: type[T], pairs: list[tuple[str, str]]) -> T:
     value: dict[str, Any] = {}
     for key, text in pairs:
         hint = hints.get(key, str)
-        if get_origin(_bare(hint)[0]) is list:
+        if _is_list(hint):
             value.setdefault(key, []).append(text)
         elif key in value:
             raise HttpError(400, f"{key} came twice", "invalid_value", key)
@@ -170,6 +170,11 @@ def _fit_type(hint: Any, value: Any) -> Any:
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise _Unfit(f"a {_NAMES[hint]}" if hint is not int else "an integer")
     return value
+
+
+def _is_list(hint: Any) -> bool:
+    hint, _ = _bare(hint)
+    return get_origin(hint) is list or any(get_origin(choice) is list for choice in get_args(hint))
 
 
 def _from_text(hint: Any, text: str) -> Any:
