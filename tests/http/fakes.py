@@ -61,6 +61,9 @@ class FakeFleet:
         self._fail("sleep")
         return {}
 
+    async def forget_prefixes(self) -> None:
+        self._fail("forget_prefixes")
+
     async def wake(self, tags: Any = None) -> dict[str, Any]:
         self._fail("wake")
         return {}

@@ -122,6 +122,11 @@ class Engine(Protocol):
         woken: named, they raise `NotReady`; with None they stay asleep until an update brings them."""
         ...
 
+    async def forget_prefixes(self) -> None:
+        """Drops what is cached of prompts and completions; those that run keep theirs, or compute it anew. Not needed after an
+        update: what an older version computed is never found."""
+        ...
+
     async def memory(self) -> MemoryReport:
         """What the engine holds now. Cheap; waits for no step."""
         ...

@@ -137,6 +137,10 @@ class LocalFleet:
         self._check(engine)
         return {self._name: await self._engine.wake(tags)}
 
+    async def forget_prefixes(self, engine: str = "") -> None:
+        self._check(engine)
+        await self._engine.forget_prefixes()
+
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         self._check(engine)
         return {self._name: await self._engine.memory()}

@@ -122,6 +122,9 @@ class GatewayFleet:
             return await self.memory(engine)
         return await self._control(pb.Control(wake=pb.Wake(tags=tags or ())), engine)
 
+    async def forget_prefixes(self, engine: str = "") -> None:
+        await self._control(pb.Control(forget=pb.Forget()), engine)
+
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         return await self._control(pb.Control(memory=pb.Memory()), engine)
 

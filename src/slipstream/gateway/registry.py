@@ -60,7 +60,8 @@ class Registry:
                     f"engine {info.name!r} holds model {info.model}, the fleet (engine {other.info.name!r}) holds "
                     f"{other.info.model}; one gateway serves one model"
                 )
-        self._members[info.name] = Member(info, now)
+        was_paused = present is not None and bool(again) and present.is_paused  # by a gateway that lost sight of it
+        self._members[info.name] = Member(info, now, is_paused=was_paused)
         self.epoch += 1
         if self.version < 0 <= info.version:
             self.version = info.version  # the first engine with weights from its checkpoint sets the fleet's version

@@ -394,25 +394,31 @@ class Memory(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Forget(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Verify(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify")
+    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify", "forget")
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     WAKE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     pause: Pause
     resume: Resume
     sleep: Sleep
     wake: Wake
     memory: Memory
     verify: Verify
-    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ...) -> None: ...
+    forget: Forget
+    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
     __slots__ = ("control", "engine", "timeout_seconds")

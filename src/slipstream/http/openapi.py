@@ -57,7 +57,7 @@ def _operation(call: Call) -> dict[str, Any]:
         call.answers: {"schema": {"type": "object"} if "json" in call.answers else {"type": "string"}}
     }
     if call.is_given_up and call.path.startswith("/v1"):
-        done["text/event-stream"] = {"schema": {"type": "string"}}
+        done["text/event-stream"] = {"schema": {}}
     found: dict[str, Any] = {
         "operationId": f"{call.method.lower()}_{name}",
         "summary": call.says,

@@ -168,8 +168,8 @@ async def is_sleeping(front: Front) -> Answer:
 
 
 async def reset_prefix_cache(front: Front, query: CacheQuery) -> Answer:
-    """Cached prefixes are kept by version: none that other weights have computed is ever found."""
-    await front.info()
+    """Those that run keep theirs, or compute it anew. Not needed after an update."""
+    await front.fleet.forget_prefixes()
     return {"success": True}
 
 

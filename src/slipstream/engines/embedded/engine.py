@@ -300,6 +300,9 @@ class EmbeddedEngine:
     async def resume(self) -> None:
         await asyncio.wrap_future(self._worker.pause(False))
 
+    async def forget_prefixes(self) -> None:
+        await asyncio.wrap_future(self._worker.forget_prefixes())
+
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._inbox.is_updating)
         return await asyncio.wrap_future(self._worker.sleep(level))

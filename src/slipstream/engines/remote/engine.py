@@ -276,6 +276,10 @@ class RemoteEngine:
             self._paused = False
             await self._go_on()
 
+    async def forget_prefixes(self) -> None:
+        async with self._turn:
+            await self._arrivals.forget_prefixes()
+
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._arrivals.is_updating)
         if not self._server.can_sleep:

@@ -257,6 +257,10 @@ class VllmEngine:
             self._paused = False
             await self._go_on()
 
+    async def forget_prefixes(self) -> None:
+        async with self._turn:
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._delivery.is_updating)
         async with self._turn:
