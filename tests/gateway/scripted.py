@@ -126,8 +126,7 @@ class ScriptedEngine:
         self.history.append(("release",))
 
     async def forget_prefixes(self):
-        await self._control()
-        self.history.append(("forget",))
+        await self._control("forget")
 
     async def pause(self):
         await self._control("pause")

@@ -34,7 +34,7 @@ def test_every_line_with_curl_works(documented, page):
         ["bash", "-c", SETUP + lines], cwd=documented, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    assert '"error"' not in done.stdout
+    assert 'data: {"error"' not in done.stdout
 
 
 def test_the_page_tells_of_every_call():

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from slipstream.http import bridge_dialect as plain
 from slipstream.http import metrics, openai, openapi
 from slipstream.http import vllm_dialect as vllm
+from slipstream.http import vllm_weights as weights
 from slipstream.http.answers import Answer, HttpError, Reply, error_reply
 from slipstream.http.exchange import Call, Exchange
 from slipstream.http.front import Front
@@ -60,14 +61,20 @@ CALLS: tuple[Call, ...] = (
     ),
     Call("GET", "/get_world_size", vllm.world_size, "Ranks that hold weights.", query=vllm.WorldQuery),
     Call("GET", "/server_info", vllm.server_info, "Settings that clients of vLLM look at.", query=vllm.InfoQuery),
-    Call("POST", "/init_weight_transfer_engine", vllm.init_transfer, "How weights will come.", vllm.InitBody),
-    Call("POST", "/start_weight_update", vllm.start_update, "Begins an update.", vllm.StartBody),
-    Call("POST", "/update_weights", vllm.update_weights, "Names weights of the update.", vllm.UpdateBody),
-    Call("POST", "/finish_weight_update", vllm.finish_update, "Makes them the policy of all engines.", vllm.FinishBody),
-    Call("POST", "/update_weight_version", vllm.set_label, "Gives the version a name.", vllm.LabelBody),
-    Call("GET", "/weight_info", vllm.weight_info, "The version's name."),
-    Call("POST", "/weight_checker", vllm.weight_checker, "Checksums of what the engines hold.", vllm.CheckerBody),
-    Call("POST", "/collective_rpc", vllm.collective_rpc, "Refused.", vllm.RpcBody),
+    Call("POST", "/init_weight_transfer_engine", weights.init_transfer, "How weights will come.", weights.InitBody),
+    Call("POST", "/start_weight_update", weights.start_update, "Begins an update.", weights.StartBody),
+    Call("POST", "/update_weights", weights.update_weights, "Names weights of the update.", weights.UpdateBody),
+    Call(
+        "POST",
+        "/finish_weight_update",
+        weights.finish_update,
+        "Makes them the policy of all engines.",
+        weights.FinishBody,
+    ),
+    Call("POST", "/update_weight_version", weights.set_label, "Gives the version a name.", weights.LabelBody),
+    Call("GET", "/weight_info", weights.weight_info, "The version's name."),
+    Call("POST", "/weight_checker", weights.weight_checker, "Checksums of what the engines hold.", weights.CheckerBody),
+    Call("POST", "/collective_rpc", weights.collective_rpc, "Refused.", weights.RpcBody),
     Call("POST", "/generate", plain.generate, "Completions, plainly.", plain.GenerateBody, is_given_up=True),
     Call("GET", "/bridge/info", plain.info, "What serves, and how often it was updated."),
     Call("GET", "/bridge/state_dict_info", plain.state_dict_info, "What a checkpoint must hold."),

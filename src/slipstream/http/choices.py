@@ -50,6 +50,11 @@ def usage(prompts: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": completion, "total_tokens": prompts + completion}
 
 
+def prompt_tokens(found: Sequence[Completion]) -> int:
+    """Each prompt counts once, however many samples were drawn."""
+    return sum({c.prompt_index: len(c.prompt_token_ids) for c in found}.values())
+
+
 class Table:
     """`logprobs` of /v1/completions, position after position: of the prompt (echo), then of the completion."""
 

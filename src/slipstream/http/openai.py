@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from slipstream.errors import InvalidPrompt, InvalidSampling
 from slipstream.http import choices
-from slipstream.http.answers import Answer, Events, HttpError
+from slipstream.http.answers import Answer, HttpError
 from slipstream.http.front import Front
 from slipstream.http.sampling import (
     MAX_INT,
@@ -21,14 +21,13 @@ from slipstream.http.sampling import (
     Tokens,
     Top,
     completions,
-    prompt_index,
     prompts_of,
     requests,
-    streamed,
 )
 from slipstream.http.shapes import Limits
-from slipstream.http.telling import Part, Telling
-from slipstream.types import Completion, Progress, Request, Score
+from slipstream.http.streams import stream_events
+from slipstream.http.telling import Part
+from slipstream.types import Completion, Request, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ async def complete(front: Front, body: CompletionBody) -> Answer:
     asked = requests(prompts_of(body.prompt), sampling, name, body.priority, body.stream)
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": front.name}
     if body.stream:
-        return _streamed(front, head, asked, body.stream_options, lambda p, i: _chunk(front, body, p, i))
+        return stream_events(front, head, asked, body.stream_options, lambda p, i: _chunk(front, body, p, i))
     found = await _gathered(front, name, asked)
     scores = await _scores(front, body, found)
     rows = []
@@ -106,7 +105,7 @@ async def complete(front: Front, body: CompletionBody) -> Answer:
             )
         rows.append(choice)
     drawn = sum(len(c.token_ids) for c in found) if body.max_tokens else 0
-    return {**head, "choices": rows, "usage": choices.usage(_prompt_tokens(found), drawn)}
+    return {**head, "choices": rows, "usage": choices.usage(choices.prompt_tokens(found), drawn)}
 
 
 def _choice(
@@ -167,14 +166,14 @@ async def chat(front: Front, body: ChatBody) -> Answer:
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": front.name}
     if body.stream:
         chunk = head | {"object": "chat.completion.chunk"}
-        return _streamed(
+        return stream_events(
             front, chunk, asked, body.stream_options, lambda p, i: _chat_chunk(front, body, p, i), _OPENING
         )
     found = await _gathered(front, name, asked)
     rows = [
         choices.chat_choice(c, i, _chat_logprobs(front, body, c), body.return_token_ids) for i, c in enumerate(found)
     ]
-    total = choices.usage(_prompt_tokens(found), sum(len(c.token_ids) for c in found))
+    total = choices.usage(choices.prompt_tokens(found), sum(len(c.token_ids) for c in found))
     more = {"prompt_token_ids": list(prompt)} if body.return_token_ids else {}
     return {**head, "choices": rows, "usage": total, **more}
 
@@ -204,54 +203,3 @@ async def _gathered(front: Front, name: str, asked: Sequence[Request]) -> list[C
         rows = [completion async for completion in found]
     front.metrics.generated(rows)
     return sorted(rows, key=lambda c: (c.prompt_index, c.sample_index))
-
-
-def _streamed(
-    front: Front,
-    head: dict[str, Any],
-    asked: Sequence[Request],
-    options: dict[str, bool] | None,
-    chunk: Callable[[Part, int], dict[str, Any]],
-    opening: dict[str, Any] | None = None,
-) -> Events:
-    """Tokens as they are drawn, where the engine tells; the last chunk of a choice says how it ended, and under which policy.
-    `opening` is said before the first."""
-    if unknown := (options or {}).keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:
-        raise HttpError(
-            400, f"stream_options knows include_usage, not {min(unknown)!r}", "unknown_field", "stream_options"
-        )
-    tellings: dict[int, Telling] = {}
-
-    def chunks(result: Completion | Progress) -> Iterator[dict[str, Any]]:
-        index = prompt_index(result) * asked[0].sampling.n + result.sample_index
-        if index not in tellings:
-            tellings[index] = Telling(front.words, asked[0].sampling.stop)
-            if opening is not None:
-                yield {"index": index, **opening}
-        if isinstance(result, Progress):
-            if part := tellings[index].more(result):
-                yield {**chunk(part, index), "finish_reason": None, "token_ids": list(part.token_ids)}
-            return
-        part = tellings[index].rest(result)
-        last = choices.additions(result, False) | {"token_ids": list(part.token_ids)}
-        yield {**chunk(part, index), "finish_reason": result.finish_reason, **last}
-
-    async def events() -> AsyncGenerator[dict[str, Any], None]:
-        found: list[Completion] = []
-        async with contextlib.aclosing(front.flights.watch(head["id"], streamed(front.fleet, asked))) as arriving:
-            async for result in arriving:
-                if isinstance(result, Completion):
-                    found.append(result)
-                for choice in chunks(result):
-                    yield {**head, "choices": [choice]}
-        front.metrics.generated(found)
-        if options and options.get("include_usage"):
-            total = choices.usage(_prompt_tokens(found), sum(len(c.token_ids) for c in found))
-            yield {**head, "choices": [], "usage": total}
-
-    return events()
-
-
-def _prompt_tokens(found: Sequence[Completion]) -> int:
-    """Each prompt counts once, however many samples were drawn."""
-    return sum({c.prompt_index: len(c.prompt_token_ids) for c in found}.values())
