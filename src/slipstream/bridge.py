@@ -351,6 +351,11 @@ class Bridge:
         syncs, and wakes the KV cache once its own memory is free."""
         return portal.run(self._fleet.wake(_tags(tags), engine))
 
+    def forget_prefixes(self, *, engine: str = "") -> None:
+        """Drops what the engines have cached of prompts and completions, for a measurement, say. After a sync there is no need:
+        what an older version has computed is never found."""
+        portal.run(self._fleet.forget_prefixes(engine))
+
     def memory(self, *, engine: str = "") -> dict[str, MemoryReport]:
         """What each engine holds on its devices."""
         return portal.run(self._fleet.memory(engine))

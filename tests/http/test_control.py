@@ -77,12 +77,18 @@ def test_a_pause_that_aborts_says_so_to_who_waits(fleet):
 def test_requests_are_aborted_by_name_or_all(fleet):
     fleet.post("/pause?mode=keep")
     assert fleet.post("/abort_requests", {}) == {"status": "aborted", "aborted": 0}
-    thread, answers = in_background(fleet, "/generate", {"prompt": "abc"})
-    eventually(lambda: requests_of(fleet) == 1)
+    mine, others = (
+        in_background(fleet, path, {"prompt": "abc", "request_id": name})
+        for path, name in (("/v1/completions", "mine"), ("/generate", "other"))
+    )
+    eventually(lambda: requests_of(fleet) == 2)
     assert fleet.post("/abort_requests", {"request_ids": ["nobody"]})["aborted"] == 0
+    assert fleet.post("/abort_requests", {"request_ids": ["cmpl-mine"]})["aborted"] == 1
+    mine[0].join(60)
+    assert mine[1][0].status_code == 409 and not others[1]
     assert fleet.post("/abort_requests", {})["aborted"] == 1
-    thread.join(60)
-    assert answers[0].status_code == 409
+    others[0].join(60)
+    assert others[1][0].status_code == 409
 
 
 def test_a_pause_that_waits_lets_requests_finish(fleet):

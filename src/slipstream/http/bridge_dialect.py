@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -48,7 +47,7 @@ class LevelBody:
 
 async def generate(front: Front, body: GenerateBody) -> Answer:
     front.check_model(body.model)
-    name = f"gen-{secrets.token_hex(12)}"
+    name = body.name("gen")
     prompts = prompts_of(body.prompt)
     asked = requests(prompts, body.sampling(body.max_tokens, 0), name, body.priority)
     async with contextlib.aclosing(front.flights.watch(name, completions(front.fleet, asked))) as arriving:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ async def complete(front: Front, body: CompletionBody) -> Answer:
         raise InvalidSampling("max_tokens is 0 without echo: nothing would be answered")
     if body.stream and (body.echo or body.prompt_logprobs is not None):
         raise InvalidSampling("echo and prompt_logprobs are not streamed; ask without stream")
-    name = f"cmpl-{secrets.token_hex(12)}"
+    name = body.name("cmpl")
     sampling = body.sampling(max(body.max_tokens, 1), body.logprobs or 0)
     asked = requests(prompts_of(body.prompt), sampling, name, body.priority, body.stream)
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": front.name}
@@ -160,7 +159,7 @@ async def chat(front: Front, body: ChatBody) -> Answer:
         raise InvalidPrompt(
             f"the conversation has {len(prompt)} tokens, which leaves no room in max_model_len={longest}"
         )
-    name = f"chatcmpl-{secrets.token_hex(12)}"
+    name = body.name("chatcmpl")
     most = body.max_completion_tokens or body.max_tokens or longest - len(prompt)
     asked = requests([prompt], body.sampling(most, body.top_logprobs or 0), name, body.priority, body.stream)
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": front.name}

@@ -46,6 +46,8 @@ class Sampled:
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
     priority: Annotated[int, Limits(-(2**31), MAX_INT)] = 0
+    request_id: Annotated[str, Limits(max_length=200)] | None = None
+    """The end of the answer's `id`, by which others can abort it; drawn if not given."""
     return_token_ids: bool = False
     """Also the prompt's, and both kinds of logprobs."""
     return_tokens_as_token_ids: bool = False
@@ -54,6 +56,9 @@ class Sampled:
     spaces_between_special_tokens: Literal[True] = True
     include_stop_str_in_output: Literal[False] = False
     structured_outputs: None = None
+
+    def name(self, kind: str) -> str:
+        return f"{kind}-{self.request_id or secrets.token_hex(12)}"
 
     def sampling(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

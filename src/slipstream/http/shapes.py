@@ -20,7 +20,7 @@ from slipstream.http.answers import HttpError
 
 T = TypeVar("T")
 
-IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """What OpenAI's clients may say and no completion depends on."""
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}

@@ -22,6 +22,7 @@ class Words:
         """`tokenizer` is a `tokenizers.Tokenizer` or None; `specials` are what the template knows as `eos_token` and so on."""
         self._tokenizer, self._specials = tokenizer, dict(specials or {})
         self._template = _compiled(template) if template else None
+        self._texts: dict[int, str] = {}
 
     @classmethod
     def read(cls, directory: Path) -> Words:
@@ -47,7 +48,9 @@ class Words:
         """One token's own text. Those that are parts of a character have none that others could read."""
         if as_id or self._tokenizer is None:
             return f"token_id:{token}"
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+        if token not in self._texts:  # there are as many as the vocabulary has
+            self._texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        return self._texts[token]
 
     def chat(
         self,
