@@ -108,9 +108,13 @@ def test_sleep_and_wake(fleet):
     assert fleet.post("/wake_up?tags=kv_cache") == {"status": "awake", "tags": ["kv_cache"]}
     assert fleet.get("/bridge/is_sleeping") == {"is_sleeping": False}
     fleet.post("/sleep?level=0")
-    assert fleet.get("/is_paused") == {"is_paused": True}
+    assert fleet.get("/is_paused") == {"is_paused": True} and fleet.get("/is_sleeping") == {"is_sleeping": True}
     assert fleet.post("/wake_up") == {"status": "awake", "tags": None}
-    assert fleet.get("/is_paused") == {"is_paused": False}
+    assert fleet.get("/is_paused") == {"is_paused": False} and fleet.get("/is_sleeping") == {"is_sleeping": False}
+    fleet.post("/pause")
+    fleet.post("/sleep?mode=wait")
+    fleet.post("/wake_up")
+    assert fleet.get("/is_paused") == {"is_paused": True}, "a pause is not ended by waking"
     assert fleet.post("/sleep?level=3", status=400)["error"]["param"] == "level"
     assert fleet.post("/wake_up?tags=all", status=400)["error"]["param"] == "tags"
 

@@ -114,7 +114,7 @@ async def pause(front: Front) -> Answer:
 
 
 async def resume(front: Front) -> Answer:
-    await front.fleet.resume()
+    await vllm_dialect.resume(front)
     return {"status": "ok"}
 
 

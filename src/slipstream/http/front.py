@@ -31,6 +31,8 @@ class Front:
     flights: Flights
     metrics: Metrics = field(default_factory=Metrics)
     started: int = field(default_factory=lambda: int(time.time()))
+    dozes: bool = False
+    """The fleet is paused because it was told to sleep at level 0."""
     _known: tuple[float, EngineInfo] | None = None
 
     @classmethod

@@ -38,7 +38,7 @@ class CompletionBody(Sampled):
         | list[Annotated[list[Token], Limits(min_items=1)]]
     )
     max_tokens: Annotated[int, Limits(0, MAX_INT)] = 16
-    """0 with `echo`: nothing is generated, and the prompt's logprobs are all there is."""
+    """0 with `echo`: the prompt's logprobs are all there is. (A token is drawn, and not told.)"""
     echo: bool = False
     logprobs: Top | None = None
     prompt_logprobs: Top | None = None

@@ -24,7 +24,7 @@ def stream_events(
 ) -> Events:
     """Tokens as they are drawn, where the engine tells; the last chunk of a choice says how it ended, and under which policy.
     `opening` is said before the first."""
-    if unknown := (options or {}).keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:
+    if unknown := (options or {}).keys() - {"include_usage", "include_obfuscation"}:
         raise HttpError(
             400, f"stream_options knows include_usage, not {min(unknown)!r}", "unknown_field", "stream_options"
         )

@@ -68,8 +68,7 @@ async def pause(front: Front, query: PauseQuery) -> Answer:
 
 async def pause_fleet(front: Front, mode: Mode) -> None:
     was_paused = await _is_paused(front)
-    if not was_paused:  # else those that run will not end before `/resume`
-        await _settle(front, mode)
+    await _settle(front, mode, was_paused or await _is_asleep(front))
     try:
         await front.fleet.pause()
     except SlipstreamError:
@@ -83,6 +82,7 @@ async def pause_fleet(front: Front, mode: Mode) -> None:
 
 async def resume(front: Front) -> Answer:
     await front.fleet.resume()
+    front.dozes = False
     return {"status": "resumed"}
 
 
@@ -95,7 +95,8 @@ async def abort_requests(front: Front, body: AbortBody) -> Answer:
 
 
 async def sleep(front: Front, query: SleepQuery) -> Answer:
-    if query.level == 0:  # vLLM's word for a pause
+    if query.level == 0:  # a pause that ends with `/wake_up`
+        front.dozes = front.dozes or not await _is_paused(front)
         await pause_fleet(front, query.mode)
     else:
         await sleep_fleet(front, query.level, query.mode)
@@ -103,9 +104,8 @@ async def sleep(front: Front, query: SleepQuery) -> Answer:
 
 
 async def sleep_fleet(front: Front, level: int, mode: Mode) -> None:
-    was_asleep = await _is_sleeping(front)
-    if not was_asleep and not await _is_paused(front):
-        await _settle(front, mode)
+    was_asleep = await _is_asleep(front)
+    await _settle(front, mode, was_asleep or await _is_paused(front))
     try:
         await front.fleet.sleep(level)
     except SlipstreamError:
@@ -118,14 +118,15 @@ async def sleep_fleet(front: Front, level: int, mode: Mode) -> None:
 async def wake_up(front: Front, query: WakeQuery) -> Answer:
     tags: list[MemoryTag] | None = list(query.tags) if query.tags else None
     reports = await front.fleet.wake(tags)
-    if tags is None and await _is_paused(front) and not any(r.asleep for r in reports.values()):
-        await front.fleet.resume()  # vLLM's level 0 is woken, not resumed
+    if tags is None and front.dozes:
+        await front.fleet.resume()
+        front.dozes = False
     asleep = any(report.asleep for report in reports.values())
     return {"status": "sleeping" if asleep else "awake", "tags": tags}
 
 
 async def is_sleeping(front: Front) -> Answer:
-    return {"is_sleeping": await _is_sleeping(front)}
+    return {"is_sleeping": front.dozes or await _is_asleep(front)}
 
 
 async def reset_prefix_cache(front: Front, query: CacheQuery) -> Answer:
@@ -134,10 +135,11 @@ async def reset_prefix_cache(front: Front, query: CacheQuery) -> Answer:
     return {"success": True}
 
 
-async def _settle(front: Front, mode: Mode) -> None:
+async def _settle(front: Front, mode: Mode, is_held: bool) -> None:
+    """What runs on engines that are held up already would never end by itself."""
     if mode == "abort":
         await front.flights.abort()
-    elif mode == "wait":
+    elif mode == "wait" and not is_held:
         await front.flights.drain()
 
 
@@ -145,7 +147,7 @@ async def _is_paused(front: Front) -> bool:
     return any(e.is_paused for e in (await front.status()).engines if e.state != "lost")
 
 
-async def _is_sleeping(front: Front) -> bool:
+async def _is_asleep(front: Front) -> bool:
     return any(e.state == "asleep" for e in (await front.status()).engines)
 
 
