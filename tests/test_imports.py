@@ -37,6 +37,12 @@ def test_the_gateway_and_the_trainers_client_need_neither_jax_nor_torch():
     assert loaded_by(f"import {modules}", absent=without).isdisjoint(without)
 
 
+def test_the_http_front_needs_neither_jax_nor_torch_and_comes_only_when_asked_for():
+    without = ("jax", "jaxlib", "torch", "vllm", "transformers", "httpx")
+    assert loaded_by("import slipstream.http.server, slipstream.weights.publisher", absent=without).isdisjoint(without)
+    assert loaded_by("import slipstream.gateway.server, slipstream.cli").isdisjoint(("starlette", "uvicorn", "jinja2"))
+
+
 def test_the_engine_and_training_need_neither_torch_nor_transformers():
     modules = "slipstream.engines.host, slipstream.rl.loop, slipstream.demo"
     without = ("torch", "vllm", "transformers", "ray", "matplotlib", "reasoning_gym")
@@ -69,6 +75,7 @@ def test_public_names():
         "EngineConfig",
         "Failure",
         "GatewayConfig",
+        "HttpConfig",
         "SamplingParams",
         "Score",
         "SlipstreamError",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slipstream.bridge import Bridge as Bridge
     from slipstream.config import EngineConfig as EngineConfig
     from slipstream.config import GatewayConfig as GatewayConfig
+    from slipstream.config import HttpConfig as HttpConfig
     from slipstream.engines.library import Engine as Engine
     from slipstream.errors import SlipstreamError as SlipstreamError
     from slipstream.topology import connect as connect
@@ -32,6 +33,7 @@ _HOME = {
     "EngineConfig": "slipstream.config",
     "Failure": "slipstream.types",
     "GatewayConfig": "slipstream.config",
+    "HttpConfig": "slipstream.config",
     "SamplingParams": "slipstream.types",
     "Score": "slipstream.types",
     "SlipstreamError": "slipstream.errors",

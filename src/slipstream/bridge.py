@@ -39,6 +39,7 @@ from slipstream.types import (
     InFlight,
     MemoryReport,
     MemoryTag,
+    Progress,
     Prompt,
     Request,
     RolloutGroup,
@@ -65,6 +66,10 @@ class Fleet(UpdateFleet, Protocol):
         self, requests: Sequence[Request], engine: str = ""
     ) -> AsyncGenerator[list[Completion | Failure], None]: ...
 
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        """As `generate`, with the progress of those requests that ask for it."""
+        ...
+
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
 
     async def submit(self, bound: Bound, requests: Sequence[Request]) -> int: ...
@@ -78,6 +83,8 @@ class Fleet(UpdateFleet, Protocol):
     async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]: ...
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]: ...
+
+    async def forget_prefixes(self, engine: str = "") -> None: ...
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]: ...
 
@@ -99,6 +106,8 @@ class Bridge:
     ) -> None:
         self.run_dir = run_dir
         """Where logs, address and token of a launched or joined gateway are; empty in-process."""
+        self.http_url = ""
+        """Where a gateway of this machine speaks HTTP, if it does; the token is in `run_dir`."""
         self._fleet = fleet
         self._on_close: Callable[[], None] | None = None
         self._how = (transport, trainer_rank, checksums)
@@ -344,6 +353,11 @@ class Bridge:
         """Brings back `weights`, `kv_cache`, or all that is asleep. A trainer that is short of memory wakes the weights, or
         syncs, and wakes the KV cache once its own memory is free."""
         return portal.run(self._fleet.wake(_tags(tags), engine))
+
+    def forget_prefixes(self, *, engine: str = "") -> None:
+        """Drops what the engines have cached of prompts and completions, for a measurement, say. After a sync there is no need:
+        what an older version has computed is never found."""
+        portal.run(self._fleet.forget_prefixes(engine))
 
     def memory(self, *, engine: str = "") -> dict[str, MemoryReport]:
         """What each engine holds on its devices."""

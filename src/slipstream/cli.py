@@ -111,23 +111,37 @@ def gateway(
     port: Annotated[int, typer.Option(help="0 takes a free port.")] = 0,
     lease_seconds: Annotated[float, typer.Option(help="An engine silent for this long is lost.")] = 10.0,
     max_message_bytes: Annotated[int, typer.Option(help="Larger control messages are refused.")] = 64 << 20,
+    http: Annotated[
+        int | None, typer.Option(help="Also speak HTTP (OpenAI, vLLM's RL calls) on this port; 0 takes a free one.")
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of HttpConfig: model=my-model weights=checkpoints …"),
+    ] = None,
     owner: Owner = 0,
 ) -> None:
     """Run the control plane: engines register here, trainers connect here. Weights do not pass through it.
 
     Writes its address to RUN_DIR/gateway.json and a fresh token to RUN_DIR/token (readable by you alone)."""
-    from slipstream.config import GatewayConfig
+    from slipstream.config import GatewayConfig, HttpConfig, load
     from slipstream.gateway.server import serve
     from slipstream.topology.lifeline import follow
     from slipstream.weights.transports import shm
 
     _log_to_stderr()
     config = GatewayConfig(host, port, lease_seconds, max_message_bytes)
+    front = None
+    if http is not None:
+        from slipstream.http.server import beside
+
+        front = beside(load(HttpConfig, overrides=[f"port={http}", *(options or ())]), max_message_bytes)
+    elif options:
+        raise ConfigError(f"{options[0]} is a setting of the HTTP front, and there is none without --http PORT")
 
     async def main() -> None:
         stop = asyncio.Event()
         follow(owner, stop)
-        await serve(config, run_dir, stop)
+        await serve(config, run_dir, stop, front)
 
     try:
         asyncio.run(main())

@@ -148,6 +148,36 @@ class GatewayConfig:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """The HTTP front of a gateway: OpenAI's interface, vLLM's for RL, and a plain one for local trainers (docs/http.md)."""
+
+    port: int = 0
+    """0 takes a free port; the address is written to `gateway.json` in the run directory."""
+    model: str = ""
+    """HF directory whose tokenizer and chat template are used. Without one there is no chat, and tokens have no text of
+    their own. `launch` fills in the model that it serves."""
+    model_name: str = ""
+    """What requests call the model; empty takes the name of its directory."""
+    weights: str = ""
+    """Checkpoints under this directory may be made the policy over HTTP; empty: none may."""
+    host: str = "127.0.0.1"
+    max_body_bytes: int = 16 << 20
+    """Larger requests are refused."""
+    request_seconds: float = 600.0
+    """A generation that takes longer has failed, also while the engines are paused."""
+    body_seconds: float = 30.0
+    """A client that takes longer to send its request is sent away."""
+
+    def __post_init__(self) -> None:
+        at_least(self, port=0, max_body_bytes=1 << 10, request_seconds=0.1, body_seconds=0.1)
+        if self.host not in LOOPBACK:
+            raise ConfigError(
+                f"http.host is {self.host!r}: the HTTP front listens on loopback only (127.0.0.1, localhost, ::1); to reach "
+                "it from another machine, forward the port over SSH, or put a proxy with TLS before it"
+            )
+
+
 def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T:
     """Builds `cls` from a TOML file (or its defaults) and `dotted.key=value` overrides, which win."""
     tree: dict[str, Any] = {}

@@ -156,6 +156,8 @@ class Request:
     sampling: SamplingParams
     priority: int = 0
     """Lower goes first; equal ones share fairly between calls."""
+    progress: bool = False
+    """Also tell the tokens while they are drawn, where the engine can."""
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
@@ -232,6 +234,22 @@ class Completion:
     def version(self) -> int:
         """The oldest policy version that produced a token of this completion."""
         return min(span.version for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tokens of a sample that goes on, for requests that ask for it (`Request.progress`). A sample that began anew, because an
+    engine died or a commit said so, is told from its first token again; the completion is what counts."""
+
+    request_id: str
+    sample_index: int
+    start: int
+    """Position in the completion of the first of these tokens."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """As in a completion."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """For each token, where asked for and known already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,6 +550,8 @@ class EngineStatus:
     seconds_since_heartbeat: float
     note: str = ""
     """Why it is not ready."""
+    is_paused: bool = False
+    """It was told to pause, and not to resume since."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +38,7 @@ from slipstream.types import (
     Completion,
     EngineInfo,
     Failure,
+    Progress,
     Request,
     SamplingParams,
     Score,
@@ -64,11 +65,8 @@ class Subject:
     """Sampling parameters of which it takes small values only."""
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
-    def generate(self, *requests: Request) -> list[Completion | Failure]:
-        async def collect() -> list[Completion | Failure]:
-            return [outcome async for batch in self.engine.generate(requests) for outcome in batch]
-
-        return self.runner.run(collect())
+    def generate(self, *requests: Request) -> list[Completion | Failure | Progress]:
+        return self.runner.run(collect(self.engine, *requests))
 
     def complete(self, prompt: Sequence[int], **sampling: Any) -> Completion:
         (outcome,) = self.generate(request("only", prompt, **sampling))
@@ -102,6 +100,10 @@ class Subject:
         """Eight prompts of different lengths, free of end-of-sequence tokens."""
         rng = np.random.default_rng(5)
         return [tuple(rng.integers(8, self.config.vocab_size, n).tolist()) for n in (1, 2, 3, 5, 8, 9, 12, 4)]
+
+
+async def collect(engine: Engine, *requests: Request) -> list[Completion | Failure | Progress]:
+    return [outcome async for batch in engine.generate(requests) for outcome in batch]
 
 
 def request(name: str, prompt: Sequence[int] | str, **sampling: Any) -> Request:
@@ -365,6 +367,44 @@ def test_a_bad_prompt_fails_alone(subject: Subject) -> None:
         failure = by_id[name]
         assert isinstance(failure, Failure) and isinstance(failure.error, InvalidPrompt) and text in str(failure.error)
     assert isinstance(by_id["good"], Completion) and isinstance(by_id["also good"], Completion)
+
+
+def test_progress_is_the_beginning_of_what_comes(subject: Subject) -> None:
+    asked = replace(request("only", subject.prompts[3], max_tokens=40, n=2), progress=True)
+    told: list[list[int]] = [[], []]
+    logprobs: list[list[float]] = [[], []]
+    finished = []
+    for outcome in subject.generate(asked):
+        if isinstance(outcome, Progress):
+            assert outcome.sample_index not in [c.sample_index for c in finished]
+            assert outcome.request_id == "only" and outcome.start <= len(told[outcome.sample_index])
+            told[outcome.sample_index][outcome.start :] = outcome.token_ids
+            logprobs[outcome.sample_index][outcome.start :] = outcome.logprobs
+        else:
+            assert isinstance(outcome, Completion), outcome
+            finished.append(outcome)
+    assert len(finished) == 2 and any(told)
+    for completion in finished:
+        tokens = told[completion.sample_index]
+        assert completion.token_ids[: len(tokens)] == tuple(tokens)
+        assert logprobs[completion.sample_index] == list(completion.logprobs[: len(tokens)])
+    silent = subject.generate(replace(asked, progress=False))
+    assert all(isinstance(outcome, Completion) for outcome in silent)
+
+
+def test_forgetting_prefixes_changes_no_token(subject: Subject) -> None:
+    prompt = subject.prompts[5]
+    before = subject.complete(prompt, max_tokens=12)
+
+    async def amid() -> list[Completion | Failure | Progress]:
+        running = asyncio.create_task(collect(subject.engine, request("only", prompt, max_tokens=12)))
+        await asyncio.sleep(0)
+        await subject.engine.forget_prefixes()
+        return await running
+
+    (during,) = subject.runner.run(amid())
+    assert isinstance(during, Completion) and during.token_ids == before.token_ids
+    assert subject.complete(prompt, max_tokens=12).token_ids == before.token_ids
 
 
 def test_closing_the_iterator_cancels_the_rest(subject: Subject) -> None:

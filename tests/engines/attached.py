@@ -31,6 +31,7 @@ from slipstream.types import (
     Failure,
     MemoryReport,
     Offer,
+    Progress,
     Request,
     Score,
     StageReport,
@@ -48,9 +49,11 @@ class AttachedEngine:
     def describe(self) -> EngineInfo:
         return self._info
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+    async def generate(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         async for results in portal.aiterate(self._link.results(convert.requests_to_pb(requests))):
-            yield convert.results_from_pb(results)
+            yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
         answer = await self._ask(pb.ToEngine(score=convert.sequences_to_pb(sequences, top_k=top_k)))
@@ -86,6 +89,9 @@ class AttachedEngine:
 
     async def wake(self, tags: Any = None) -> MemoryReport:
         return await self._control(wake=pb.Wake(tags=tags or ()))
+
+    async def forget_prefixes(self) -> None:
+        await self._ask(pb.ToEngine(control=pb.Control(forget=pb.Forget())))
 
     async def memory(self) -> MemoryReport:
         return await self._control(memory=pb.Memory())

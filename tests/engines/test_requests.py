@@ -357,6 +357,14 @@ def test_the_next_turn_of_a_conversation_begins_with_the_last(fresh: Subject) ->
     assert counted["prefill_tokens"] == 19 + 2
 
 
+def test_what_was_forgotten_is_computed_anew(fresh: Subject) -> None:
+    prompt = list(range(5, 25))
+    fresh.complete(prompt, max_tokens=2)
+    fresh.runner.run(fresh.engine.forget_prefixes())
+    fresh.complete(prompt, max_tokens=2)
+    assert stats(fresh)["hit_tokens"] == 0 and stats(fresh)["prefill_tokens"] == 2 * 19
+
+
 def test_scores_use_and_fill_the_prefix_cache(fresh: Subject) -> None:
     tokens = list(range(5, 38))
 

@@ -18,6 +18,7 @@ from slipstream.types import (
     Parameter,
     ParameterChecksums,
     Part,
+    Progress,
     Score,
     StageReport,
     TensorSpec,
@@ -72,6 +73,9 @@ class ScriptedEngine:
             for i in range(r.sampling.n)
         ]
         try:
+            for row in rows:
+                if any(r.progress for r in requests if r.id == row.request_id):
+                    yield [Progress(row.request_id, row.sample_index, 0, row.token_ids[:1], row.logprobs[:1])]
             for row in rows[:-1]:
                 yield [row]
                 await asyncio.sleep(0)
@@ -120,6 +124,9 @@ class ScriptedEngine:
 
     async def release(self):
         self.history.append(("release",))
+
+    async def forget_prefixes(self):
+        await self._control("forget")
 
     async def pause(self):
         await self._control("pause")

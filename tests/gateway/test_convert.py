@@ -20,6 +20,7 @@ from slipstream.types import (
     MemoryReport,
     Offer,
     ParameterChecksums,
+    Progress,
     Request,
     SamplingParams,
     Score,
@@ -73,7 +74,7 @@ samplings = st.builds(
 priorities = st.integers(-(2**31), 2**31 - 1)
 
 
-@given(st.lists(st.tuples(st.text(min_size=1, max_size=9) | tokens, samplings, priorities), max_size=5))
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=9) | tokens, samplings, priorities, st.booleans()), max_size=5))
 def test_requests(rows):
     requests = [Request(str(i), *row) for i, row in enumerate(rows)]
     wire = convert.requests_to_pb(requests).SerializeToString()
@@ -100,6 +101,14 @@ def test_results(data, index, prompt, ids, text, logprobs, reason, version):
     completion = Completion("r/1", index, prompt, ids, text, logprobs, logprobs, reason, spans, "e", top_logprobs=top)
     (back,) = convert.results_from_pb(pb.Results.FromString(convert.results_to_pb([completion]).SerializeToString()))
     assert back == completion
+
+
+@given(st.data(), st.integers(0, 99), st.integers(0, 2**31), tokens)
+def test_progress(data, index, start, ids):
+    logprobs = data.draw(st.lists(st.floats(width=32, allow_nan=False), min_size=len(ids), max_size=len(ids)))
+    told = Progress("r/1", index, start, ids, tuple(logprobs), data.draw(likeliest(len(ids))))
+    message = pb.Results.FromString(convert.results_to_pb([told]).SerializeToString())
+    assert convert.progress_from_pb(message) == [told] and convert.results_from_pb(message) == []
 
 
 def test_failures_and_scores():

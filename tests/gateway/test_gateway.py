@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import get_args
 
 import grpc
@@ -42,6 +43,7 @@ from slipstream.types import (
     InFlight,
     Offer,
     ParameterChecksums,
+    Progress,
     Request,
     SamplingParams,
     StageReport,
@@ -272,6 +274,38 @@ async def test_sleeping_engines_get_no_requests_while_others_are_awake_but_take_
         }
         await fleet.wake()
         assert await states(fleet) == {"a": "ready", "b": "ready"}
+
+
+@on_the_loop
+async def test_a_fleet_is_known_to_be_paused(address, fleet):
+    async with pair(address) as (a, b):
+        await fleet.pause(engine="a")
+        assert {e.info.name: e.is_paused for e in (await fleet.status()).engines} == {"a": True, "b": False}
+        await fleet.pause()
+        assert (a.paused, b.paused) == (True, True)
+        a.fail_control = True
+        with pytest.raises(Unsupported):
+            await fleet.resume()
+        assert all(e.is_paused for e in (await fleet.status()).engines), "not all have resumed"
+        a.fail_control = False
+        await fleet.resume()
+        assert not any(e.is_paused for e in (await fleet.status()).engines)
+        await fleet.forget_prefixes()
+        assert ("forget",) in a.history and ("forget",) in b.history
+
+
+@on_the_loop
+async def test_progress_comes_to_who_asked_for_it(address, fleet):
+    async with pair(address):
+        asked = replace(request("asked", n=2), progress=True)
+        found = await collect(fleet.stream([asked, request("silent")]))
+        told = [r for r in found if isinstance(r, Progress)]
+        assert sorted((p.request_id, p.sample_index) for p in told) == [("asked", 0), ("asked", 1)]
+        rows = {(c.request_id, c.sample_index): c for c in found if isinstance(c, Completion)}
+        assert len(rows) == 3
+        for one in told:
+            assert rows[one.request_id, one.sample_index].token_ids[:1] == one.token_ids
+        assert all(isinstance(r, Completion) for r in await collect(fleet.generate([asked])))
 
 
 @on_the_loop

@@ -16,6 +16,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     Score,
     StageReport,
@@ -46,9 +47,10 @@ class Engine(Protocol):
         """Cheap; reflects the version that serves now."""
         ...
 
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         """Yields what finished since the last yield, until all `n` samples of every request are answered. A request
-        that fails yields one `Failure` and no more completions. Closing the iterator cancels what is unfinished."""
+        that fails yields one `Failure` and no more completions. Closing the iterator cancels what is unfinished. Of requests
+        that ask for it, an engine that can also yields the `Progress`."""
         ...
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
@@ -118,6 +120,11 @@ class Engine(Protocol):
         """Brings back what `tags` name, in any order and in any number of calls; None brings back all that is asleep.
         Steps run again when nothing is asleep. Naming what is awake changes nothing. Weights dropped by level 2 cannot be
         woken: named, they raise `NotReady`; with None they stay asleep until an update brings them."""
+        ...
+
+    async def forget_prefixes(self) -> None:
+        """Drops what is cached of prompts and completions; those that run keep theirs, or compute it anew. Not needed after an
+        update: what an older version computed is never found."""
         ...
 
     async def memory(self) -> MemoryReport:

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from slipstream.engines.intake import Intake
-from slipstream.engines.sequence import Failed, Job, Sample, Ticket
+from slipstream.engines.sequence import Failed, Grown, Job, Outcome, Sample, Ticket
 from slipstream.errors import EngineLost, NotReady
-from slipstream.types import Completion, Failure, Request, Score
+from slipstream.types import Completion, Failure, Progress, Request, Score
 
 
 class Desk:
@@ -25,7 +25,9 @@ class Desk:
     ) -> None:
         self._intake, self._submit, self._cancel, self._check = intake, submit, cancel, check
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+    async def generate(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         try:
             self._check()
             job = _Mailbox()
@@ -37,7 +39,7 @@ class Desk:
         owed = {ticket: ticket.sampling.n for ticket in tickets}
         try:
             if failures:
-                yield failures
+                yield [*failures]
             while owed:
                 if answers := self._answers(await job.outcomes(), owed):
                     yield answers
@@ -57,6 +59,7 @@ class Desk:
                 for outcome in await job.outcomes():
                     if isinstance(outcome, Failed):
                         raise outcome.error
+                    assert isinstance(outcome, Sample), "scores are told at once"
                     scores[int(outcome.ticket.request_id)] = self._intake.score(outcome)
         finally:
             if len(scores) < len(tickets):
@@ -64,14 +67,17 @@ class Desk:
                     self._cancel(job)
         return [scores[i] for i in range(len(sequences))]
 
-    def _answers(self, outcomes: Sequence[Sample | Failed], owed: dict[Ticket, int]) -> list[Completion | Failure]:
+    def _answers(self, outcomes: Sequence[Outcome], owed: dict[Ticket, int]) -> list[Completion | Failure | Progress]:
         """Completions and failures, counted off from what is owed. A request that has failed owes nothing more."""
         finished: list[Sample] = []
         failures: list[Failure] = []
+        progress: list[Progress] = []
         for outcome in outcomes:
             if outcome.ticket not in owed:
                 continue
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, Grown):
+                progress.append(outcome.progress)
+            elif isinstance(outcome, Failed):
                 failures.append(Failure(outcome.ticket.request_id, outcome.error))
                 del owed[outcome.ticket]
             else:
@@ -79,7 +85,7 @@ class Desk:
                 owed[outcome.ticket] -= 1
                 if not owed[outcome.ticket]:
                     del owed[outcome.ticket]
-        return [*self._intake.completions(finished), *failures]
+        return [*progress, *self._intake.completions(finished), *failures]
 
 
 class _Mailbox:
@@ -87,15 +93,15 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[list[Sample | Failed]] = asyncio.Queue()
+        self._queue: asyncio.Queue[Sequence[Outcome]] = asyncio.Queue()
 
-    def deliver(self, outcomes: list[Sample | Failed]) -> None:
+    def deliver(self, outcomes: Sequence[Outcome]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
             self._loop.call_soon_threadsafe(self._queue.put_nowait, outcomes)
 
-    async def outcomes(self) -> list[Sample | Failed]:
+    async def outcomes(self) -> list[Outcome]:
         """All that has come; waits until there is something."""
-        found = await self._queue.get()
+        found = [*await self._queue.get()]
         while not self._queue.empty():
-            found = found + self._queue.get_nowait()
+            found += self._queue.get_nowait()
         return found

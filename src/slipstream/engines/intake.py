@@ -115,6 +115,7 @@ class Intake:
             job=job,
             priority=request.priority,
             find_stop=self._stop_finder(sampling) if sampling.stop else None,
+            tells=request.progress,
         )
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:

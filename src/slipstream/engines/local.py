@@ -24,6 +24,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     RolloutGroup,
     Score,
@@ -46,12 +47,13 @@ class LocalFleet:
         self._staged: dict[str, StageReport] = {}
         self._committed: dict[str, CommitReport] = {}
         self._desk: Desk | None = None
+        self._is_paused = False
 
     async def status(self) -> FleetStatus:
         info, asleep = self._engine.describe(), await self._asleep()
         state: EngineState = "empty" if info.version < 0 else "asleep" if asleep else "ready"
         note = f"gave up its {' and '.join(asleep)}; bridge.wake brings it back" if asleep else ""
-        status = EngineStatus(info, state, self._num_requests, 0.0, note)
+        status = EngineStatus(info, state, self._num_requests, 0.0, note, self._is_paused)
         return FleetStatus(info.version, time.monotonic() - self._started, self._num_completions, (status,))
 
     async def _asleep(self) -> tuple[MemoryTag, ...]:
@@ -69,6 +71,12 @@ class LocalFleet:
         self, requests: Sequence[Request], engine: str = ""
     ) -> AsyncGenerator[list[Completion | Failure], None]:
         self._check(engine)
+        async with contextlib.aclosing(self.stream(requests)) as batches:
+            async for batch in batches:
+                if found := [result for result in batch if not isinstance(result, Progress)]:
+                    yield found
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         self._num_requests += len(requests)
         try:
             async with contextlib.aclosing(self._engine.generate(requests)) as batches:
@@ -119,10 +127,12 @@ class LocalFleet:
     async def pause(self, engine: str = "") -> None:
         self._check(engine)
         await self._engine.pause()
+        self._is_paused = True
 
     async def resume(self, engine: str = "") -> None:
         self._check(engine)
         await self._engine.resume()
+        self._is_paused = False
 
     async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]:
         self._check(engine)
@@ -131,6 +141,10 @@ class LocalFleet:
     async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]:
         self._check(engine)
         return {self._name: await self._engine.wake(tags)}
+
+    async def forget_prefixes(self, engine: str = "") -> None:
+        self._check(engine)
+        await self._engine.forget_prefixes()
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         self._check(engine)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from slipstream.errors import SlipstreamError
-from slipstream.types import FinishReason, SamplingParams, TopLogprobs, VersionSpan
+from slipstream.types import FinishReason, Progress, SamplingParams, TopLogprobs, VersionSpan
 
 
 class Job(Protocol):
     """Whom to tell: one call of `generate` or `score`. The scheduler only carries it."""
 
-    def deliver(self, outcomes: list[Sample | Failed]) -> None: ...
+    def deliver(self, outcomes: Sequence[Outcome]) -> None: ...
 
     def __hash__(self) -> int: ...
 
@@ -33,6 +33,8 @@ class Ticket:
     priority: int = 0
     find_stop: Callable[[Sequence[int]], int | None] | None = None
     """For stop texts: how many of a completion's tokens there are when the first such text is complete, if it is."""
+    tells: bool = False
+    """Its job hears of every sample's tokens as they come."""
 
     @property
     def is_scoring(self) -> bool:
@@ -124,6 +126,12 @@ class Sample:
             count = self.ticket.find_stop(self.tokens)
             if count is not None:
                 self._cut(count)
+        if self.ticket.tells and self.finish_reason is None:
+            start = len(self.tokens) - len(tokens)
+            told = Progress(
+                self.ticket.request_id, self.sample_index, start, tuple(tokens), tuple(logprobs), tuple(tops)
+            )
+            self.ticket.job.deliver([Grown(self.ticket, told)])
 
     def _cut(self, count: int) -> None:
         """A stop text was complete with token `count`: what was drawn after it never was."""
@@ -144,3 +152,15 @@ class Failed:
 
     ticket: Ticket
     error: SlipstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A sample of a request that asked to be told has more tokens, and goes on."""
+
+    ticket: Ticket
+    progress: Progress
+
+
+Outcome: TypeAlias = Sample | Failed | Grown
+"""What a job hears of."""

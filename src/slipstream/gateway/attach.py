@@ -276,6 +276,8 @@ class EngineSession:
             case "wake":
                 tags: Any = tuple(message.control.wake.tags)  # the engine knows which there are
                 return self._memory_answer(await self._engine.wake(tags or None))
+            case "forget":
+                await self._engine.forget_prefixes()
             case "memory":
                 return self._memory_answer(await self._engine.memory())
             case "verify":

@@ -25,6 +25,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     RolloutGroup,
     Score,
@@ -75,6 +76,15 @@ class GatewayFleet:
             finally:
                 call.cancel()
 
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        with self._errors("generating"):
+            call = self._stub.Generate(convert.requests_to_pb(requests), metadata=self._metadata)
+            try:
+                async for results in call:
+                    yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
+            finally:
+                call.cancel()
+
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
         with self._errors("scoring"):
             message = convert.sequences_to_pb(sequences, engine, top_k)
@@ -112,6 +122,9 @@ class GatewayFleet:
         if tags is not None and not tags:  # on the wire, naming nothing names all
             return await self.memory(engine)
         return await self._control(pb.Control(wake=pb.Wake(tags=tags or ())), engine)
+
+    async def forget_prefixes(self, engine: str = "") -> None:
+        await self._control(pb.Control(forget=pb.Forget()), engine)
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         return await self._control(pb.Control(memory=pb.Memory()), engine)

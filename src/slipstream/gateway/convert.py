@@ -32,6 +32,7 @@ from slipstream.types import (
     Parameter,
     ParameterChecksums,
     Part,
+    Progress,
     Request,
     RolloutGroup,
     SamplingParams,
@@ -71,7 +72,11 @@ def requests_to_pb(requests: Sequence[Request], engine: str = "") -> pb.Generate
             index[shared] = len(index)
             message.sampling.append(_sampling_to_pb(shared))
         row = message.requests.add(
-            id=request.id, sampling=index[shared], seed=request.sampling.seed or 0, priority=request.priority
+            id=request.id,
+            sampling=index[shared],
+            seed=request.sampling.seed or 0,
+            priority=request.priority,
+            progress=request.progress,
         )
         if isinstance(request.prompt, str):
             row.text = request.prompt
@@ -90,7 +95,7 @@ def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
             raise InvalidPrompt(f"request {row.id!r} has no prompt; give text or token ids")
         prompt = row.text if row.HasField("text") else tuple(row.tokens.ids)
         sampling = dataclasses.replace(shared[row.sampling], seed=row.seed)
-        found.append(Request(row.id, prompt, sampling, row.priority))
+        found.append(Request(row.id, prompt, sampling, row.priority, row.progress))
     if len({r.id for r in found}) != len(found):
         raise ProtocolMismatch("two requests of one message have the same id")
     return found
@@ -141,11 +146,21 @@ def _sampling_from_pb(message: pb.Sampling) -> SamplingParams:
     )
 
 
-def results_to_pb(results: Iterable[Completion | Failure]) -> pb.Results:
+def results_to_pb(results: Iterable[Completion | Failure | Progress]) -> pb.Results:
     message = pb.Results()
     for result in results:
         if isinstance(result, Failure):
             message.failures.add(request_id=result.request_id, error=error_to_pb(result.error))
+            continue
+        if isinstance(result, Progress):
+            message.progress.add(
+                request_id=result.request_id,
+                sample_index=result.sample_index,
+                start=result.start,
+                token_ids=result.token_ids,
+                logprobs=result.logprobs,
+                top_logprobs=_top_to_pb(result.top_logprobs),
+            )
             continue
         row = message.completions.add(
             request_id=result.request_id,
@@ -168,6 +183,20 @@ def results_from_pb(message: pb.Results) -> list[Completion | Failure]:
     found: list[Completion | Failure] = [completion_from_pb(row) for row in message.completions]
     found += [Failure(row.request_id, error_from_pb(row.error)) for row in message.failures]
     return found
+
+
+def progress_from_pb(message: pb.Results) -> list[Progress]:
+    return [
+        Progress(
+            request_id=row.request_id,
+            sample_index=row.sample_index,
+            start=row.start,
+            token_ids=tuple(row.token_ids),
+            logprobs=tuple(row.logprobs),
+            top_logprobs=_top_from_pb(row.top_logprobs, len(row.token_ids)),
+        )
+        for row in message.progress
+    ]
 
 
 def completion_from_pb(row: pb.Completion) -> Completion:
@@ -430,6 +459,7 @@ def status_to_pb(status: FleetStatus) -> pb.FleetStatus:
             num_requests=e.num_requests,
             seconds_since_heartbeat=e.seconds_since_heartbeat,
             note=e.note,
+            is_paused=e.is_paused,
         )
         for e in status.engines
     ]
@@ -453,6 +483,7 @@ def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
                 num_requests=row.num_requests,
                 seconds_since_heartbeat=row.seconds_since_heartbeat,
                 note=row.note,
+                is_paused=row.is_paused,
             )
             for row in message.engines
         ),

@@ -105,4 +105,7 @@ class Dispatch:
         for failure in results.failures:
             if self._owed.pop(failure.request_id, None):
                 fresh.failures.append(failure)
-        return fresh if fresh.completions or fresh.failures else None
+        for progress in results.progress:
+            if progress.sample_index in self._owed.get(progress.request_id, ()):
+                fresh.progress.append(progress)
+        return fresh if fresh.completions or fresh.failures or fresh.progress else None

@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 async def control(links: Mapping[str, EngineLink], verb: pb.Control, timeout: float) -> pb.ControlReply:
-    """Pause, resume, sleep, wake, memory or verify on all of `links`. If some fail, the others have done it all the same, and
-    the error names both: these verbs may be repeated."""
+    """Pause, resume, sleep, wake, forget, memory or verify on all of `links`. If some fail, the others have done it all the
+    same, and the error names both: these verbs may be repeated."""
     doing = verb.WhichOneof("verb")
     if doing is None:
         raise ProtocolMismatch("a control call without a verb came")

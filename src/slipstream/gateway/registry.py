@@ -29,6 +29,7 @@ class Member:
     num_requests: int = 0
     asleep: tuple[MemoryTag, ...] = ()
     """What it has given up, as it said last."""
+    is_paused: bool = False
 
 
 class Registry:
@@ -59,7 +60,8 @@ class Registry:
                     f"engine {info.name!r} holds model {info.model}, the fleet (engine {other.info.name!r}) holds "
                     f"{other.info.model}; one gateway serves one model"
                 )
-        self._members[info.name] = Member(info, now)
+        was_paused = present is not None and bool(again) and present.is_paused  # by a gateway that lost sight of it
+        self._members[info.name] = Member(info, now, is_paused=was_paused)
         self.epoch += 1
         if self.version < 0 <= info.version:
             self.version = info.version  # the first engine with weights from its checkpoint sets the fleet's version
@@ -70,6 +72,10 @@ class Registry:
     def slept(self, name: str, asleep: tuple[MemoryTag, ...]) -> None:
         """What an engine says it has given up; nothing when it is awake."""
         self._members[name].asleep = asleep
+
+    def paused(self, name: str, is_paused: bool) -> None:
+        """What an engine was told."""
+        self._members[name].is_paused = is_paused
 
     def lose(self, name: str, why: str) -> None:
         member = self._members[name]
@@ -140,5 +146,5 @@ class Registry:
             notes["asleep"] = f"gave up its {' and '.join(member.asleep)}; bridge.wake brings it back"
             note = member.lost or notes.get(state, "")
             age = max(0.0, now - member.last_heard)
-            rows.append(EngineStatus(member.info, state, member.num_requests, age, note))
+            rows.append(EngineStatus(member.info, state, member.num_requests, age, note, member.is_paused))
         return tuple(rows)

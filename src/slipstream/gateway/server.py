@@ -11,9 +11,10 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -30,6 +31,16 @@ log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Gateway"].full_name
 HEALTH_CHECK = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/Check"
+
+
+class Beside(Protocol):
+    """Something else that listens in the gateway's process while it runs, as the HTTP front does."""
+
+    def __call__(
+        self, address: str, token: str, before: Mapping[str, object]
+    ) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
+        """Gives what `gateway.json` is to say of it. `before` is what the file said when a gateway was killed here."""
+        ...
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
@@ -97,23 +108,25 @@ async def running(config: GatewayConfig, token: str, service: Service | None = N
         await service.close()
 
 
-async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event) -> None:
+async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event, beside: Beside | None = None) -> None:
     """Runs until `stop` is set. The address and the token are files of the run directory, gone when it ends. One that was
     killed leaves them behind, and the next goes on under the same: engines and trainers find it again."""
     run_dir.mkdir(parents=True, exist_ok=True)
     token_file, address_file = run_dir / "token", run_dir / "gateway.json"
-    token, port = _left_behind(token_file, address_file, config.host)
+    token, port, before = _left_behind(token_file, address_file, config.host)
     if not token:
         token = secrets.token_urlsafe(32)
         with open(os.open(token_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(token)
     if config.port == 0 and port:
-        config = replace(config, port=port if _is_free(config.host, port) else 0)
+        config = replace(config, port=port if is_free(config.host, port) else 0)
     service = Service(config.lease_seconds, run_dir / "journal.sqlite")
     try:
-        async with running(config, token, service) as address:
+        async with contextlib.AsyncExitStack() as stack:
+            address = await stack.enter_async_context(running(config, token, service))
+            facts = await stack.enter_async_context(beside(address, token, before)) if beside is not None else {}
             part = address_file.with_suffix(".part")
-            part.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+            part.write_text(json.dumps({"address": address, "pid": os.getpid(), **facts}))
             part.rename(address_file)  # whoever finds the file finds all of it
             log.info("gateway listens on %s", address)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -124,8 +137,8 @@ async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event) -> No
         token_file.unlink(missing_ok=True)
 
 
-def _left_behind(token_file: Path, address_file: Path, host: str) -> tuple[str, int]:
-    """Token and port of a gateway that was killed here; nothing, unless all of it can be read."""
+def _left_behind(token_file: Path, address_file: Path, host: str) -> tuple[str, int, Mapping[str, object]]:
+    """Token and port of a gateway that was killed here, and all that its file says; nothing, unless all can be read."""
     try:
         if token_file.stat().st_mode & 0o077 or token_file.stat().st_uid != os.getuid():
             raise OSError("others can read it")
@@ -133,17 +146,17 @@ def _left_behind(token_file: Path, address_file: Path, host: str) -> tuple[str, 
         token, port, pid = token_file.read_text(), int(facts["address"].rpartition(":")[2]), int(facts["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         token_file.unlink(missing_ok=True)
-        return "", 0
+        return "", 0, {}
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 0)
-        if not _is_free(host, port):
+        if not is_free(host, port):
             raise ConfigError(
                 f"{address_file.parent} belongs to a gateway that is running (pid {pid}); choose another run directory"
             )
-    return token, port
+    return token, port, facts
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -91,11 +91,20 @@ class Service(GatewayServicer):
             if not names:
                 raise self._registry.why_not_ready()
             links = {name: self._links[self._registry.get(name).info.name] for name in names}
-            seconds = request.timeout_seconds
-            return await control(
+            seconds, verb = request.timeout_seconds, request.control.WhichOneof("verb")
+            if verb == "pause":  # also those that do not answer: who knows whether they have
+                self._note_pause(names, True)
+            reply = await control(
                 links, request.control, seconds if 0 < seconds < MAX_STEP_SECONDS else MAX_STEP_SECONDS
             )
+            if verb == "resume":
+                self._note_pause(names, False)
+            return reply
         raise AssertionError("aborted above")
+
+    def _note_pause(self, names: Sequence[str], is_paused: bool) -> None:
+        for name in names:
+            self._registry.paused(name, is_paused)
 
     async def Update(self, steps: AsyncIterator[pb.UpdateStep], context: grpc.aio.ServicerContext) -> None:
         async with _typed_errors(context):

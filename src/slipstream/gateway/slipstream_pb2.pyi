@@ -57,20 +57,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "text", "tokens", "sampling", "seed", "priority")
+    __slots__ = ("id", "text", "tokens", "sampling", "seed", "priority", "progress")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     id: str
     text: str
     tokens: TokenIds
     sampling: int
     seed: int
     priority: int
-    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[int] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    progress: bool
+    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[int] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., progress: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("sampling", "requests", "engine")
@@ -128,6 +130,22 @@ class Completion(_message.Message):
     top_logprobs: TopLogprobs
     def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., engine: _Optional[str] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ...) -> None: ...
 
+class Progress(_message.Message):
+    __slots__ = ("request_id", "sample_index", "start", "token_ids", "logprobs", "top_logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    sample_index: int
+    start: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_logprobs: TopLogprobs
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ...) -> None: ...
+
 class Failure(_message.Message):
     __slots__ = ("request_id", "error")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -137,12 +155,14 @@ class Failure(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class Results(_message.Message):
-    __slots__ = ("completions", "failures")
+    __slots__ = ("completions", "failures", "progress")
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     completions: _containers.RepeatedCompositeFieldContainer[Completion]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
-    def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+    progress: _containers.RepeatedCompositeFieldContainer[Progress]
+    def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ...) -> None: ...
 
 class RolloutBound(_message.Message):
     __slots__ = ("max_staleness", "batch", "late", "surplus")
@@ -327,18 +347,20 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note")
+    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note", "is_paused")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     info: EngineInfo
     state: str
     num_requests: int
     seconds_since_heartbeat: float
     note: str
-    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+    is_paused: bool
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ..., is_paused: bool = ...) -> None: ...
 
 class FleetStatus(_message.Message):
     __slots__ = ("version", "uptime_seconds", "num_completions", "engines")
@@ -376,25 +398,31 @@ class Memory(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Forget(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Verify(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify")
+    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify", "forget")
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     WAKE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     pause: Pause
     resume: Resume
     sleep: Sleep
     wake: Wake
     memory: Memory
     verify: Verify
-    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ...) -> None: ...
+    forget: Forget
+    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
     __slots__ = ("control", "engine", "timeout_seconds")

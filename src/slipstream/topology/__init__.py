@@ -7,10 +7,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from slipstream.bridge import Bridge
-from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig, GatewayConfig
+from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig, GatewayConfig, HttpConfig
 from slipstream.errors import ConfigError, GatewayLost, Unauthorized
 from slipstream.topology.local import ProcessGroup, new_run_dir
 
@@ -33,6 +34,7 @@ def launch(
     timeout: float = SYNC_SECONDS,
     start_timeout: float = START_SECONDS,
     keep_alive: bool = False,
+    http: bool | HttpConfig = False,
 ) -> Bridge:
     """Starts a gateway and `engines` engine processes on this machine, and connects to them.
 
@@ -41,7 +43,8 @@ def launch(
     process dies, however it dies. `timeout` bounds each step of a sync and each score. `transport` forces a data plane
     (`shm`, `tcp`, `disk:/directory`); `checksums=False` trusts it. A trainer of several JAX processes launches in one of
     them and connects in the others, each with `trainer=(jax.process_index(), jax.process_count())`; all call `sync`. With
-    `keep_alive`, a gateway or an engine that dies is started again (see `bridge.rollouts` and `bridge.repair`)."""
+    `keep_alive`, a gateway or an engine that dies is started again (see `bridge.rollouts` and `bridge.repair`). With `http`,
+    the gateway speaks HTTP too, at `bridge.http_url`: OpenAI's interface and vLLM's calls for RL (docs/http.md)."""
     if engines < 1:
         raise ConfigError(f"engines must be at least 1, got {engines}; slipstream.inprocess needs no engine process")
     if engines > 1 and engine is not None and engine.kind == "remote":
@@ -52,7 +55,7 @@ def launch(
     try:
         if keep_alive:
             group.keep_alive()
-        group.start_gateway(gateway)
+        group.start_gateway(gateway, _front(http, Path(model)))
         for index in range(engines):
             patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
             group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig(), patience)
@@ -73,6 +76,14 @@ def launch(
     except BaseException:
         group.close()
         raise
+
+
+def _front(http: bool | HttpConfig, model: Path) -> HttpConfig | None:
+    """Its text is the served model's, unless it says otherwise."""
+    if http is False:
+        return None
+    config = HttpConfig() if http is True else http
+    return config if config.model else replace(config, model=str(model))
 
 
 def connect(
@@ -151,4 +162,13 @@ def _bridge(
         return GatewayFleet(address, token, timeout, max_message_bytes, trainer)
 
     fleet = portal.run(join())
-    return Bridge(fleet, transport, str(run_dir or ""), checksums, trainer[0])
+    bridge = Bridge(fleet, transport, str(run_dir or ""), checksums, trainer[0])
+    bridge.http_url = _http_url(run_dir) if run_dir is not None else ""
+    return bridge
+
+
+def _http_url(directory: Path) -> str:
+    try:
+        return str(json.loads((directory / "gateway.json").read_text()).get("http", ""))
+    except FileNotFoundError:  # the gateway has just ended
+        return ""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from slipstream.config import EngineConfig, GatewayConfig
+from slipstream.config import EngineConfig, GatewayConfig, HttpConfig
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
 from slipstream.topology.environments import home, interpreter
 from slipstream.weights.transports import shm
@@ -69,8 +69,9 @@ class ProcessGroup:
         if pid is not None and not (self.run_dir / "journal.sqlite").exists():
             (self.run_dir / "gateway.json").unlink(missing_ok=True)
 
-    def start_gateway(self, config: GatewayConfig) -> None:
-        self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config)])
+    def start_gateway(self, config: GatewayConfig, http: HttpConfig | None = None) -> None:
+        front = ["--http", str(http.port), *_overrides(http)] if http is not None else []
+        self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config), *front])
         self._wait(lambda: _gateway_pid(self.run_dir) == self._processes["gateway"].pid, "the gateway to listen")
 
     def start_engine(self, name: str, model: Path, config: EngineConfig, patience: float) -> None:
@@ -185,6 +186,6 @@ def _options(config: GatewayConfig) -> list[str]:
     ]
 
 
-def _overrides(config: EngineConfig) -> list[str]:
+def _overrides(config: EngineConfig | HttpConfig) -> list[str]:
     """`max_concurrency=64`, as TOML values."""
     return [f"{field.name}={json.dumps(getattr(config, field.name))}" for field in fields(config)]

@@ -62,6 +62,7 @@ from slipstream.types import (
     Offer,
     Parameter,
     ParameterChecksums,
+    Progress,
     Request,
     Score,
     StageReport,
@@ -190,7 +191,7 @@ class EmbeddedEngine:
 
     # --- rollouts ---
 
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         return self._desk.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
@@ -298,6 +299,9 @@ class EmbeddedEngine:
 
     async def resume(self) -> None:
         await asyncio.wrap_future(self._worker.pause(False))
+
+    async def forget_prefixes(self) -> None:
+        await asyncio.wrap_future(self._worker.forget_prefixes())
 
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._inbox.is_updating)

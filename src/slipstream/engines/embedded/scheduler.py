@@ -120,6 +120,12 @@ class Scheduler:
             if sample.ticket.is_scoring:
                 sample.restart()
 
+    def forget_prefixes(self) -> None:
+        """What runs keeps its pages, and nobody else finds them."""
+        self.forget_cached()
+        for sample in self.live:
+            sample.pending.clear()
+
     def forget_cached(self) -> None:
         if self.tree is not None:
             self.tree.clear()

@@ -102,6 +102,9 @@ class Worker:
         """Done between two ticks: afterwards none runs."""
         return self._call(lambda: setattr(self, "_paused", paused))
 
+    def forget_prefixes(self) -> Future[None]:
+        return self._call(self._scheduler.forget_prefixes)
+
     def sleep(self, level: int) -> Future[MemoryReport]:
         return self._call(lambda: self._sleep(level))
 

@@ -47,6 +47,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     Score,
     StageReport,
@@ -142,7 +143,7 @@ class RemoteEngine:
 
     # --- rollouts ---
 
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         return self._desk.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
@@ -274,6 +275,10 @@ class RemoteEngine:
         async with self._turn:
             self._paused = False
             await self._go_on()
+
+    async def forget_prefixes(self) -> None:
+        async with self._turn:
+            await self._arrivals.forget_prefixes()
 
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._arrivals.is_updating)

@@ -133,7 +133,7 @@ class Arrivals(Reception):
             await self._client.post("/start_weight_update")
 
     async def forget_prefixes(self) -> None:
-        """What the older version has put into the prefix cache."""
+        """What is in the prefix cache, that of an older version too."""
         path, answer = "/reset_prefix_cache?reset_running_requests=true", None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RESET_SECONDS):

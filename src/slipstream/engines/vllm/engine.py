@@ -51,6 +51,7 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Offer,
+    Progress,
     Request,
     Score,
     StageReport,
@@ -138,7 +139,7 @@ class VllmEngine:
 
     # --- rollouts ---
 
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure], None]:
+    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         return self._desk.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
@@ -255,6 +256,10 @@ class VllmEngine:
         async with self._turn:
             self._paused = False
             await self._go_on()
+
+    async def forget_prefixes(self) -> None:
+        async with self._turn:
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._delivery.is_updating)

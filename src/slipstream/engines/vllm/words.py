@@ -20,6 +20,7 @@ def sampling_params(sample: Sample, on_gpu: bool) -> Any:
     ticket, sampling = sample.ticket, sample.ticket.sampling
     # A generator of torch's on CPU heeds 32 bits of its seed only: all of ours go into them.
     seed = xxhash.xxh3_64_intdigest(f"{ticket.seed} {sample.sample_index}".encode()) >> 1
+    looks = ticket.find_stop is not None or ticket.tells
     try:
         return SamplingParams(
             temperature=sampling.temperature,
@@ -40,9 +41,9 @@ def sampling_params(sample: Sample, on_gpu: bool) -> Any:
             flat_logprobs=True,
             detokenize=False,
             logit_bias=dict(sampling.logit_bias) or None,
-            # Whoever looks for a stop text must see every token. (Not by deltas: vLLM joins those that wait to be read, and
-            # then keys their logprobs by token, of which we send one twice.)
-            output_kind=RequestOutputKind.CUMULATIVE if ticket.find_stop else RequestOutputKind.FINAL_ONLY,
+            # Whoever looks for a stop text, or tells how far it is, must see every token. (Not by deltas: vLLM joins those that
+            # wait to be read, and then keys their logprobs by token, of which we send one twice.)
+            output_kind=RequestOutputKind.CUMULATIVE if looks else RequestOutputKind.FINAL_ONLY,
         )
     except Exception as error:  # it has bounds of its own: penalties of at most 2, say
         raise InvalidSampling(f"vLLM does not take these sampling parameters: {error}") from None

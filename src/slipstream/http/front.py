@@ -1,0 +1,66 @@
+"""What the calls of the front share: the fleet behind it, the model's text, and what is under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.bridge import Fleet
+from slipstream.config import HttpConfig
+from slipstream.http.answers import HttpError
+from slipstream.http.flights import Flights
+from slipstream.http.metrics import Metrics
+from slipstream.http.weights import Weights
+from slipstream.http.words import Words
+from slipstream.types import EngineInfo, FleetStatus
+
+NEAR = 0.5
+"""Seconds for which what an engine said of itself need not be asked again."""
+
+
+@dataclass
+class Front:
+    """On one event loop. `connect` makes a connection to the same fleet of its own, for a weight update."""
+
+    fleet: Fleet
+    config: HttpConfig
+    words: Words
+    weights: Weights
+    flights: Flights
+    metrics: Metrics = field(default_factory=Metrics)
+    started: int = field(default_factory=lambda: int(time.time()))
+    dozes: bool = False
+    """The fleet is paused because it was told to sleep at level 0."""
+    _known: tuple[float, EngineInfo] | None = None
+
+    @classmethod
+    def of(cls, fleet: Fleet, connect: Callable[[], Fleet], config: HttpConfig) -> Front:
+        words = Words.read(Path(config.model)) if config.model else Words()
+        weights = Weights(connect, Path(config.weights) if config.weights else None)
+        return cls(fleet, config, words, weights, Flights(config.request_seconds))
+
+    @property
+    def name(self) -> str:
+        """Of the model, as requests call it."""
+        return self.config.model_name or (Path(self.config.model).resolve().name if self.config.model else "policy")
+
+    def check_model(self, name: str) -> None:
+        if name not in ("", self.name):
+            text = f"the model {name[:100]!r} does not exist; this fleet serves {self.name!r}"
+            raise HttpError(404, text, "model_not_found", "model")
+
+    async def status(self) -> FleetStatus:
+        return await self.fleet.status()
+
+    async def info(self) -> EngineInfo:
+        """Of an engine that takes requests, or of any: they all hold the same model. Raises a 503 when there is none."""
+        now = time.monotonic()
+        if self._known is None or now - self._known[0] > NEAR:
+            engines = [e for e in (await self.status()).engines if e.state != "lost"]
+            if not engines:
+                raise HttpError(503, "no engine has registered yet", "not_ready", headers={"Retry-After": "1"})
+            first = min(engines, key=lambda e: e.info.max_model_len)
+            self._known = (now, first.info)
+        return self._known[1]

@@ -1,0 +1,88 @@
+"""A fleet that is a script, behind a front without a socket."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from slipstream.config import HttpConfig
+from slipstream.http.app import application
+from slipstream.http.front import Front
+from slipstream.types import Completion, EngineInfo, EngineStatus, FleetStatus, Progress, VersionSpan
+
+TOKEN = "a-token"
+
+
+def engine_info(name: str = "one") -> EngineInfo:
+    return EngineInfo(name, "fake", "fake-1", "float32", 1, (), (), (), "here", 128, 8, 0)
+
+
+def completion(request_id: str, tokens: Sequence[int], text: str = "", sample: int = 0) -> Completion:
+    spans = (VersionSpan(0, 0, len(tokens)),)
+    logprobs = tuple(-1.0 for _ in tokens)
+    return Completion(request_id, sample, (5,), tuple(tokens), text, logprobs, logprobs, "length", spans, "one")
+
+
+def progress(request_id: str, start: int, tokens: Sequence[int]) -> Progress:
+    return Progress(request_id, 0, start, tuple(tokens), tuple(-1.0 for _ in tokens))
+
+
+class FakeFleet:
+    """Answers `results(request_id)` to a request: lists are yielded, errors raised. Control calls are written down."""
+
+    def __init__(self, results: Any = None, failing: dict[str, Exception] | None = None) -> None:
+        self._results, self._failing = results, failing or {}
+        self.calls: list[str] = []
+        self.status_value = FleetStatus(0, 1.0, 0, (EngineStatus(engine_info(), "ready", 0, 0.0),))
+
+    async def status(self) -> FleetStatus:
+        self._fail("status")
+        return self.status_value
+
+    async def stream(self, requests: Sequence[Any]) -> AsyncIterator[list[Any]]:
+        for item in self._results(requests[0].id):
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    async def pause(self) -> None:
+        self._fail("pause")
+        self._set_paused(True)
+
+    async def resume(self) -> None:
+        self._fail("resume")
+        self._set_paused(False)
+
+    async def sleep(self, level: int) -> dict[str, Any]:
+        self._fail("sleep")
+        return {}
+
+    async def forget_prefixes(self) -> None:
+        self._fail("forget_prefixes")
+
+    async def wake(self, tags: Any = None) -> dict[str, Any]:
+        self._fail("wake")
+        return {}
+
+    def _set_paused(self, paused: bool) -> None:
+        engines = tuple(replace(engine, is_paused=paused) for engine in self.status_value.engines)
+        self.status_value = replace(self.status_value, engines=engines)
+
+    def _fail(self, call: str) -> None:
+        if call != "status":
+            self.calls.append(call)
+        if call in self._failing:
+            raise self._failing[call]
+
+
+@contextlib.asynccontextmanager
+async def front(fleet: Any, **config: Any) -> AsyncIterator[httpx.AsyncClient]:
+    made = Front.of(fleet, lambda: fleet, HttpConfig(**config))
+    transport = httpx.ASGITransport(application(made, TOKEN))
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://front", headers=headers, timeout=60) as client:
+        yield client

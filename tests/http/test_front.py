@@ -1,0 +1,304 @@
+"""The front over a scripted fleet: what it answers when things go wrong behind it, and before it."""
+
+import asyncio
+import json
+
+import pytest
+
+from slipstream.errors import DeadlineExceeded, EngineFailure, EngineLost, GatewayLost, MessageTooLarge, NotReady
+from slipstream.http import exchange
+from slipstream.http.app import CALLS
+from slipstream.types import Failure, FleetStatus
+from tests.http.fakes import TOKEN, FakeFleet, completion, front, progress
+
+
+def run(fleet, *calls, **config):
+    """Answers to `(method, path, body)`, one after the other."""
+
+    async def main():
+        async with front(fleet, **config) as client:
+            return [await client.request(method, path, **body) for method, path, body in calls]
+
+    return asyncio.run(main())
+
+
+def complete(**body):
+    return "POST", "/v1/completions", {"json": {"prompt": [5], **body}}
+
+
+def events(response):
+    assert response.headers["content-type"] == "text/event-stream"
+    return [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
+
+
+# --- who may come in -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.method} {call.path}")
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", TOKEN, f"Token {TOKEN}", "Basic !", "Basic eDp5"],
+)
+def test_no_call_without_the_token(call, header):
+    headers = {} if header is None else {"Authorization": header}
+
+    async def main():
+        async with front(FakeFleet()) as client:
+            del client.headers["Authorization"]
+            return await client.request(call.method, call.path, headers=headers)
+
+    response = asyncio.run(main())
+    if call.path == "/health":
+        assert response.status_code == 200
+    else:
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["/", "/nowhere", "/v1", "/health/x", "//health", "/docs"])
+def test_a_path_that_is_not_there_is_not_told_to_strangers(path):
+    async def main():
+        async with front(FakeFleet()) as client:
+            known = await client.get(path)
+            del client.headers["Authorization"]
+            return known, await client.get(path)
+
+    known, stranger = asyncio.run(main())
+    assert (known.status_code, stranger.status_code) == (404, 401)
+    assert known.json()["error"]["code"] == "not_found"
+
+
+def test_the_token_may_be_a_password():
+    async def main():
+        async with front(FakeFleet()) as client:
+            del client.headers["Authorization"]
+            return await client.get("/v1/models", auth=("anyone", TOKEN)), await client.get(
+                "/v1/models", auth=(TOKEN, "")
+            )
+
+    right, wrong = asyncio.run(main())
+    assert (right.status_code, wrong.status_code) == (200, 401)
+
+
+def test_a_wrong_method_says_which_is_right():
+    get, put = run(FakeFleet(), ("GET", "/v1/completions", {}), ("PUT", "/pause", {}))
+    assert get.status_code == put.status_code == 405
+    assert "takes POST, not GET" in get.json()["error"]["message"] and get.headers["allow"] == "POST"
+
+
+# --- what comes in ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[]", "a JSON object"),
+        (b'"x"', "a JSON object"),
+        (b"null", "a JSON object"),
+        (b'{"prompt": NaN}', "NaN"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "\\ud800"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"", "prompt is missing"),
+        (b'{"prompt": null}', "prompt"),
+        (b'{"prompt": {}}', "prompt must be"),
+        (b'{"prompt": []}', "1 to 4096 prompts"),
+        (b'{"prompt": [[]]}', "prompt must be"),
+        (b'{"prompt": [1, "a"]}', "prompt must be"),
+        (b'{"prompt": [-1]}', "prompt must be"),
+        (b'{"prompt": [4294967296]}', "prompt must be"),
+        (b'{"prompt": [true]}', "prompt must be"),
+        (b'{"prompt": ""}', "the prompt is empty"),
+        (b'{"prompt": "a", "n": 0}', "n must be at least 1"),
+        (b'{"prompt": "a", "n": 4097}', "n must be at most 4096"),
+        (b'{"prompt": ["a", "b"], "n": 4000}', "at most 4096 choices"),
+        (b'{"prompt": "a", "n": 2.5}', "n must be an integer"),
+        (b'{"prompt": "a", "top_p": 0}', "top_p must be more than 0"),
+        (b'{"prompt": "a", "stop": [""]}', "stop must be texts"),
+        (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
+        (b'{"prompt": "a", "logit_bias": {"99999999999": 1}}', "logit_bias"),
+        (b'{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
+        (b'{"prompt": "a", "stream": true, "echo": true}', "not streamed"),
+        (b'{"prompt": "a", "best_of": 3}', "best_of"),
+        (b'{"prompt": "a", "logprobs": 21}', "logprobs must be at most 20"),
+        (b'{"prompt": "a", "stream": true, "stream_options": {"all": true}}', "stream_options"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(body, says):
+    (response,) = run(FakeFleet(), ("POST", "/v1/completions", {"content": body}))
+    assert response.status_code == 400 and says in response.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large():
+    async def pieces():
+        for _ in range(64):
+            yield b" " * 1024
+
+    said, unsaid, fits = run(
+        FakeFleet(),
+        ("POST", "/v1/completions", {"content": b" " * (64 << 10)}),
+        ("POST", "/v1/completions", {"content": pieces()}),
+        ("POST", "/v1/completions", {"content": b" " * (16 << 10)}),
+        max_body_bytes=16 << 10,
+    )
+    assert said.status_code == unsaid.status_code == 413 and "max_body_bytes" in said.json()["error"]["message"]
+    assert fits.status_code == 400
+
+
+def test_chats_without_a_template_or_with_what_is_not_text():
+    def chat(*messages, **more):
+        return "POST", "/v1/chat/completions", {"json": {"messages": list(messages), **more}}
+
+    none, tools, form, empty = run(
+        FakeFleet(),
+        chat({"role": "user", "content": "a"}),
+        chat({"role": "user", "content": "a"}, tool_choice="required"),
+        chat({"role": "user", "content": "a"}, response_format={"type": "json_object"}),
+        chat(),
+    )
+    assert none.status_code == 400 and "no chat template" in none.json()["error"]["message"]
+    assert tools.json()["error"]["param"] == "tool_choice" and form.json()["error"]["param"] == "response_format"
+    assert empty.json()["error"]["param"] == "messages"
+
+
+# --- what goes wrong behind it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (NotReady("no weights"), 503),
+        (EngineLost("gone"), 503),
+        (GatewayLost("gone"), 503),
+        (DeadlineExceeded("late"), 504),
+        (MessageTooLarge("large"), 413),
+        (EngineFailure("broken"), 500),
+    ],
+)
+def test_errors_keep_their_kind(error, status):
+    raised, failed, streamed = run(
+        FakeFleet(lambda _: [error]), complete(), complete(stream=True), ("GET", "/v1/models", {})
+    )
+    assert raised.status_code == failed.status_code == status and streamed.status_code == 200
+    assert raised.json()["error"] == {
+        "message": str(error),
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": None,
+        "code": type(error).__name__,
+    }
+    (told,) = run(FakeFleet(lambda name: [[Failure(name, error)]]), complete())
+    assert told.status_code == status
+
+
+def test_what_nobody_meant_to_raise_stays_in_the_log():
+    (response,) = run(FakeFleet(lambda _: [ZeroDivisionError("secret")]), complete())
+    assert response.status_code == 500 and "secret" not in response.text
+    assert response.json()["error"]["code"] == "internal_error"
+
+
+def test_an_error_in_the_midst_of_a_stream_is_its_last_event():
+    script = [[progress("cmpl/0", 0, [5, 6])], EngineLost("gone")]
+    (response,) = run(FakeFleet(lambda name: [[progress(name, 0, [5, 6])], *script[1:]]), complete(stream=True))
+    first, last = events(response)
+    assert response.status_code == 200 and json.loads(first)["choices"][0]["token_ids"] == [5, 6]
+    assert json.loads(last)["error"]["code"] == "EngineLost"
+
+
+def test_a_sample_that_began_anew_with_the_same_tokens_goes_on():
+    def script(name):
+        told = [progress(name, 0, [5, 6]), progress(name, 0, [5]), progress(name, 1, [6, 7])]
+        return [[one] for one in told] + [[completion(name, [5, 6, 7, 8])]]
+
+    (response,) = run(FakeFleet(script), complete(stream=True))
+    *chunks, done = events(response)
+    assert [json.loads(chunk)["choices"][0]["token_ids"] for chunk in chunks] == [[5, 6], [7], [8]]
+    assert done == "[DONE]"
+
+
+@pytest.mark.parametrize("after", [progress, completion])
+def test_a_sample_that_began_anew_with_other_tokens_ends_the_stream(after):
+    def script(name):
+        other = progress(name, 0, [5, 9]) if after is progress else completion(name, [5])
+        return [[progress(name, 0, [5, 6])], [other]]
+
+    (response,) = run(FakeFleet(script), complete(stream=True))
+    assert json.loads(events(response)[-1])["error"]["code"] == "began_anew"
+
+
+def test_a_stream_that_waits_says_that_it_is_alive(monkeypatch):
+    monkeypatch.setattr(exchange, "PING_SECONDS", 0.01)
+
+    class Slow(FakeFleet):
+        async def stream(self, requests):
+            await asyncio.sleep(0.2)
+            yield [completion(requests[0].id, [5])]
+
+    (response,) = run(Slow(), complete(stream=True))
+    assert response.text.startswith(": waiting\n\n") and events(response)[-1] == "[DONE]"
+
+
+def test_a_generation_that_takes_too_long_has_failed():
+    class Never(FakeFleet):
+        async def stream(self, requests):
+            await asyncio.Event().wait()
+            yield []
+
+    (response,) = run(Never(), complete(), request_seconds=0.1)
+    assert response.status_code == 504 and "request_seconds" in response.json()["error"]["message"]
+
+
+def test_a_pause_that_fails_on_one_engine_is_undone():
+    fleet = FakeFleet(failing={"pause": EngineLost("one is gone")})
+    (response,) = run(fleet, ("POST", "/pause", {}))
+    assert response.status_code == 503 and fleet.calls == ["pause", "resume"]
+    fleet = FakeFleet(failing={"sleep": EngineLost("one is gone")})
+    (response,) = run(fleet, ("POST", "/sleep", {}))
+    assert response.status_code == 503 and fleet.calls == ["sleep", "wake"]
+    fleet = FakeFleet(failing={"pause": EngineLost("one is gone")})
+    fleet._set_paused(True)
+    run(fleet, ("POST", "/pause", {}))
+    assert fleet.calls == ["pause"], "it was paused before, and stays so"
+
+
+def test_ready_is_not_alive():
+    empty = FakeFleet()
+    empty.status_value = FleetStatus(-1, 1.0, 0, ())
+    alive, ready, models, size = run(
+        empty, ("GET", "/health", {}), ("GET", "/ready", {}), ("GET", "/v1/models", {}), ("GET", "/get_world_size", {})
+    )
+    assert alive.status_code == 200
+    assert ready.status_code == models.status_code == size.status_code == 503
+    assert models.headers["retry-after"] == "1"
+    (ready,) = run(FakeFleet(), ("GET", "/ready", {}))
+    assert ready.json() == {"status": "ready", "policy_version": 0, "engines": {"one": "ready"}}
+
+
+def test_without_a_directory_no_weights_are_loaded():
+    (response,) = run(FakeFleet(), ("POST", "/bridge/notify_update", {"json": {}}))
+    assert response.status_code == 400 and "weights=DIRECTORY" in response.json()["error"]["message"]
+
+
+def test_metrics_count_calls_and_tokens():
+    fleet = FakeFleet(lambda name: [[completion(name, [5, 6])]])
+    *_, response = run(fleet, complete(), complete(n=0), ("GET", "/metrics", {}))
+    assert response.headers["content-type"].startswith("text/plain")
+    for line in (
+        'slipstream_http_requests_total{method="POST",path="/v1/completions",status="200"} 1.0',
+        'slipstream_http_requests_total{method="POST",path="/v1/completions",status="400"} 1.0',
+        'slipstream_http_tokens_total{kind="completion"} 2.0',
+        'slipstream_engines{state="ready"} 1.0',
+        "slipstream_policy_version 0.0",
+    ):
+        assert line in response.text.splitlines()
+
+
+def test_impossible_tokens_have_finite_logprobs():
+    def script(name):
+        found = completion(name, [5, 6])
+        return [[type(found)(**{f: getattr(found, f) for f in found.__slots__} | {"logprobs": (float("-inf"), -1.0)})]]
+
+    (response,) = run(FakeFleet(script), complete(logprobs=0))
+    assert response.json()["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0, -1.0]

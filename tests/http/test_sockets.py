@@ -1,0 +1,173 @@
+"""Clients that go, dawdle, or come again; and where the front listens."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+
+from tests.http.served import eventually, serve
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory):
+    """Waits for bodies for half a second."""
+    with serve(tmp_path_factory.mktemp("impatient"), body_seconds=0.5) as found:
+        yield found
+
+
+def requests_of(served):
+    return sum(engine.num_requests for engine in served.bridge.status().engines)
+
+
+def opened(served):
+    where = urlsplit(served.url)
+    return socket.create_connection((where.hostname, where.port), timeout=60)
+
+
+def request_of(served, path, body):
+    data = json.dumps(body).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: front",
+        f"Authorization: Bearer {served.token}",
+        f"Content-Length: {len(data)}",
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_a_client_that_goes_takes_its_generation_with_it(served, path, stream):
+    body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "abc"}
+    if path != "/generate":
+        body["stream"] = stream
+    served.bridge.pause()
+    try:
+        with opened(served) as client:
+            client.sendall(request_of(served, path, body))
+            eventually(lambda: requests_of(served) == 1)
+        eventually(lambda: requests_of(served) == 0)
+    finally:
+        served.bridge.resume()
+    assert "slipstream_http_in_flight 0.0" in httpx.get(f"{served.url}/metrics", headers=served.headers).text
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(served):
+    with opened(served) as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        body = {"prompt": ["abc"] * 60, "n": 4, "max_tokens": 40, "logprobs": 20, "stream": True}
+        lazy.sendall(request_of(served, "/v1/completions", body))
+        eventually(lambda: requests_of(served) > 0)
+        assert served.post("/v1/completions", {"prompt": "abc"})["choices"]
+    eventually(lambda: requests_of(served) == 0)
+
+
+def test_a_client_that_sends_too_slowly_is_sent_away(impatient):
+    with opened(impatient) as slow:
+        slow.sendall(request_of(impatient, "/v1/completions", {"prompt": "abc"})[:-5])
+        answer = http.client.HTTPResponse(slow)
+        answer.begin()
+        assert answer.status == 408 and "body_seconds" in json.loads(answer.read())["error"]["message"]
+        assert slow.recv(1) == b"", "and the connection is closed"
+    with opened(impatient) as half:  # gone in the midst of it
+        half.sendall(request_of(impatient, "/v1/completions", {"prompt": "abc"})[:-5])
+    assert impatient.get("/health")
+
+
+def test_a_connection_is_used_again(served):
+    where = urlsplit(served.url)
+    client = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
+    client.request("GET", "/health")
+    client.getresponse().read()
+    kept = client.sock
+    for body in ("{", json.dumps({"prompt": "abc", "stream": True}), json.dumps({"prompt": "abc"})):
+        client.request("POST", "/v1/completions", body, served.headers)
+        client.getresponse().read()
+        assert client.sock is kept and kept is not None
+    client.close()
+
+
+def test_junk_does_not_hurt_it(served):
+    for junk in (
+        os.urandom(4096),
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"\r\n" * 1000,
+        b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    ):
+        with opened(served) as peer:
+            peer.sendall(junk)
+            peer.shutdown(socket.SHUT_WR)
+    with opened(served) as peer:  # headers without end
+        peer.sendall(b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"a" * 200_000)
+        with contextlib.suppress(ConnectionResetError):
+            while peer.recv(4096):
+                pass
+    assert served.get("/v1/models")
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def start(run_dir, *options):
+    return subprocess.Popen([sys.executable, "-m", "slipstream.cli", "gateway", "--run-dir", str(run_dir), *options])
+
+
+def facts_of(run_dir, process):
+    file = run_dir / "gateway.json"
+
+    def is_there():
+        assert process.poll() is None
+        return file.exists() and json.loads(file.read_text())["pid"] == process.pid
+
+    eventually(is_there)
+    return json.loads(file.read_text())
+
+
+def test_it_listens_on_loopback_and_comes_back_at_the_same_port(tmp_path):
+    process = start(tmp_path, "--http", "0")
+    try:
+        url = facts_of(tmp_path, process)["http"]
+        listening = [c.laddr for c in psutil.Process(process.pid).net_connections("inet") if c.status == "LISTEN"]
+        assert len(listening) == 2 and {a.ip.removeprefix("::ffff:") for a in listening} == {"127.0.0.1"}
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert not any(word in maps for word in ("jaxlib", "torch", "libcuda"))
+        assert httpx.get(f"{url}/health").status_code == 200
+        token = (tmp_path / "token").read_text()
+        assert httpx.get(f"{url}/ready", headers={"Authorization": f"Bearer {token}"}).status_code == 503
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process = start(tmp_path, "--http", "0")
+        assert facts_of(tmp_path, process)["http"] == url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_it_is_not_started_with(tmp_path):
+    def refused(*options):
+        command = [sys.executable, "-m", "slipstream.cli", "gateway", "--run-dir", str(tmp_path), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2, done.stderr
+        return done.stderr
+
+    assert "loopback only" in refused("--http", "0", "host=0.0.0.0")
+    assert "without --http" in refused("model=x")
+    assert "did you mean 'model'" in refused("--http", "0", "modle=x")
+    assert "is no directory" in refused("--http", "0", f"model={tmp_path / 'nowhere'}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "cannot listen for HTTP" in refused("--http", str(taken.getsockname()[1]))
+    assert not (tmp_path / "token").exists()

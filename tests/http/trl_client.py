@@ -1,0 +1,68 @@
+"""Run as a process of its own: TRL's two clients, as they are, against the front. Prints what they found, as JSON.
+
+TRL wants vLLM to be installed, for NCCL alone; what stands in for it here raises when it is used."""
+
+import importlib.abc
+import importlib.machinery
+import json
+import sys
+import types
+
+url, token = sys.argv[1:]
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Every module of vLLM's can be imported, and nothing in it can be called."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "vllm":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return Empty(spec.name)
+
+    def exec_module(self, module):
+        module.__version__ = "0.31.0"
+
+
+class Empty(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return nothing
+
+
+def nothing(*_, **__):
+    raise AssertionError("there is no vLLM here")
+
+
+sys.meta_path.insert(0, Absent())
+
+from accelerate import PartialState  # noqa: E402
+from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
+from trl.generation.vllm_client import VLLMClient  # noqa: E402
+
+with_token = url.replace("://", f"://trainer:{token}@")  # TRL knows no keys: a URL can carry one
+client = VLLMClient(base_url=with_token)
+found = {
+    "model": client.model,
+    "world_size": client.get_world_size(),
+    "texts": client.generate(["hello", "abc"], n=2, max_tokens=6, generation_kwargs={"seed": 3}),
+    "ids": client.generate([[5, 6, 7]], max_tokens=6, logprobs=2, temperature=0.7, top_p=0.9),
+    "chat": client.chat([[{"role": "user", "content": "hi"}]], max_tokens=4),
+    "sequence": client.get_sequence_logprobs([[5, 6, 7, 8, 9]], [2], top_logprobs=3),
+    "transfer": client.get_server_info()["weight_transfer_config"],
+}
+client.reset_prefix_cache()
+try:
+    client.init_communicator("cpu")
+except Exception as error:
+    found["refused"] = str(error)
+
+PartialState(cpu=True)  # its logger wants one
+other = AsyncClient(with_token)
+other.wait_for_server_ready()
+found["max_model_len"], found["dtype"] = other.get_max_model_len(), other.get_dtype()
+other.pause()
+other.resume()
+print(json.dumps(found))
