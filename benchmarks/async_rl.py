@@ -5,10 +5,9 @@ with generations whose lengths have a long tail.
 
 A real trainer (GRPO on reversing digits) and a real engine in another process, each on a core of its own, as they would have a
 device of their own. Every prompt's samples run on to a length drawn from a long-tailed distribution (half are short, a few are
-sixty times as long), as answers of reasoning models do. Learned from is what comes before the end-of-sequence token: otherwise
-the trainer would take twice as long as the engine, which on GPUs it does not. Both modes take the same prompts with the same
-seeds, in blocks of steps in turn, so that a noisy machine slows both alike; the engine whose turn it is not is paused. The exit
-code is 0 whatever the verdict: a benchmark reports."""
+twenty times as long), as answers of reasoning models do. Learned from is what comes before the end-of-sequence token. Both
+modes take the same prompts with the same seeds, in blocks of steps in turn, so that a noisy machine slows both alike; the
+engine whose turn it is not is paused. The exit code is 0 whatever the verdict: a benchmark reports."""
 
 from __future__ import annotations
 
@@ -41,10 +40,10 @@ from slipstream.rl.tokens import Codec, init_small, write_small_model
 from slipstream.rl.train_step import init_state, make_train_step
 from slipstream.types import Completion, SamplingParams
 
-PROMPTS, GROUP, SHORTEST, LONGEST, ROW = 8, 4, 6, 384, 400
-SIGMA = 2.0
-"""Of the lengths' logarithm: half of them are the shortest, and the longest of eight is 150 tokens on average."""
-ROWS = range(1, 7)
+PROMPTS, GROUP, SHORTEST, LONGEST, ROW = 8, 4, 6, 120, 128
+SIGMA = 1.5
+"""Of the lengths' logarithm: half of them are the shortest, and the longest of eight is 60 tokens on average."""
+ROWS = range(1, 9)
 """Of packed batches: the programs for these are compiled before the first step."""
 SPEEDUP_TARGET = 1.8
 BLOCK, WARMUP_BLOCKS = 10, 2
@@ -87,14 +86,13 @@ def main() -> None:
         model_dir = root / "model"
         write_small_model(model_dir)
         move_to(cores[-1])  # the processes that are started stay there
-        bridges = []
-        for number in range(len(loops)):
-            options = EngineConfig(max_concurrency=4 * PROMPTS * GROUP, max_model_len=ROW)
-            run_dir = root / f"run{number}"
-            bridges.append(
-                stack.enter_context(slipstream.launch(model_dir, engine=options, run_dir=run_dir, start_timeout=300))
-            )
-        move_to(cores[0])
+        options = EngineConfig(max_concurrency=2 * PROMPTS * GROUP, max_model_len=ROW)
+        run_dirs = [root / f"run{number}" for number in range(len(loops))]
+        bridges = [
+            stack.enter_context(slipstream.launch(model_dir, engine=options, run_dir=run_dir, start_timeout=300))
+            for run_dir in run_dirs
+        ]
+        move_to(cores[0], *(gateway_of(run_dir) for run_dir in run_dirs))
         runs = [train(*pair, model_dir, arguments.warm_up, blocks * BLOCK) for pair in zip(loops, bridges)]
         for block in range(blocks):
             for loop, bridge, run in zip(loops, bridges, runs):
@@ -118,10 +116,15 @@ def main() -> None:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def move_to(core: int) -> None:
-    """All threads of this process, and with them what they will start."""
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
+def move_to(core: int, *others: int) -> None:
+    """All threads of this process and of others, and with them what they will start."""
+    for process in (os.getpid(), *others):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
+
+def gateway_of(run_dir: Path) -> int:
+    return int(json.loads((run_dir / "gateway.json").read_text())["pid"])
 
 
 def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) -> Iterator[None]:

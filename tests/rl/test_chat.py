@@ -8,7 +8,8 @@ import pytest
 from slipstream.config import load
 from slipstream.demo import run_train
 from slipstream.errors import ConfigError
-from slipstream.rl.chat import Chat, ChatTemplate, codec_of
+from slipstream.model.chat import ChatTemplate
+from slipstream.rl.chat import Chat, codec_of
 from slipstream.rl.config import TaskConfig, TrainConfig
 from slipstream.rl.records import Evaluation, StepRecord, read_records
 from slipstream.rl.tokens import Codec

@@ -1,27 +1,24 @@
-"""A model's text: its tokenizer, and its chat template, rendered as transformers renders it, in a sandbox."""
+"""A model's text: its tokenizer, and its chat template (`model/chat.py`)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from slipstream.engines.intake import read_tokenizer
 from slipstream.errors import ConfigError, InvalidPrompt, Unsupported
+from slipstream.model.chat import ChatTemplate
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Words:
     """Of one HF directory; of none, it only knows tokens by their numbers."""
 
-    def __init__(self, tokenizer: Any = None, template: str = "", specials: Mapping[str, str] | None = None) -> None:
-        """`tokenizer` is a `tokenizers.Tokenizer` or None; `specials` are what the template knows as `eos_token` and so on."""
-        self._tokenizer, self._specials = tokenizer, dict(specials or {})
-        self._template = _compiled(template) if template else None
+    def __init__(self, tokenizer: Any = None, template: ChatTemplate | None = None) -> None:
+        """`tokenizer` is a `tokenizers.Tokenizer` or None."""
+        self._tokenizer, self._template = tokenizer, template
         self._texts: dict[int, str] = {}
 
     @classmethod
@@ -29,8 +26,7 @@ class Words:
         """As HF keeps them: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`. All may be absent."""
         if not directory.is_dir():
             raise ConfigError(f"{directory} is no directory; the HTTP front reads a model's tokenizer from there")
-        settings = _json(directory / "tokenizer_config.json")
-        return cls(read_tokenizer(directory), _template(directory, settings), _specials(directory, settings))
+        return cls(read_tokenizer(directory), ChatTemplate.read(directory))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -78,21 +74,8 @@ class Words:
                 "this model has no chat template (chat_template.jinja, or in tokenizer_config.json); send /v1/completions the "
                 "prompt as it is to be, or name a model directory that has one (model=…)"
             )
-        from jinja2 import TemplateError
-
-        known = {**self._specials, **(more or {})}
-        known |= {
-            "messages": [_message(message, index) for index, message in enumerate(messages)],
-            "tools": list(tools) if tools else None,
-            "documents": known.get("documents"),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return str(self._template.render(known))
-        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, AttributeError, IndexError) as error:
-            raise InvalidPrompt(f"the model's chat template does not take these messages: {error}") from None
-        except (RecursionError, MemoryError):
-            raise InvalidPrompt("the model's chat template takes these messages too far") from None
+        told = [_message(message, index) for index, message in enumerate(messages)]
+        return self._template.render(told, tools, more, add_generation_prompt)
 
     def _needed(self, doing: str) -> Any:
         if self._tokenizer is None:
@@ -121,61 +104,3 @@ def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
-
-
-def _compiled(source: str) -> Any:
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}`, with which templates mark what the assistant says: its body, and nothing else."""
-
-        tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def complain(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": complain, "strftime_now": lambda form: datetime.now().strftime(form)}
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"the model's chat template is no template: {error}") from None
-
-
-def _template(directory: Path, settings: Mapping[str, Any]) -> str:
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        return file.read_text()
-    found = settings.get("chat_template") or ""
-    if isinstance(found, list):  # several, by name
-        found = next((entry["template"] for entry in found if entry.get("name") == "default"), "")
-    return str(found)
-
-
-def _specials(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    found = {**_json(directory / "special_tokens_map.json"), **settings}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
-    return {key: text for key in _SPECIALS if isinstance(text := texts.get(key), str)}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        return dict(json.loads(file.read_text()))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not a JSON object: {error}") from None

@@ -17,10 +17,11 @@ from pathlib import Path
 from slipstream.bridge import Bridge
 from slipstream.errors import ConfigError
 from slipstream.model import checkpoint, decoder
+from slipstream.model.chat import TEMPLATE_FILE
 from slipstream.model.config import ModelConfig
 from slipstream.observe.loggers import open_logs
 from slipstream.rl import resume, supervised
-from slipstream.rl.chat import TEMPLATE_FILE, codec_of
+from slipstream.rl.chat import codec_of
 from slipstream.rl.config import TrainConfig
 from slipstream.rl.judge import judge_of
 from slipstream.rl.prompts import WARMUP_STREAM
