@@ -1,5 +1,6 @@
 import os
 import tempfile
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
@@ -13,6 +14,12 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Tests that run beside each other do not see each other's segments: some make sure that none is left.
+_segments = None
+if "PYTEST_XDIST_WORKER" in os.environ and Path("/dev/shm").is_dir():
+    _segments = tempfile.TemporaryDirectory(prefix="slipstream-tests-", dir="/dev/shm")
+    os.environ["SLIPSTREAM_SHM_DIR"] = _segments.name
+
 # A busy machine is not a bug: no test fails for being slow.
 settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slipstream")
@@ -20,3 +27,5 @@ settings.load_profile("slipstream")
 
 def pytest_unconfigure() -> None:
     _cache.cleanup()
+    if _segments is not None:
+        _segments.cleanup()

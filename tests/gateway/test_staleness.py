@@ -43,7 +43,7 @@ class Run(RuleBasedStateMachine):
     def takeable(self) -> list[int]:
         if self.taken >= self.bound.batch:
             return []
-        return sorted(self.finished.keys() & self.staleness.due if self.staleness.num_due(1) else self.finished)
+        return [group for group in sorted(self.finished) if not self.staleness.lacking({group}, 1)]
 
     @precondition(lambda self: self.takeable())
     @rule(data=st.data())
@@ -98,8 +98,11 @@ class Run(RuleBasedStateMachine):
             assert self.staleness.room
 
     @invariant()
-    def what_is_due_has_room_in_the_batch(self) -> None:
-        assert self.crashes or len(self.staleness.due) <= self.bound.batch - self.taken
+    def whoever_waits_waits_for_something_that_runs(self) -> None:
+        if self.taken < self.bound.batch and self.finished and not self.takeable():
+            assert self.running
+        if not self.running and self.taken + len(self.finished) >= self.bound.batch:
+            assert not self.staleness.lacking(self.finished, self.bound.batch - self.taken)
 
 
 Run.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
@@ -125,16 +128,26 @@ def test_a_straggler_that_is_overtaken_is_waited_for_in_the_end() -> None:
     staleness = Staleness(Bound(1, 2), version=0)
     for group in (1, 2, 3, 4):
         staleness.start(group)
-    assert staleness.due == set()
+    assert not staleness.lacking({2, 3}, 2)
     staleness.take(2)
     staleness.take(3)
     assert staleness.synced(1) == []  # groups 1 and 4 are one version old: that is allowed, and they are due
-    assert staleness.due == {1, 4} and staleness.num_due(1) == 1 and staleness.num_due(2) == 2
+    assert staleness.lacking({}, 1) == 1 and staleness.lacking({4}, 2) == 1 and not staleness.lacking({1, 4}, 2)
     staleness.take(4)
-    assert staleness.due == {1} and staleness.num_due(1) == 1
+    assert staleness.lacking({}, 1) == 1
     assert staleness.synced(2) == [1]  # a trainer that syncs all the same
     staleness.renew(1)
     assert staleness.synced(3) == [] and staleness.age(2) == 1
+
+
+def test_the_old_are_not_passed_over_until_there_are_too_many_of_them() -> None:
+    """Of three that are equally old one can still wait for two syncs, another for one; then nobody else may be taken."""
+    staleness = Staleness(Bound(3, 1), version=0)
+    for group in (1, 2, 3):
+        staleness.start(group)
+    assert staleness.synced(1) == []  # as if another had been taken
+    staleness.start(4)
+    assert staleness.turn(3) < staleness.turn(4) and staleness.lacking({4}, 1) == 1 and not staleness.lacking({3}, 1)
 
 
 def test_a_batch_is_the_first_of_a_few_more_to_finish() -> None:

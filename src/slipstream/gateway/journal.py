@@ -269,6 +269,11 @@ class Journal:
             found.append(Taken(position, id, version, age, tuple(row[0] for row in samples), error))
         return found
 
+    def ids_taken(self) -> list[str]:
+        """In order, also of those whose completions are no longer here."""
+        rows = self._db.execute("SELECT id FROM takes JOIN groups USING (number) ORDER BY position")
+        return [id for (id,) in rows]
+
     @property
     def forgotten(self) -> int:
         """The last position whose completions are no longer here."""

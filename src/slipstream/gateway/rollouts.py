@@ -114,9 +114,9 @@ class Rollouts:
         return len(fresh)
 
     async def take(self, after: int, count: int, timeout: float, saved: int = 0) -> list[Taken]:
-        """`count` groups behind position `after`: those that were taken before, and then finished ones, first those that would
-        be too old after the next sync, then in the order in which they were accepted. All of them, or `DeadlineExceeded` and
-        none. Positions up to `saved` will not be asked for again."""
+        """`count` groups behind position `after`: those that were taken before, and then finished ones, the oldest first (see
+        `Staleness.lacking` for those that are waited for). All of them, or `DeadlineExceeded` and none. Positions up to
+        `saved` will not be asked for again."""
         self._journal.count_from(after)
         self._journal.forget(min(saved, after))
         missing = count - len(self._journal.taken(after, count))
@@ -125,13 +125,12 @@ class Rollouts:
                 async with asyncio.timeout(timeout):
                     await self._until(missing)
             except TimeoutError:
-                lacking = self._lacking(missing)
-                why = f"; {lacking} would be too old after the next sync, and must be among them" if lacking > 0 else ""
+                lacking = self._staleness.lacking(self._finished, missing)
+                why = f"; {lacking} would be too old later, and must be among them" if lacking else ""
                 raise DeadlineExceeded(
                     f"{len(self._finished)} of {missing} groups were finished within {timeout:g} s ({self._where()}){why}"
                 ) from None
-            due = self._staleness.due
-            numbers = sorted(self._finished, key=lambda number: (number not in due, number))[:missing]
+            numbers = sorted(self._finished, key=self._staleness.turn)[:missing]
             self._journal.take(numbers, self._staleness.version)
             for number in numbers:
                 del self._finished[number]
@@ -141,7 +140,7 @@ class Rollouts:
 
     async def _until(self, count: int) -> None:
         """So many are finished, and among them those that cannot wait."""
-        while len(self._finished) < count or self._lacking(count) > 0:
+        while len(self._finished) < count or self._staleness.lacking(self._finished, count):
             if not self._running and not self._finished:
                 self._staleness.check_can_take()
             if not self._running and not self._queue:
@@ -151,10 +150,6 @@ class Rollouts:
                 )
             self._news.clear()
             await self._news.wait()
-
-    def _lacking(self, count: int) -> int:
-        """Groups that must be among the next `count`, and are not finished."""
-        return self._staleness.num_due(count) - len(self._staleness.due & self._finished.keys())
 
     def _where(self) -> str:
         return ", ".join(f"{count} {what}" for what, count in self.counts.items())

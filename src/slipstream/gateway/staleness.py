@@ -7,14 +7,15 @@ trained when it is taken. No group is taken at an age above `bound`:
     start   only while   groups that were started and not taken  <  (bound + 1) · batch − taken since the last sync
             so that, taken in the order of starting, none would be too old by its turn; with a `surplus`, only while they
             are fewer than batch + surplus − taken
-    take    any that are finished; but those that the next sync would make too old are waited for, in the batch before it.
-            There are no more of them than a batch has left
+    take    the oldest that are finished; but some are waited for: those that would be too old one day, because the batches up
+            to then have no room for all that are as old. Then nothing becomes too old
     sync    a group that is too old all the same (a trainer that has crashed syncs without taking) is made anew
 
 With a bound of 0 nothing is started that the next version would see: strictly on-policy."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -98,17 +99,22 @@ class Staleness:
         self._started.pop(group, None)
         self.taken += 1
 
-    @property
-    def due(self) -> set[int]:
-        """Groups that the next sync would make too old."""
+    def lacking(self, finished: Collection[int], count: int) -> int:
+        """How many groups must be finished beside these before `count` can be taken: those that would be too old if they were
+        passed over now, since the batches up to then have no room for them all."""
         if self.bound.late == "deliver":
-            return set()
-        return {group for group, version in self._started.items() if self.age(version) >= self.bound.max_staleness}
+            return 0
+        most = 0
+        for syncs in range(self.bound.max_staleness + 1):
+            # Too old after so many syncs and one more, and what can be taken until then besides.
+            due = [g for g, version in self._started.items() if self.age(version) >= self.bound.max_staleness - syncs]
+            later = max(0, (syncs + 1) * self.bound.batch - self.taken - count)
+            most = max(most, min(count, len(due) - later) - sum(group in finished for group in due))
+        return most
 
-    def num_due(self, count: int) -> int:
-        """How many of those must be among the next `count` groups that are taken, so that the rest of the batch has room for
-        the others."""
-        return min(count, max(0, len(self.due) - max(0, self.bound.batch - self.taken - count)))
+    def turn(self, group: int) -> tuple[int, int]:
+        """Whose turn it is when several are finished: the oldest first."""
+        return self._started.get(group, self.version), group
 
     def check_can_take(self) -> None:
         """Raises `StaleRollouts` when waiting would never end: nothing is under way, and nothing may start before a sync."""

@@ -25,6 +25,10 @@ _NONCE_BYTES = 64
 
 
 def directory() -> Path:
+    """Where segments lie: in memory that all processes of a host see. SLIPSTREAM_SHM_DIR names another such place, the same for
+    trainer and engines, where `/dev/shm` is too small."""
+    if named := os.environ.get("SLIPSTREAM_SHM_DIR"):
+        return Path(named)
     return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
