@@ -19,7 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ from slipstream.rl.train_step import init_state, make_train_step
 from slipstream.types import Completion, SamplingParams
 
 PROMPTS, GROUP, SHORTEST, LONGEST, ROW = 8, 4, 6, 120, 128
-MODEL = json.loads(os.environ.get('MODEL','{}'))
 SIGMA = 1.5
 """Of the lengths' logarithm: half of them are the shortest, and the longest of eight is 60 tokens on average."""
 ROWS = range(1, 9)
@@ -85,8 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         root = Path(temporary)
         model_dir = root / "model"
-        config = replace(write_small_model(model_dir), **MODEL)
-        (model_dir / "config.json").write_text(json.dumps(config.to_hf()))
+        write_small_model(model_dir)
         move_to(cores[-1])  # the processes that are started stay there
         options = EngineConfig(max_concurrency=2 * PROMPTS * GROUP, max_model_len=ROW)
         run_dirs = [root / f"run{number}" for number in range(len(loops))]
