@@ -15,6 +15,7 @@ With a bound of 0 nothing is started that the next version would see: strictly o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -104,12 +105,16 @@ class Staleness:
         passed over now, since the batches up to then have no room for them all."""
         if self.bound.late == "deliver":
             return 0
-        most = 0
-        for syncs in range(self.bound.max_staleness + 1):
-            # Too old after so many syncs and one more, and what can be taken until then besides.
-            due = [g for g, version in self._started.items() if self.age(version) >= self.bound.max_staleness - syncs]
-            later = max(0, (syncs + 1) * self.bound.batch - self.taken - count)
-            most = max(most, min(count, len(due) - later) - sum(group in finished for group in due))
+        syncs = {
+            group: max(0, self.bound.max_staleness - self.age(version)) for group, version in self._started.items()
+        }
+        all_, ready = Counter(syncs.values()), Counter(left for group, left in syncs.items() if group in finished)
+        most = num_due = num_ready = 0
+        for left in range(self.bound.max_staleness + 1):
+            # Too old after so many syncs and one more, or sooner; and what can be taken until then besides.
+            num_due, num_ready = num_due + all_[left], num_ready + ready[left]
+            later = max(0, (left + 1) * self.bound.batch - self.taken - count)
+            most = max(most, min(count, num_due - later) - num_ready)
         return most
 
     def turn(self, group: int) -> tuple[int, int]:

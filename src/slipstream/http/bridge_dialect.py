@@ -11,18 +11,13 @@ from slipstream.http import vllm_dialect
 from slipstream.http.answers import Answer
 from slipstream.http.choices import finite
 from slipstream.http.front import Front
-from slipstream.http.sampling import Sampled, Token, Tokens, completions, prompts_of, requests
+from slipstream.http.sampling import Prompts, Sampled, Tokens, completions, prompts_of, requests
 from slipstream.http.shapes import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateBody(Sampled):
-    prompt: (
-        str
-        | list[str]
-        | Annotated[list[Token], Limits(min_items=1)]
-        | list[Annotated[list[Token], Limits(min_items=1)]]
-    )
+    prompt: Prompts
     max_tokens: Tokens = 64
     logprobs: bool = False
 

@@ -15,8 +15,8 @@ from slipstream.http.answers import Answer, HttpError
 from slipstream.http.front import Front
 from slipstream.http.sampling import (
     MAX_INT,
+    Prompts,
     Sampled,
-    Token,
     Tokens,
     Top,
     completions,
@@ -31,12 +31,7 @@ from slipstream.types import Completion, Request, Score
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionBody(Sampled):
-    prompt: (
-        str
-        | list[str]
-        | Annotated[list[Token], Limits(min_items=1)]
-        | list[Annotated[list[Token], Limits(min_items=1)]]
-    )
+    prompt: Prompts
     max_tokens: Annotated[int, Limits(0, MAX_INT)] = 16
     """0 with `echo`: the prompt's logprobs are all there is. (A token is drawn, and not told.)"""
     echo: bool = False

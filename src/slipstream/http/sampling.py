@@ -22,6 +22,10 @@ MAX_CHOICES = 4096
 Token: TypeAlias = Annotated[int, Limits(0, MAX_INT)]
 Tokens: TypeAlias = Annotated[int, Limits(1, MAX_INT)]
 """A number of them."""
+Prompts: TypeAlias = (
+    str | list[str] | Annotated[list[Token], Limits(min_items=1)] | list[Annotated[list[Token], Limits(min_items=1)]]
+)
+"""One or several, as text or as token ids."""
 Top: TypeAlias = Annotated[int, Limits(0, MAX_TOP_LOGPROBS)]
 
 
