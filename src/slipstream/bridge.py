@@ -47,6 +47,7 @@ from slipstream.types import (
     Score,
     SyncReport,
     VerifyReport,
+    checked_ids,
     plain_ids,
 )
 from slipstream.weights.publisher import Fleet as UpdateFleet
@@ -406,7 +407,7 @@ def _requests(
     requests = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling)):
         if params.seed is None:
-            params = dataclasses.replace(params, seed=secrets.randbits(63))
+            params = params.with_seed(secrets.randbits(63))
         try:
             prompt = prompt if isinstance(prompt, str) else plain_ids(prompt)
             requests.append(Request(f"{call}/{index}", prompt, params, priority))
@@ -432,7 +433,7 @@ def _samples(requests: Sequence[Request], failure: Failure) -> int:
 def _sequences(sequences: Sequence[Sequence[int]], top_k: int) -> list[tuple[int, ...]]:
     if not isinstance(top_k, int) or not 0 <= top_k <= MAX_TOP_LOGPROBS:
         raise InvalidSampling(f"top_k of score must be an integer from 0 to {MAX_TOP_LOGPROBS}, got {top_k!r}")
-    return [plain_ids(sequence) for sequence in sequences]
+    return [checked_ids(sequence) for sequence in sequences]
 
 
 def _tags(tags: MemoryTag | Sequence[MemoryTag] | None) -> Sequence[MemoryTag] | None:

@@ -10,7 +10,6 @@ Both calls may be repeated. A gateway that is gone is waited for: what it had ac
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -98,7 +97,7 @@ class Rollouts:
 
 def _request(id: str, prompt: Prompt, sampling: SamplingParams) -> Request:
     if sampling.seed is None:
-        sampling = dataclasses.replace(sampling, seed=xxhash.xxh3_64_intdigest(id.encode()) >> 1)
+        sampling = sampling.with_seed(xxhash.xxh3_64_intdigest(id.encode()) >> 1)
     try:
         return Request(id, prompt if isinstance(prompt, str) else plain_ids(prompt), sampling)
     except SlipstreamError as error:

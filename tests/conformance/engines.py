@@ -235,6 +235,17 @@ def test_tokens_do_not_depend_on_the_batch(subject: Subject) -> None:
             np.testing.assert_allclose(alone.logprobs, other.logprobs, atol=subject.tolerance)
 
 
+def test_long_prompts_draw_the_same_side_by_side(subject: Subject) -> None:
+    room = subject.engine.describe().max_model_len - 4
+    prompts = [tuple(int(t) for t in np.resize(subject.prompts[i], room)) for i in range(5)]
+    asked = [request(str(i), prompt, seed=i, max_tokens=4) for i, prompt in enumerate(prompts)]
+    together = {o.request_id: o for o in subject.generate(*asked) if isinstance(o, Completion)}
+    assert len(together) == 5
+    for one in asked:
+        (alone,) = subject.generate(one)
+        assert isinstance(alone, Completion) and alone.token_ids == together[alone.request_id].token_ids
+
+
 def test_equal_prompts_with_different_seeds_differ(subject: Subject) -> None:
     outcomes = subject.generate(*(request(str(seed), subject.prompts[2], seed=seed) for seed in range(6)))
     assert len({o.token_ids for o in outcomes if isinstance(o, Completion)}) == 6

@@ -12,7 +12,7 @@ import pytest
 from slipstream.engines.sequence import Sample, Ticket
 from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.words import take_scores, take_tokens
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineFailure
 from slipstream.types import SamplingParams, TopLogprobs, VersionSpan
 
 # --- which vLLM ---
@@ -93,8 +93,8 @@ def sample_of(limit: int = 9, top: int = 0, find_stop: Any = None) -> Sample:
     return Sample(Ticket("r", (1, 2, 3), sampling, 0, limit, (), None, find_stop=find_stop), 0)  # type: ignore[arg-type]
 
 
-def drawn(*tokens: int, reason: str | None = "length") -> Any:
-    rows = [[(token, -token / 10), (token, -token / 100), (7, -0.5), (8, -0.6)] for token in tokens]
+def drawn(*tokens: int, reason: str | None = "length", tops: tuple[tuple[int, float], ...] = ()) -> Any:
+    rows = [[(token, -token / 10), (token, -token / 100), *tops] for token in tokens]
     return SimpleNamespace(token_ids=tokens, logprobs=columns(*rows), finish_reason=reason)
 
 
@@ -114,14 +114,19 @@ def test_a_version_that_came_after_the_last_token_drew_none() -> None:
 
 
 def test_of_tokens_that_come_again_the_new_ones_are_taken() -> None:
-    sample = sample_of(top=2)
+    sample, tops = sample_of(top=2), ((7, -0.5), (8, -0.6))
     versions = [(3, 0)]
-    take_tokens(sample, drawn(10, 11, reason=None), versions)
+    take_tokens(sample, drawn(10, 11, reason=None, tops=tops), versions)
     versions.append((4, 3))  # swapped in before tokens that are under way arrived
-    take_tokens(sample, drawn(10, 11, 12, 13, reason="stop"), versions)
+    take_tokens(sample, drawn(10, 11, 12, 13, reason="stop", tops=tops), versions)
     assert sample.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
     assert sample.stopped and sample.finish_reason == "stop"
     assert sample.tops == [TopLogprobs((7, 8), (-0.5, -0.6))] * 4
+
+
+def test_other_columns_than_were_asked_for_are_not_guessed_at() -> None:
+    with pytest.raises(EngineFailure, match="6 logprobs for 2 tokens; they have 2 each"):
+        take_tokens(sample_of(), drawn(10, 11, tops=((7, -0.5),)), [(3, 0)])
 
 
 def test_a_stop_text_cuts_what_was_drawn_after_it() -> None:

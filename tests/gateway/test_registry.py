@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from slipstream.errors import NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
 from slipstream.gateway.registry import Registry
 from slipstream.gateway.router import route, weight
-from slipstream.types import EngineInfo, Parameter, Part, Request, SamplingParams, TensorSpec
+from slipstream.types import EngineInfo, Parameter, Part, SamplingParams, TensorSpec
 
 
 def info(name="e0", **over):
@@ -139,12 +139,12 @@ def test_why_no_engine_can_take_requests():
     st.dictionaries(st.sampled_from("abcd"), st.integers(0, 500), min_size=1),
 )
 def test_routing_gives_every_request_to_one_engine_and_balances(shapes, loads):
-    requests = [Request(str(i), (1,), SamplingParams(n=n, max_tokens=m)) for i, (n, m) in enumerate(shapes)]
-    routed = route(requests, loads)
-    assert sorted(r.id for share in routed.values() for r in share) == sorted(r.id for r in requests)
+    weights = {str(i): weight(SamplingParams(n=n, max_tokens=m)) for i, (n, m) in enumerate(shapes)}
+    routed = route(weights, loads)
+    assert sorted(id for share in routed.values() for id in share) == sorted(weights)
     for share in routed.values():
-        assert [int(r.id) for r in share] == sorted(int(r.id) for r in share)
-    after = {name: load + sum(map(weight, routed.get(name, []))) for name, load in loads.items()}
-    largest = max(map(weight, requests), default=0)
+        assert share == sorted(share, key=int)
+    after = {name: load + sum(weights[id] for id in routed.get(name, [])) for name, load in loads.items()}
+    largest = max(weights.values(), default=0)
     busy = [after[name] for name in routed]
     assert all(load <= min(after.values()) + largest for load in busy)

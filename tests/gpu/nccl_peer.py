@@ -1,7 +1,7 @@
 """One side of the `nccl` transport as a process, for test_nccl_gpu.py: `python -m tests.gpu.nccl_peer sender|receiver`.
 
 Lines of JSON in, one line of JSON out for each: `{"error": …}` for a `TransferError`. A command with `"die_at": n` ends the
-process by SIGKILL when it has begun its n-th group of messages."""
+process by SIGKILL when it is about to begin its n-th group of messages, of which the header is the first."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ class Sender:
 
 def die_at(count):
     seen = []
-    real = NcclPair.mark
+    real = NcclPair.group
 
-    def mark(self):
-        seen.append(1)
+    def group(self, what):
+        seen.append(what)
         if len(seen) == count:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(self)
+        return real(self, what)
 
-    NcclPair.mark = mark
+    NcclPair.group = group
 
 
 def main():

@@ -24,7 +24,9 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     params = random_params(config)
     directory = tmp_path_factory.mktemp("model")
     checkpoint.save(directory, params, config)
-    options = ("kind=vllm", "max_concurrency=4", f"tp={tp}")
+    options = ["kind=vllm", "max_concurrency=4", f"tp={tp}"]
+    if tp == 1:
+        options.append("prefill_tokens=16")  # long prompts are computed in parts
     with attached(PYTHON, directory, tmp_path_factory.mktemp("run"), *options) as engine:
         bounded = ("presence_penalty", "frequency_penalty")
         subject = Subject(engine, config, params, tolerance=1e-4, bounded=bounded)

@@ -36,7 +36,7 @@ from slipstream.types import (
     SamplingParams,
     Score,
     SyncReport,
-    plain_ids,
+    checked_ids,
 )
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Session:
         with self._turn():
             if isinstance(more, str):
                 more = self._engine._encode(more, beginning=not self.token_ids)
-            tokens = plain_ids(more) if len(more) else ()
+            tokens = checked_ids(more) if len(more) else ()
             self.token_ids += tokens
             return tokens
 

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 REGISTER_SECONDS = 10.0
 ORPHAN_SECONDS = 60.0
+RESULTS_PER_MESSAGE = 64
 
 
 # --- the gateway's half -----------------------------------------------------------------------------------------------
@@ -258,7 +259,11 @@ class EngineSession:
         requests = convert.requests_from_pb(message.generate)
         async with contextlib.aclosing(self._engine.generate(requests)) as batches:
             async for batch in batches:
-                self._outgoing.put_nowait(pb.FromEngine(call=message.call, results=convert.results_to_pb(batch)))
+                # In parts, so that while one is made here the one before is already read at the other end.
+                for start in range(0, len(batch), RESULTS_PER_MESSAGE):
+                    results = convert.results_to_pb(batch[start : start + RESULTS_PER_MESSAGE])
+                    self._outgoing.put_nowait(pb.FromEngine(call=message.call, results=results))
+                    await asyncio.sleep(0)
         return pb.FromEngine(done=pb.Done())
 
     async def _on_score(self, message: pb.ToEngine) -> pb.FromEngine:

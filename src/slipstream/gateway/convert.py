@@ -67,7 +67,7 @@ def requests_to_pb(requests: Sequence[Request], engine: str = "") -> pb.Generate
     message = pb.GenerateRequest(engine=engine)
     index: dict[SamplingParams, int] = {}
     for request in requests:
-        shared = dataclasses.replace(request.sampling, seed=None)
+        shared = request.sampling.with_seed(None)
         if shared not in index:
             index[shared] = len(index)
             message.sampling.append(_sampling_to_pb(shared))
@@ -86,17 +86,25 @@ def requests_to_pb(requests: Sequence[Request], engine: str = "") -> pb.Generate
 
 
 def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
-    shared = [_sampling_from_pb(s) for s in message.sampling]
     found = []
+    for row, sampling in zip(message.requests, samplings_from_pb(message)):
+        prompt = row.text if row.HasField("text") else tuple(row.tokens.ids[:])
+        found.append(Request(row.id, prompt, sampling.with_seed(row.seed), row.priority, row.progress))
+    return found
+
+
+def samplings_from_pb(message: pb.GenerateRequest) -> list[SamplingParams]:
+    """Of each request, but for its seed; checks what can be without unpacking prompts."""
+    shared, found = [_sampling_from_pb(s) for s in message.sampling], []
     for row in message.requests:
         if row.sampling >= len(shared):
             raise ProtocolMismatch(f"request {row.id!r} refers to sampling {row.sampling} of {len(shared)}")
         if row.WhichOneof("prompt") is None:
             raise InvalidPrompt(f"request {row.id!r} has no prompt; give text or token ids")
-        prompt = row.text if row.HasField("text") else tuple(row.tokens.ids)
-        sampling = dataclasses.replace(shared[row.sampling], seed=row.seed)
-        found.append(Request(row.id, prompt, sampling, row.priority, row.progress))
-    if len({r.id for r in found}) != len(found):
+        if not (row.text or row.tokens.ids):
+            raise InvalidPrompt(f"the prompt of request {row.id!r} is empty; give at least one token")
+        found.append(shared[row.sampling])
+    if len({row.id for row in message.requests}) != len(message.requests):
         raise ProtocolMismatch("two requests of one message have the same id")
     return found
 
@@ -203,11 +211,12 @@ def completion_from_pb(row: pb.Completion) -> Completion:
     return Completion(
         request_id=row.request_id,
         sample_index=row.sample_index,
-        prompt_token_ids=tuple(row.prompt_token_ids),
-        token_ids=tuple(row.token_ids),
+        # A slice of a repeated field is made a third faster than its items are gone through.
+        prompt_token_ids=tuple(row.prompt_token_ids[:]),
+        token_ids=tuple(row.token_ids[:]),
         text=row.text,
-        logprobs=tuple(row.logprobs),
-        raw_logprobs=tuple(row.raw_logprobs),
+        logprobs=tuple(row.logprobs[:]),
+        raw_logprobs=tuple(row.raw_logprobs[:]),
         finish_reason=word(row.finish_reason, FinishReason, "finish_reason"),  # type: ignore[arg-type]
         spans=tuple(VersionSpan(s.version, s.start, s.stop) for s in row.spans),
         engine=row.engine,

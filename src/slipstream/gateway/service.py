@@ -72,7 +72,7 @@ class Service(GatewayServicer):
     ) -> AsyncIterator[pb.Results]:
         async with _typed_errors(context):
             dispatch = Dispatch(self._registry, self._links, request.engine)
-            async with contextlib.aclosing(dispatch.run(convert.requests_from_pb(request))) as batches:
+            async with contextlib.aclosing(dispatch.run(request)) as batches:
                 async for results in batches:
                     self._num_completions += len(results.completions)
                     yield results
@@ -154,7 +154,7 @@ class Service(GatewayServicer):
     async def _send(self, request: Request) -> AsyncGenerator[pb.Results, None]:
         """On whichever engines there are."""
         dispatch = Dispatch(self._registry, self._links)
-        async with contextlib.aclosing(dispatch.run([request])) as batches:
+        async with contextlib.aclosing(dispatch.run(convert.requests_to_pb([request]))) as batches:
             async for results in batches:
                 self._num_completions += len(results.completions)
                 yield results

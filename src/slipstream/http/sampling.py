@@ -98,7 +98,7 @@ def requests(
         )
     found = []
     for index, prompt in enumerate(prompts):
-        drawn = sampling if sampling.seed is not None else dataclasses.replace(sampling, seed=secrets.randbits(63))
+        drawn = sampling if sampling.seed is not None else sampling.with_seed(secrets.randbits(63))
         tokens = prompt if isinstance(prompt, str) else tuple(prompt)
         found.append(Request(f"{name}/{index}", tokens, drawn, priority, progress))
     return found

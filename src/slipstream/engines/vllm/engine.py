@@ -78,7 +78,7 @@ class VllmEngine:
         self._max_length = int(config.model_config.max_model_len)
         cache = config.cache_config
         room = Room(self._max_length, int(cache.block_size), int(cache.num_gpu_blocks))
-        self._runs = Runs(llm, self._failure, self._on_gpu)
+        self._runs = Runs(llm, self._failure)
         intake = Intake(model, tokenizer, room, name)
         self._desk = Desk(intake, self._runs.start, self._runs.cancel, self._check_ready)
         self._tensors = families.tensors(model)

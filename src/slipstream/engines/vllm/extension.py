@@ -44,8 +44,7 @@ class Extension:
         new = TwofoldSampler.__new__(TwofoldSampler)
         new.__dict__.update(old.__dict__)
         self.model_runner.sampler = new
-        if self.device.type == "cuda":
-            noise.install(self.model_runner)
+        noise.install(self.model_runner)
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
         self._slipstream_names = frozenset(names)

@@ -35,9 +35,9 @@ class Run:
 class Runs(Errands):
     """`explain` makes one of our errors of one of vLLM's."""
 
-    def __init__(self, llm: Any, explain: Callable[[str, Exception], SlipstreamError], on_gpu: bool) -> None:
+    def __init__(self, llm: Any, explain: Callable[[str, Exception], SlipstreamError]) -> None:
         super().__init__()
-        self._llm, self._explain, self._on_gpu = llm, explain, on_gpu
+        self._llm, self._explain = llm, explain
         self.running: dict[str, Run] = {}
         """What vLLM has, by the ids that it knows them by."""
         self._booked = asyncio.Event()
@@ -80,9 +80,9 @@ class Runs(Errands):
         sample = run.sample
         prompt = compat.token_prompt(sample.ticket.prompt, f"version {self.version}")
         if sample.ticket.is_scoring:
-            params = words.scoring_params(sample, self._on_gpu)
+            params = words.scoring_params(sample)
         else:
-            params = words.sampling_params(sample, self._on_gpu)
+            params = words.sampling_params(sample)
         outputs = self._llm.generate(prompt, params, run.id, priority=sample.ticket.priority)
         async with contextlib.aclosing(outputs):
             async for output in outputs:

@@ -3,6 +3,7 @@ engine; an RL loss needs the first, and a look for mismatches both."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class TwofoldSampler(Sampler):
         if count is None:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         raw = self.compute_logprobs(logits)  # before it is changed in place
-        out = super().forward(logits, sampling_metadata, *args, **kwargs)
+        drawn_only = replace(sampling_metadata, max_num_logprobs=0)  # it need not look for the likeliest ones, too
+        out = super().forward(logits, drawn_only, *args, **kwargs)
         found = out.logprobs_tensors
         token = found.logprob_token_ids[:, :1].long()
         own = raw.gather(-1, token)

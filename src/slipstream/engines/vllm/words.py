@@ -9,16 +9,15 @@ import xxhash
 
 from slipstream.engines.sequence import Sample
 from slipstream.engines.vllm import noise
-from slipstream.errors import InvalidSampling
+from slipstream.errors import EngineFailure, InvalidSampling
 from slipstream.types import TopLogprobs
 
 
-def sampling_params(sample: Sample, on_gpu: bool) -> Any:
+def sampling_params(sample: Sample) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     ticket, sampling = sample.ticket, sample.ticket.sampling
-    # A generator of torch's on CPU heeds 32 bits of its seed only: all of ours go into them.
     seed = xxhash.xxh3_64_intdigest(f"{ticket.seed} {sample.sample_index}".encode()) >> 1
     looks = ticket.find_stop is not None or ticket.tells
     try:
@@ -30,9 +29,7 @@ def sampling_params(sample: Sample, on_gpu: bool) -> Any:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            # On a GPU the seed goes to `noise`: vLLM's own way draws row by row.
-            seed=None if on_gpu else seed,
-            extra_args={noise.SEED: seed} if on_gpu else None,
+            extra_args={noise.SEED: seed},
             stop_token_ids=list(ticket.stop),
             ignore_eos=True,  # the model's own end-of-sequence tokens are among the stop tokens, if they count
             min_tokens=sampling.min_tokens,
@@ -49,7 +46,7 @@ def sampling_params(sample: Sample, on_gpu: bool) -> Any:
         raise InvalidSampling(f"vLLM does not take these sampling parameters: {error}") from None
 
 
-def scoring_params(sample: Sample, on_gpu: bool) -> Any:
+def scoring_params(sample: Sample) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -62,23 +59,23 @@ def scoring_params(sample: Sample, on_gpu: bool) -> Any:
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         # It draws nothing; but a batch with a row that has no seed is drawn in vLLM's way.
-        extra_args={noise.SEED: 0} if on_gpu else None,
+        extra_args={noise.SEED: 0},
     )
 
 
 def take_tokens(sample: Sample, output: Any, versions: Sequence[tuple[int, int]]) -> None:
     """What was drawn since the last time, of all that `output` has; each token under the version that drew it."""
-    before, columns = len(sample.tokens), output.logprobs
+    before, columns, count = len(sample.tokens), output.logprobs, sample.ticket.sampling.top_logprobs
     tokens = list(output.token_ids)[before:]
-    total = before + len(tokens)
-    drawn, raw, tops = [], [], []
-    for start, end in zip(columns.start_indices[before:total], columns.end_indices[before:total]):
-        drawn.append(columns.logprobs[start])
-        raw.append(columns.logprobs[start + 1])
-        if sample.ticket.sampling.top_logprobs:
-            tops.append(
-                TopLogprobs(tuple(columns.token_ids[start + 2 : end]), tuple(columns.logprobs[start + 2 : end]))
-            )
+    total, width = before + len(tokens), 2 + count  # see `TwofoldSampler`
+    if len(columns.logprobs) != width * len(columns.start_indices) or len(columns.start_indices) < total:
+        raise EngineFailure(f"vLLM gave {len(columns.logprobs)} logprobs for {total} tokens; they have {width} each")
+    rows = slice(before * width, total * width)
+    ids, logprobs = columns.token_ids[rows], columns.logprobs[rows]
+    drawn, raw, tops = logprobs[::width], logprobs[1::width], []
+    if count:
+        starts = range(2, len(ids), width)
+        tops = [TopLogprobs(tuple(ids[i : i + count]), tuple(logprobs[i : i + count])) for i in starts]
     stops = [start for _, start in versions[1:]] + [total]
     for (version, start), stop in zip(versions, stops):
         part = slice(max(start, before) - before, min(stop, total) - before)
