@@ -30,8 +30,8 @@ def main() -> None:
         print(f"{how:<10} {arguments.megabytes:,} MB  {rate:7.1f} GB/s")
 
 
-def measure(num_bytes: int, repeats: int = 10, device: int = 0) -> dict[str, float]:
-    """GB/s by `broadcast` and by `send`: the median over `repeats`, as the receiving process sees it."""
+def measure(num_bytes: int, repeats: int = 10, device: int = 0, hows: tuple[str, ...] = HOWS) -> dict[str, float]:
+    """GB/s by each of `hows`: the median over `repeats`, as the receiving process sees it."""
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe() for _ in range(2)]
     environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
@@ -39,7 +39,7 @@ def measure(num_bytes: int, repeats: int = 10, device: int = 0) -> dict[str, flo
     os.environ.update(environment)
     try:
         ranks = [
-            spawn.Process(target=_rank, args=(rank, num_bytes, repeats, device, pipes[rank][1]), daemon=True)
+            spawn.Process(target=_rank, args=(rank, num_bytes, repeats, device, hows, pipes[rank][1]), daemon=True)
             for rank in range(2)
         ]
         for process in ranks:
@@ -67,15 +67,17 @@ def _answer(pipe: Connection) -> Any:
     return found
 
 
-def _rank(rank: int, num_bytes: int, repeats: int, device: int, pipe: Connection) -> None:
+def _rank(rank: int, num_bytes: int, repeats: int, device: int, hows: tuple[str, ...], pipe: Connection) -> None:
     try:
-        if (seconds := _run(rank, num_bytes, repeats, device, pipe)) is not None:
+        if (seconds := _run(rank, num_bytes, repeats, device, hows, pipe)) is not None:
             pipe.send(seconds)
     except Exception as error:
         pipe.send(f"rank {rank}: {type(error).__name__}: {error}")
 
 
-def _run(rank: int, num_bytes: int, repeats: int, device: int, pipe: Connection) -> dict[str, list[float]] | None:
+def _run(
+    rank: int, num_bytes: int, repeats: int, device: int, hows: tuple[str, ...], pipe: Connection
+) -> dict[str, list[float]] | None:
     import cuda.core
     import nccl.core
     from nccl.bindings import nccl as raw
@@ -96,9 +98,9 @@ def _run(rank: int, num_bytes: int, repeats: int, device: int, pipe: Connection)
         "broadcast": lambda: raw.broadcast(pointer, pointer, num_bytes, uint8, 0, handle, queue),
         "send": lambda: (raw.send if rank == 0 else raw.recv)(pointer, num_bytes, uint8, 1 - rank, handle, queue),
     }
-    seconds: dict[str, list[float]] = {how: [] for how in HOWS}
+    seconds: dict[str, list[float]] = {how: [] for how in hows}
     for _ in range(WARM_UPS + repeats):
-        for how in HOWS:
+        for how in hows:
             start = time.perf_counter()
             calls[how]()
             stream.sync()

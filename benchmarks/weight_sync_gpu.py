@@ -114,9 +114,11 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
             take("cuda, float32 to bfloat16", []).extend(syncs(root / "run", "cuda", versions))
             del versions
     with attempt(result, "raw NCCL", console):
+        from nccl_raw import HOWS
         from nccl_raw import measure as raw_nccl
 
-        for how, rate in raw_nccl(num_bytes, rounds).items():
+        # On one GPU raw sends are slow: at 8B, minutes.
+        for how, rate in raw_nccl(num_bytes, rounds, hows=HOWS if config == SHAPES[MAIN] else HOWS[:1]).items():
             take(how, []).append({"transfer": num_bytes / rate / 1e9})
     if native:
         with attempt(result, "vLLM's own NCCL transfer", console):

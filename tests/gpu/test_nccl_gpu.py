@@ -113,7 +113,7 @@ def test_a_trainer_killed_in_mid_transfer_and_another(peers):
 def test_a_receiver_killed_in_mid_transfer_and_another(peers):
     receiver, sender = met(peers, deadline=SHORT)
     update(receiver, sender, 0)
-    receiver.ask("expect", version=1, die_at=3)
+    receiver.ask("expect", version=1, die_at=2)  # what is left after the first bucket fits in NCCL's own buffers
     sender.ask("send", version=1, seed=1)
     assert receiver.process.wait(60) == -signal.SIGKILL
     assert "the receiver" in sender.answer()["error"]
