@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from slipstream.engines.intake import Intake
+from slipstream.engines.intake import MANY, Intake
 from slipstream.engines.sequence import Failed, Grown, Job, Outcome, Sample, Ticket
 from slipstream.errors import EngineLost, NotReady
 from slipstream.types import Completion, Failure, Progress, Request, Score
@@ -31,7 +31,7 @@ class Desk:
         try:
             self._check()
             job = _Mailbox()
-            tickets, failures = await asyncio.to_thread(self._intake.tickets, requests, job)
+            tickets, failures = await self._tickets(requests, job)
             self._submit(tickets)
         except (NotReady, EngineLost) as error:
             yield [Failure(request.id, error) for request in requests]
@@ -66,6 +66,11 @@ class Desk:
                 with contextlib.suppress(EngineLost):
                     self._cancel(job)
         return [scores[i] for i in range(len(sequences))]
+
+    async def _tickets(self, requests: Sequence[Request], job: Job) -> tuple[list[Ticket], list[Completion | Failure]]:
+        if len(requests) < MANY:
+            return self._intake.tickets(requests, job)
+        return await asyncio.to_thread(self._intake.tickets, requests, job)
 
     def _answers(self, outcomes: Sequence[Outcome], owed: dict[Ticket, int]) -> list[Completion | Failure | Progress]:
         """Completions and failures, counted off from what is owed. A request that has failed owes nothing more."""

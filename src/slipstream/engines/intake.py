@@ -12,6 +12,9 @@ from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, Slipst
 from slipstream.model.config import ModelConfig
 from slipstream.types import MAX_STOPS, MAX_TOP_LOGPROBS, Completion, Failure, Request, SamplingParams, Score
 
+MANY = 32
+"""Rows from which on it pays to hand them to threads: fewer are done before a busy machine has woken one."""
+
 
 class Room(NamedTuple):
     """What a sequence may take up in an engine."""
@@ -73,8 +76,14 @@ class Intake:
         texts = [""] * len(samples)
         if self._tokenizer is not None:
             bare = [s.tokens[:-1] if s.tokens[-1] in s.ticket.stop and s.stopped else s.tokens for s in samples]
-            texts = self._tokenizer.decode_batch(bare, skip_special_tokens=True)
+            texts = self._decode(bare)
         return [self._completion(sample, _before(text, sample)) for sample, text in zip(samples, texts)]
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        if len(rows) >= MANY:
+            found: list[str] = self._tokenizer.decode_batch(rows, skip_special_tokens=True)
+            return found
+        return [self._tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
     def _encode(self, texts: list[str]) -> Any:
         """An iterator of token ids; of None where there is no tokenizer."""

@@ -1,7 +1,8 @@
 """The stream between an engine and the gateway, both halves.
 
 The engine dials in and registers; from then on the gateway calls it over that one stream, so that an engine listens on
-nothing and its death is seen the moment its connection breaks. Every call has an id that its answers carry:
+nothing and its death is seen the moment its connection breaks. What waits to be sent is sent together
+(`wire.together`). Every call has an id that its answers carry:
 
     gateway: EngineLink.ask / .results ── ToEngine(call=7, …) ──►  engine: EngineSession
                                        ◄─ FromEngine(call=7, …) ─
@@ -178,7 +179,8 @@ class EngineSession:
             ]
             while (message := await stream.read()) is not grpc.aio.EOF:
                 self.last_contact = time.monotonic()
-                self._take(message)
+                for part in wire.apart(message):
+                    self._take(part)
             raise GatewayLost(f"the gateway at {self._address} closed the connection")
         except grpc.aio.AioRpcError as failed:
             raise wire.error_of(failed, self._address, "attaching an engine") from None
@@ -210,8 +212,8 @@ class EngineSession:
         with contextlib.suppress(
             grpc.aio.AioRpcError, asyncio.InvalidStateError
         ):  # the reader sees the same, and says so
-            while True:
-                await stream.write(await self._outgoing.get())
+            async for message in wire.together(self._outgoing):
+                await stream.write(message)
 
     async def _heartbeat(self, seconds: float) -> None:
         while True:

@@ -105,7 +105,7 @@ class GatewayFleet:
         request = pb.TakeRequest(bound=wanted, after=after, count=count, timeout_seconds=timeout, saved=saved)
         with self._errors("taking rollouts"):
             call = self._stub.Take(request, timeout=timeout + GRACE_SECONDS, metadata=self._metadata)
-            return [convert.group_from_pb(group) async for group in call]
+            return [convert.group_from_pb(group) async for groups in call for group in wire.apart(groups)]
 
     # --- pause and sleep ---
 

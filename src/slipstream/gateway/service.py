@@ -142,8 +142,9 @@ class Service(GatewayServicer):
         async with _typed_errors(context):
             rollouts = self._run(request.bound)
             timeout = min(request.timeout_seconds, MAX_TAKE_SECONDS)
-            for taken in await rollouts.take(request.after, request.count, timeout, request.saved):
-                yield convert.taken_to_pb(taken)
+            taken = await rollouts.take(request.after, request.count, timeout, request.saved)
+            for groups in wire.packed(map(convert.taken_to_pb, taken)):
+                yield groups
 
     def _run(self, bound: pb.RolloutBound) -> Rollouts:
         wanted = convert.bound_from_pb(bound)
@@ -184,9 +185,10 @@ class Service(GatewayServicer):
                     if why := self._registry.get(info.name).lost:
                         raise EngineLost(f"engine {info.name!r} was given up: {why}; it may register again")
                     self._registry.heard(info.name, time.monotonic())
-                    if message.HasField("memory"):
-                        self._registry.slept(info.name, convert.memory_from_pb(message.memory).asleep)
-                    link.deliver(message)
+                    for part in wire.apart(message):
+                        if part.HasField("memory"):
+                            self._registry.slept(info.name, convert.memory_from_pb(part.memory).asleep)
+                        link.deliver(part)
             finally:
                 writer.cancel()
                 if self._links.get(info.name) is link:
@@ -208,8 +210,8 @@ def _trainer_of(context: grpc.aio.ServicerContext) -> tuple[int, int]:
 
 
 async def _write(link: EngineLink, context: grpc.aio.ServicerContext) -> None:
-    while True:
-        await context.write(await link.outgoing.get())
+    async for message in wire.together(link.outgoing):
+        await context.write(message)
 
 
 @contextlib.asynccontextmanager

@@ -205,20 +205,22 @@ class TakeRequest(_message.Message):
     def __init__(self, bound: _Optional[_Union[RolloutBound, _Mapping]] = ..., after: _Optional[int] = ..., count: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., saved: _Optional[int] = ...) -> None: ...
 
 class TakenGroup(_message.Message):
-    __slots__ = ("position", "id", "version", "age", "completions", "error")
+    __slots__ = ("position", "id", "version", "age", "completions", "error", "also")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
     position: int
     id: str
     version: int
     age: int
     completions: _containers.RepeatedCompositeFieldContainer[Completion]
     error: Error
-    def __init__(self, position: _Optional[int] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., age: _Optional[int] = ..., completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    also: _containers.RepeatedCompositeFieldContainer[TakenGroup]
+    def __init__(self, position: _Optional[int] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., age: _Optional[int] = ..., completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., also: _Optional[_Iterable[_Union[TakenGroup, _Mapping]]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("sequences", "engine", "top_k")
@@ -749,7 +751,7 @@ class Release(_message.Message):
     def __init__(self) -> None: ...
 
 class ToEngine(_message.Message):
-    __slots__ = ("call", "registered", "generate", "cancel", "score", "begin", "stage", "commit", "rollback", "control", "swap", "release")
+    __slots__ = ("call", "registered", "generate", "cancel", "score", "begin", "stage", "commit", "rollback", "control", "swap", "release", "also")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
@@ -762,6 +764,7 @@ class ToEngine(_message.Message):
     CONTROL_FIELD_NUMBER: _ClassVar[int]
     SWAP_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
     call: int
     registered: Registered
     generate: GenerateRequest
@@ -774,7 +777,8 @@ class ToEngine(_message.Message):
     control: Control
     swap: EngineSwap
     release: Release
-    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., swap: _Optional[_Union[EngineSwap, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+    also: _containers.RepeatedCompositeFieldContainer[ToEngine]
+    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., swap: _Optional[_Union[EngineSwap, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., also: _Optional[_Iterable[_Union[ToEngine, _Mapping]]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("version",)
@@ -787,7 +791,7 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun", "memory", "swapped", "checksums")
+    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun", "memory", "swapped", "checksums", "also")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -801,6 +805,7 @@ class FromEngine(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
     call: int
     register: EngineInfo
     heartbeat: Heartbeat
@@ -814,4 +819,5 @@ class FromEngine(_message.Message):
     memory: MemoryReport
     swapped: EngineSwapped
     checksums: Checksums
-    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ..., swapped: _Optional[_Union[EngineSwapped, _Mapping]] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
+    also: _containers.RepeatedCompositeFieldContainer[FromEngine]
+    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ..., swapped: _Optional[_Union[EngineSwapped, _Mapping]] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., also: _Optional[_Iterable[_Union[FromEngine, _Mapping]]] = ...) -> None: ...

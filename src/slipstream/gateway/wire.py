@@ -1,8 +1,13 @@
 """What both ends of the gateway's gRPC connection must agree on: channel options, the token, and how errors travel.
 
-An error ends a call with a gRPC status; its class name rides in the trailing metadata, its text in the status details."""
+An error ends a call with a gRPC status; its class name rides in the trailing metadata, its text in the status details. Small
+messages of a stream travel together, each in the one before (`also`): it is their number that costs."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from typing import TypeVar
 
 import grpc
 
@@ -20,6 +25,7 @@ from slipstream.errors import (
     UnknownEngine,
     WeightsError,
 )
+from slipstream.gateway import slipstream_pb2 as pb
 
 ERROR_KIND = "slipstream-error"
 TOKEN = "authorization"
@@ -27,6 +33,11 @@ TRAINER = "slipstream-trainer"
 """Which of a trainer's processes this is: `rank/world`."""
 MAX_DETAILS = 4000
 """gRPC sends status details as a header, and headers are limited to 8 KiB."""
+
+PACKED_BYTES = 1 << 18
+"""Messages above this travel alone."""
+
+Message = TypeVar("Message", pb.ToEngine, pb.FromEngine, pb.TakenGroup)
 
 _CODES: tuple[tuple[type[SlipstreamError], grpc.StatusCode], ...] = (
     (UnknownEngine, grpc.StatusCode.NOT_FOUND),
@@ -39,6 +50,36 @@ _CODES: tuple[tuple[type[SlipstreamError], grpc.StatusCode], ...] = (
     (Unauthorized, grpc.StatusCode.UNAUTHENTICATED),
     (ProtocolMismatch, grpc.StatusCode.INVALID_ARGUMENT),
 )
+
+
+def packed(messages: Iterable[Message]) -> Iterator[Message]:
+    """The same, as few."""
+    first: Message | None = None
+    size = 0
+    for message in messages:
+        size += message.ByteSize()
+        if first is not None and size <= PACKED_BYTES:
+            first.also.append(message)
+            continue
+        if first is not None:
+            yield first
+        first, size = message, message.ByteSize()
+    if first is not None:
+        yield first
+
+
+def apart(message: Message) -> tuple[Message, ...]:
+    return (message, *message.also)
+
+
+async def together(outgoing: asyncio.Queue[Message]) -> AsyncGenerator[Message, None]:
+    """What is put into the queue, packed with whatever waits behind it."""
+    while True:
+        waiting = [await outgoing.get()]
+        while not outgoing.empty():
+            waiting.append(outgoing.get_nowait())
+        for message in packed(waiting):
+            yield message
 
 
 def options(max_message_bytes: int) -> list[tuple[str, int]]:
