@@ -5,9 +5,9 @@ with generations whose lengths have a long tail.
 
 A real trainer (GRPO on reversing digits) and a real engine in another process, each on a core of its own, as they would have a
 device of their own. Every prompt's samples run on to a length drawn from a long-tailed distribution (half are short, a few are
-thirteen times as long), as answers of reasoning models do. What comes after the end-of-sequence token is cut off before training. Both
-modes take the same prompts with the same seeds, in blocks of steps in turn, so that a noisy machine slows both alike; the
-engine whose turn it is not is paused. The exit code is 0 whatever the verdict: a benchmark reports."""
+thirteen times as long), as answers of reasoning models do. What comes after the end-of-sequence token is cut off before
+training. Both modes take the same prompts with the same seeds, in blocks of steps in turn, so that a noisy machine slows both
+alike; the engine whose turn it is not is paused. The exit code is 0 whatever the verdict: a benchmark reports."""
 
 from __future__ import annotations
 
