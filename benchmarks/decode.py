@@ -8,11 +8,12 @@ to 256 tokens), as rollouts do. --gpu: the 1.24B shape (Llama 3.2) in bfloat16, 
 random, written once as an HF directory that every side reads; tokens are drawn at temperature 1, with logprobs; every side
 generates exactly the same number of tokens, and only those count.
 
-Each side has a process of its own, one after another, so that none disturbs the other. It warms up first (compilation is
-told apart), and every round has new prompts, so that no prefix cache knows them already. Medians are printed, also to a
-.md file beside the JSON. `--sides vllm,gateway` compares vLLM called directly with vLLM as an engine of ours. vLLM runs in the
-environment that `make vllm-env` makes, or where --vllm-python says. The exit code is 0 whatever the verdict: a benchmark
-reports."""
+Each side has a process of its own, one after another, so that none disturbs the other; with --in-turn all are up at once, and
+a round of each goes before the next round of any, so that what slows the machine slows all alike. It warms up first
+(compilation is told apart), and every round has new prompts, so that no prefix cache knows them already. Medians are printed,
+also to a .md file beside the JSON. `--sides vllm,gateway` compares vLLM called directly with vLLM as an engine of ours. vLLM
+runs in the environment that `make vllm-env` makes, or where --vllm-python says. The exit code is 0 whatever the verdict: a
+benchmark reports."""
 
 from __future__ import annotations
 
@@ -27,17 +28,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import psutil
-from decode_job import SAID, Case, Job
+from decode_job import GO, READY, SAID, Case, Job
 from decode_report import DETERMINISTIC, GATEWAY, HF, NO_CACHE, OURS, VLLM, describe, report, targets, write
 from rich.console import Console
 
@@ -50,6 +52,13 @@ HERE = Path(__file__).resolve().parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
 MOST_BUSY = 0.1
 """Above this share of the processors, what else runs on the machine shows in the numbers."""
+SHARE, SHARE_IN_TURN = 0.6, 0.3
+"""Of a GPU's memory, for each vLLM."""
+
+Turn: TypeAlias = tuple[str, str, list[str], dict[str, Any]]
+"""Name, script, Python and changes to the job."""
+Outcome: TypeAlias = tuple[str, dict[str, Any] | None, float]
+"""Name, what was found if it did not fail, and how busy others kept the processors."""
 
 
 def main() -> None:
@@ -64,6 +73,11 @@ def main() -> None:
         help="only these, separated by commas: hf (for --cpu), vllm, ours, gateway (vLLM behind our gateway)",
     )
     parser.add_argument("--deterministic", action="store_true", help="measure deterministic=True too")
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="all sides are up at once, and their rounds alternate: for a ratio near 1",
+    )
     parser.add_argument("--rounds", type=int, help="measured rounds (3 on CPU, 2 on GPU)")
     parser.add_argument("--small", action="store_true", help="two narrow layers and little work: does it run at all?")
     parser.add_argument(
@@ -165,12 +179,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[st
         write_model(directory, config, dtype)
         console.print(f"weights written in {time.perf_counter() - start:.0f} s")
         job = Job(str(directory), dtype, config.vocab_size, rounds, cases)
-        for name, script, python, changes in turns:
-            console.print(f"[bold]{name}")
-            busy = busy_share()
-            if busy > MOST_BUSY:
-                console.print(f"  others use {busy:.0%} of this machine's processors: these numbers will say little")
-            side = run_side(name, HERE / script, python, replace(job, **changes), Path(temporary), console)
+        one_by_one = in_turn if arguments.in_turn else one_after_the_other
+        for name, side, busy in one_by_one(turns, job, Path(temporary), console):
             if side is None:
                 failed.append(name)
             else:
@@ -188,6 +198,55 @@ def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[st
             }
 
 
+def one_after_the_other(turns: list[Turn], job: Job, folder: Path, console: Console) -> Iterator[Outcome]:
+    for name, script, python, changes in turns:
+        console.print(f"[bold]{name}")
+        busy = look_for_others(console)
+        yield name, run_side(name, HERE / script, python, replace(job, **changes), folder, console), busy
+
+
+def in_turn(turns: list[Turn], job: Job, folder: Path, console: Console) -> Iterator[Outcome]:
+    """Each has started before the next one does, and then a round of each goes before the next round of any."""
+    busy = look_for_others(console)
+    found: dict[str, dict[str, Any] | None] = {}
+    running: list[tuple[threading.Thread, Path]] = []
+
+    def until_ready(thread: threading.Thread, place: Path) -> bool:
+        while thread.is_alive() and not (place / READY).exists():
+            time.sleep(0.005)
+        return thread.is_alive()
+
+    for number, (name, script, python, changes) in enumerate(turns):
+        console.print(f"[bold]{name}")
+        place = folder / f"side{number}"
+        place.mkdir()
+
+        own = replace(job, turn=str(place), **changes)
+
+        def run(name: str = name, script: str = script, python: list[str] = python, own: Job = own) -> None:
+            found[name] = run_side(name, HERE / script, python, own, Path(own.turn), console)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        if until_ready(thread, place):
+            running.append((thread, place))
+    while running:
+        for thread, place in running:
+            (place / READY).unlink()
+            (place / GO).touch()
+            until_ready(thread, place)
+        running = [(thread, place) for thread, place in running if thread.is_alive()]
+    for name, *_ in turns:
+        yield name, found[name], busy
+
+
+def look_for_others(console: Console) -> float:
+    busy = busy_share()
+    if busy > MOST_BUSY:
+        console.print(f"  others use {busy:.0%} of this machine's processors: these numbers will say little")
+    return busy
+
+
 def pick_cases(cases: list[Case], names: str | None) -> list[Case]:
     wanted = names.split(",") if names else [case.name for case in cases]
     known = {case.name: case for case in cases}
@@ -196,15 +255,15 @@ def pick_cases(cases: list[Case], names: str | None) -> list[Case]:
     return [known[name] for name in wanted]
 
 
-def plan(
-    arguments: argparse.Namespace, device: str, cases: list[Case]
-) -> list[tuple[str, str, list[str], dict[str, Any]]]:
-    """Name, script, Python and changes to the job, for each side in its turn."""
+def plan(arguments: argparse.Namespace, device: str, cases: list[Case]) -> list[Turn]:
+    """The sides."""
     wanted = arguments.sides.split(",")
     if unknown := set(wanted) - {"hf", "vllm", "ours", "gateway"}:
         raise SystemExit(f"--sides names {', '.join(sorted(unknown))}; there are: hf, vllm, ours, gateway")
     here, there = [sys.executable], shlex.split(arguments.vllm_python)
-    found: list[tuple[str, str, list[str], dict[str, Any]]] = []
+    found: list[Turn] = []
+    # Several at once must share a GPU.
+    share = SHARE_IN_TURN if arguments.in_turn else SHARE
 
     def embedded(name: str, changes: dict[str, Any], **options: Any) -> None:
         options = {"engine": arguments.engine_options | options}
@@ -221,10 +280,12 @@ def plan(
             raise SystemExit(
                 f"{VLLM_PYTHON} is not there: `make vllm-env` makes it; or leave vLLM out: --sides hf,ours"
             )
-        options = {"device": "cpu" if arguments.small else device, "llm": arguments.vllm_options}
+        on = "cpu" if arguments.small else device
+        llm = ({} if on == "cpu" else {"gpu_memory_utilization": share}) | arguments.vllm_options
+        options = {"device": on, "llm": llm}
         found.append((VLLM, "decode_vllm.py", there, {"options": options}))
     if "gateway" in wanted:
-        engine = {"kind": "vllm", "python": there[0]} | arguments.engine_options
+        engine = {"kind": "vllm", "python": there[0], "memory_share": share} | arguments.engine_options
         found.append((GATEWAY, "decode_gateway.py", here, {"options": {"engine": engine}}))
     if "hf" in wanted and device == "cpu":
         found.append((HF, "decode_hf.py", here, {"options": {"threads": os.cpu_count()}}))

@@ -21,7 +21,7 @@ def run(job: Job) -> dict[str, Any]:
         max_concurrency=job.max_samples,
         max_model_len=job.max_model_len,
         dtype=job.dtype,
-        **({"memory_share": 0.6} | job.options["engine"]),
+        **job.options["engine"],
     )
     with tempfile.TemporaryDirectory() as root:
         run_dir = Path(root) / "run"

@@ -18,6 +18,8 @@ from typing import Any
 SAID = "decode> "
 """Begins the lines that are meant for people; whatever else a side prints is shown only if it fails."""
 
+READY, GO, TURN_SECONDS = "ready", "go", 900
+
 
 @dataclass(frozen=True)
 class Case:
@@ -55,6 +57,8 @@ class Job:
     cases: list[Case]
     options: dict[str, Any] = field(default_factory=dict)
     """For this side alone."""
+    turn: str = ""
+    """Where it waits for its turn before every round, if it must; see `await_turn`."""
 
     @property
     def max_model_len(self) -> int:
@@ -111,7 +115,20 @@ def run_rounds(
     return found
 
 
+def await_turn(folder: Path) -> None:
+    """Says `ready`, and waits for `go`: both are files."""
+    end = time.monotonic() + TURN_SECONDS
+    (folder / READY).touch()
+    while not (folder / GO).exists():
+        if time.monotonic() > end:
+            raise SystemExit(f"its turn did not come within {TURN_SECONDS} s")
+        time.sleep(0.005)
+    (folder / GO).unlink()
+
+
 def _one_round(job: Job, case: Case, index: int, generate: Callable[[Case, list[list[int]]], Round]) -> Round:
+    if job.turn:
+        await_turn(Path(job.turn))
     done = generate(case, case.prompts(job.vocab_size, index))
     if done.lengths != case.lengths:
         raise SystemExit(f"{case.name}: wanted completions of {case.lengths} tokens, got {done.lengths}")

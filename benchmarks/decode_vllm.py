@@ -25,7 +25,7 @@ def run(job: Job) -> dict[str, Any]:
     import vllm
     from vllm import LLM, SamplingParams
 
-    settings: dict[str, Any] = {"enforce_eager": True} if on_cpu else {"gpu_memory_utilization": 0.6}
+    settings: dict[str, Any] = {"enforce_eager": True} if on_cpu else {}
     settings |= {
         "model": job.directory,
         "dtype": job.dtype,
