@@ -35,7 +35,7 @@ from slipstream.config import EngineConfig
 from slipstream.model.config import ModelConfig
 from slipstream.rl import supervised
 from slipstream.rl.batch import Batch, make_batch
-from slipstream.rl.config import AlgorithmConfig, TaskConfig
+from slipstream.rl.config import AlgorithmConfig, OptimiserConfig, TaskConfig
 from slipstream.rl.learner import Learner
 from slipstream.rl.records import Stopwatch
 from slipstream.rl.tasks import task_named
@@ -55,6 +55,8 @@ LAST = 10
 """Blocks whose rewards count as the final ones."""
 EVAL_PROMPTS, EVAL_SAMPLES = 90, 4
 TASK = TaskConfig(digits=3)
+LEARNING_RATE = 4e-4
+"""Batches are a tenth of the demo's."""
 PHASES = ("generate", "reward", "train", "sync")
 
 
@@ -146,7 +148,8 @@ def gateway_of(run_dir: Path) -> int:
 
 def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) -> Iterator[None]:
     """A step for each `next`."""
-    config = AlgorithmConfig(prompts=PROMPTS, group=GROUP, max_tokens=LONGEST, row_tokens=ROW)
+    optimiser = OptimiserConfig(learning_rate=LEARNING_RATE)
+    config = AlgorithmConfig(prompts=PROMPTS, group=GROUP, max_tokens=LONGEST, row_tokens=ROW, optimiser=optimiser)
     task, codec, model = task_named(TASK), Codec(model_dir), ModelConfig.read(model_dir)
     params = init_small(model, 0)
     for warmed, _ in supervised.warm_up(params, model, task, codec, steps=warm_up, seed=(0,)):
