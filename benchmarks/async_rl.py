@@ -212,7 +212,7 @@ def submit(rollouts: Any, step: int, task: Any, codec: Codec, texts: dict[str, s
     texts.update(zip(ids, prompts))
     lengths = long_tailed(rng)
     sampling = [
-        SamplingParams(int(length), n=GROUP, seed=1000 * step + i, ignore_eos=True) for i, length in enumerate(lengths)
+        SamplingParams(length, n=GROUP, seed=1000 * step + i, ignore_eos=True) for i, length in enumerate(lengths)
     ]
     rollouts.submit(ids, codec.prompts(prompts), sampling)
 
@@ -263,7 +263,7 @@ def report(loops: list[Loop], console: Console) -> dict[str, Any]:
         (f"async is {speedup:.2f} × as fast as sync (target ≥ {SPEEDUP_TARGET})", speedup >= SPEEDUP_TARGET),
         (f"no group is older than {ahead.bound} versions: the oldest is {oldest}", oldest <= ahead.bound),
         (
-            f"reward of the last {LAST * BLOCK} steps {last[1].mean():.3f}, {gap:+.3f} against sync on the same prompts; "
+            f"reward of the last {BLOCK * len(gaps)} steps {last[1].mean():.3f}, {gap:+.3f} against sync on the same prompts; "
             f"two standard errors are {noise:.3f}",
             gap >= -noise,
         ),

@@ -117,10 +117,10 @@ class LocalFleet:
             self._desk = Desk(Journal(self._journal), self._send)
         return self._desk
 
-    async def _send(self, request: Request) -> AsyncGenerator[pb.Results, None]:
+    async def _send(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
         from slipstream.gateway import convert
 
-        async with contextlib.aclosing(self.generate([request])) as batches:
+        async with contextlib.aclosing(self.generate(convert.requests_from_pb(message))) as batches:
             async for batch in batches:
                 yield convert.results_to_pb(batch)
 

@@ -89,12 +89,12 @@ def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
     found = []
     for row, sampling in zip(message.requests, samplings_from_pb(message)):
         prompt = row.text if row.HasField("text") else tuple(row.tokens.ids[:])
-        found.append(Request(row.id, prompt, sampling.with_seed(row.seed), row.priority, row.progress))
+        found.append(Request(row.id, prompt, sampling, row.priority, row.progress))
     return found
 
 
 def samplings_from_pb(message: pb.GenerateRequest) -> list[SamplingParams]:
-    """Of each request, but for its seed; checks what can be without unpacking prompts."""
+    """Of each request; checks what can be without unpacking prompts."""
     shared, found = [_sampling_from_pb(s) for s in message.sampling], []
     for row in message.requests:
         if row.sampling >= len(shared):
@@ -103,7 +103,7 @@ def samplings_from_pb(message: pb.GenerateRequest) -> list[SamplingParams]:
             raise InvalidPrompt(f"request {row.id!r} has no prompt; give text or token ids")
         if not (row.text or row.tokens.ids):
             raise InvalidPrompt(f"the prompt of request {row.id!r} is empty; give at least one token")
-        found.append(shared[row.sampling])
+        found.append(shared[row.sampling].with_seed(row.seed))
     if len({row.id for row in message.requests}) != len(message.requests):
         raise ProtocolMismatch("two requests of one message have the same id")
     return found
@@ -340,13 +340,8 @@ def bound_from_pb(message: pb.RolloutBound) -> Bound:
 
 
 def request_bytes(request: Request) -> bytes:
-    """For the journal: the same bytes for the same request, whoever writes it."""
+    """A `GenerateRequest` for the journal: the same bytes for the same request, whoever writes it."""
     return requests_to_pb([request]).SerializeToString(deterministic=True)
-
-
-def request_from_bytes(data: bytes) -> Request:
-    (request,) = requests_from_pb(pb.GenerateRequest.FromString(data))
-    return request
 
 
 def error_bytes(error: errors.SlipstreamError) -> bytes:

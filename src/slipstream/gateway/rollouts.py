@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from slipstream.errors import DeadlineExceeded, EngineLost, NotReady, PeerError, RolloutError, SlipstreamError
@@ -22,7 +22,6 @@ from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.journal import Group, Journal, Taken
 from slipstream.gateway.staleness import Bound, Staleness
-from slipstream.types import Request
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +239,9 @@ class Rollouts:
 class Desk:
     """Where the rollouts of a run are asked for. `send` has a request generated, whoever can."""
 
-    def __init__(self, journal: Journal, send: Callable[[Request], AsyncGenerator[pb.Results, None]]) -> None:
+    def __init__(
+        self, journal: Journal, send: Callable[[pb.GenerateRequest], AsyncGenerator[pb.Results, None]]
+    ) -> None:
         self._journal, self._send = journal, send
         self._rollouts: Rollouts | None = None
         self._numbers = itertools.count(1)
@@ -259,9 +260,9 @@ class Desk:
         return self._rollouts
 
     async def _generate(self, data: bytes) -> AsyncGenerator[Sample | Refused | Interrupted, None]:
-        # One that is begun anew is another to an engine.
-        request = replace(convert.request_from_bytes(data), id=f"rollout-{next(self._numbers)}")
-        async with contextlib.aclosing(self._send(request)) as batches:
+        message = pb.GenerateRequest.FromString(data)
+        message.requests[0].id = f"rollout-{next(self._numbers)}"  # one that is begun anew is another to an engine
+        async with contextlib.aclosing(self._send(message)) as batches:
             async for results in batches:
                 for outcome in _outcomes(results):
                     yield outcome

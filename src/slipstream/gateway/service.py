@@ -23,7 +23,7 @@ from slipstream.gateway.rollouts import Desk, Rollouts, by_id
 from slipstream.gateway.slipstream_pb2_grpc import GatewayServicer
 from slipstream.gateway.trainers import MAX_STEP_SECONDS, TrainerGroup
 from slipstream.gateway.updates import FleetUpdate
-from slipstream.types import FleetStatus, Request
+from slipstream.types import FleetStatus
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +70,9 @@ class Service(GatewayServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.Results]:
-        async with _typed_errors(context):
-            dispatch = Dispatch(self._registry, self._links, request.engine)
-            async with contextlib.aclosing(dispatch.run(request)) as batches:
-                async for results in batches:
-                    self._num_completions += len(results.completions)
-                    yield results
+        async with _typed_errors(context), contextlib.aclosing(self._send(request)) as batches:
+            async for results in batches:
+                yield results
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
         async with _typed_errors(context):
@@ -152,10 +149,10 @@ class Service(GatewayServicer):
             raise self._registry.why_not_ready()
         return self._desk.rollouts(wanted, self._registry.version)
 
-    async def _send(self, request: Request) -> AsyncGenerator[pb.Results, None]:
-        """On whichever engines there are."""
-        dispatch = Dispatch(self._registry, self._links)
-        async with contextlib.aclosing(dispatch.run(convert.requests_to_pb([request]))) as batches:
+    async def _send(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
+        """To the engine that it names, or to whichever there are."""
+        dispatch = Dispatch(self._registry, self._links, message.engine)
+        async with contextlib.aclosing(dispatch.run(message)) as batches:
             async for results in batches:
                 self._num_completions += len(results.completions)
                 yield results

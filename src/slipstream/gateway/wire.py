@@ -57,13 +57,14 @@ def packed(messages: Iterable[Message]) -> Iterator[Message]:
     first: Message | None = None
     size = 0
     for message in messages:
-        size += message.ByteSize()
-        if first is not None and size <= PACKED_BYTES:
+        own = message.ByteSize()
+        if first is not None and size + own <= PACKED_BYTES:
             first.also.append(message)
+            size += own
             continue
         if first is not None:
             yield first
-        first, size = message, message.ByteSize()
+        first, size = message, own
     if first is not None:
         yield first
 
