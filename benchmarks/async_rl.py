@@ -180,6 +180,8 @@ def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) ->
         learner.learn(step, batch)
         watch.lap("train")
 
+        if loop.bound and step < steps:
+            rollouts.expect(bridge.version + 1)
         bridge.sync(learner.policy)
         watch.lap("sync")
         loop.seconds.append(watch.laps)

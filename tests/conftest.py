@@ -1,7 +1,11 @@
+import gc
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Before JAX starts: two devices, so that tensor parallelism can be tested on any machine, and compiled programs shared
@@ -23,6 +27,20 @@ if "PYTEST_XDIST_WORKER" in os.environ and Path("/dev/shm").is_dir():
 # A busy machine is not a bug: no test fails for being slow.
 settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slipstream")
+
+
+MAX_MAPPINGS = 20_000
+"""Each compiled program takes a few mappings of memory. Linux allows a process 65,530, and LLVM crashes at the next."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings() -> Iterator[None]:
+    """A process that runs hundreds of tests forgets their programs now and then."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if "jax" in sys.modules and mappings.exists() and mappings.read_bytes().count(b"\n") > MAX_MAPPINGS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 def pytest_unconfigure() -> None:

@@ -8,14 +8,27 @@ set -u
 venv=$1 vllm=$2
 log=$vllm.log
 
+# A test process that crashes may leave processes behind that pytest would wait for: not for ever.
+within() {
+    limit=$1
+    shift
+    if command -v timeout > /dev/null; then
+        timeout --foreground --signal=INT --kill-after=30 "$limit" "$@"
+    else
+        "$@"
+    fi
+}
+
 "$venv/bin/slipstream" setup vllm --cpu --into "$vllm" > "$log" 2>&1 &
 making=$!
 # Two at a time, file by file: most of them wait for processes half of the time. What JAX compiles is shared.
-"$venv/bin/python" -m pytest --ignore=tests/vllm --durations=15 -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile
+within 50m "$venv/bin/python" -m pytest --ignore=tests/vllm --durations=15 \
+    -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --max-worker-restart=0
 others=$?
 echo "waiting for the environment with vLLM ($log) ..."
 if wait "$making"; then
-    SLIPSTREAM_VLLM_PYTHON=$(pwd)/$vllm/bin/python "$venv/bin/python" -m pytest tests/vllm --durations=15
+    export SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python"
+    within 25m "$venv/bin/python" -m pytest tests/vllm --durations=15
     real=$?
 else
     tail -n 20 "$log"

@@ -8,6 +8,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,9 +27,14 @@ def loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
+def start(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begins a coroutine. Cancelling the future cancels it."""
+    return asyncio.run_coroutine_threadsafe(work, loop())
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end and returns its result. Interrupting the caller (Ctrl-C) cancels it."""
-    future = asyncio.run_coroutine_threadsafe(work, loop())
+    future = start(work)
     try:
         return future.result()
     except BaseException:
@@ -38,7 +44,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 async def arun(work: Coroutine[Any, Any, T]) -> T:
     """As `run`, for a caller on an event loop of its own, which goes on meanwhile. Cancelling the caller cancels it."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop()))
+    return await asyncio.wrap_future(start(work))
 
 
 def iterate(work: AsyncGenerator[T, None]) -> Iterator[T]:

@@ -2,23 +2,26 @@
 
     rollouts = bridge.rollouts(max_staleness=2, batch=32)
     rollouts.submit(ids, prompts, sampling)        engines begin as soon as the bound on staleness lets them
-    groups = rollouts.take()                       32 groups, none older than two versions; train on them, and sync
+    groups = rollouts.take()                       32 groups, none older than two versions; train on them
+    rollouts.expect(bridge.version + 1)            ask for the next, which come when that version serves
+    bridge.sync(params)
     position = rollouts.position                   save it: after a crash, go on behind it
     rollouts.saved(position)                       and say so: what came before need not be kept
 
-Both calls may be repeated. A gateway that is gone is waited for: what it had accepted is in its journal."""
+`submit` and `take` may be repeated, and `expect` may be left out. A gateway that is gone is waited for: what it had accepted is in its journal."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
 from slipstream import portal
-from slipstream.errors import GatewayLost, InvalidSampling, NotReady, RolloutError, SlipstreamError
+from slipstream.errors import DeadlineExceeded, GatewayLost, InvalidSampling, NotReady, RolloutError, SlipstreamError
 from slipstream.gateway.staleness import Bound
 from slipstream.types import Prompt, Request, RolloutGroup, SamplingParams, plain_ids
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AGAIN_SECONDS = 0.2
+EXPECT_SECONDS = 600.0
+"""How long the gateway keeps a question for a version that does not come."""
 SUBMIT_PROMPTS = 256
 """Prompts in one message."""
 
@@ -41,6 +46,8 @@ class Rollouts:
         self.position = position
         """Of the last group that was taken."""
         self._saved = 0
+        self._expected: tuple[int, Future[list[RolloutGroup]]] | None = None
+        """How many groups were asked for ahead, and their answer."""
 
     def submit(
         self,
@@ -67,10 +74,43 @@ class Rollouts:
         wanted = self.bound.batch if count is None else count
         if wanted < 1:
             raise RolloutError(f"{wanted} groups are asked for; take at least one")
-        after = self.position
-        groups = self._persist(partial(self._fleet.take, self.bound, after, wanted, timeout, self._saved))
+        groups = self._answer(wanted, timeout)
+        if groups is None:
+            groups = self._persist(
+                partial(self._fleet.take, self.bound, self.position, wanted, timeout, saved=self._saved)
+            )
         self.position = groups[-1].position
         return groups
+
+    def expect(self, version: int, count: int | None = None) -> None:
+        """Asks for the groups that the next `take` will return, to be given as soon as the fleet serves `version`. Said just before
+        the sync that makes it, this saves a round trip: the answer is on its way while the sync's is. Their prompts must have
+        been submitted. Whatever comes in between (a sync that fails, a gateway that dies), `take` gives what it would have
+        given."""
+        self.unexpect()
+        wanted = self.bound.batch if count is None else count
+        asked = self._fleet.take(self.bound, self.position, wanted, EXPECT_SECONDS, saved=self._saved, version=version)
+        self._expected = wanted, portal.start(asked)
+
+    def unexpect(self) -> None:
+        """Nobody waits for it any more."""
+        if self._expected is not None:
+            self._expected[1].cancel()
+            self._expected = None
+
+    def _answer(self, wanted: int, timeout: float) -> list[RolloutGroup] | None:
+        """To what was asked ahead; None if nothing was, or if it must be asked again."""
+        if self._expected is None or self._expected[0] != wanted:
+            self.unexpect()
+            return None
+        try:
+            return self._expected[1].result(timeout)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{wanted} groups that were asked for ahead did not come within {timeout:g} s") from None
+        except (SlipstreamError, CancelledError):
+            return None
+        finally:
+            self.unexpect()
 
     def saved(self, position: int) -> None:
         """Nobody will go on from before this position: what was made of the groups up to it is safe. Their completions are

@@ -177,6 +177,24 @@ def test_taking_has_a_deadline_and_then_takes_nothing() -> None:
     asyncio.run(main())
 
 
+def test_groups_for_a_version_are_taken_when_it_serves() -> None:
+    async def main() -> None:
+        engines = Engines()
+        desk = rollouts(engines, Bound(1, 2))
+        desk.submit(prompts(*"abcd"))
+        assert [(t.id, t.version) for t in await desk.take(0, 2, 5)] == [("a", 0), ("b", 0)]
+        ahead = asyncio.create_task(desk.take(2, 2, 5, version=1))
+        while len(desk._finished) < 2:  # c and d are finished, and would be taken now if nobody had said for when
+            await asyncio.sleep(0.01)
+        with pytest.raises(DeadlineExceeded, match=r"asked for, and the fleet still served 0 after 0\.1 s"):
+            await desk.take(2, 2, 0.1, version=1)
+        assert not ahead.done()
+        sync(engines, desk)
+        assert [(t.id, t.version, t.age) for t in await ahead] == [("c", 1, 1), ("d", 1, 1)]
+
+    asyncio.run(main())
+
+
 def test_a_journal_goes_on_where_it_was(tmp_path: Path) -> None:
     async def main() -> None:
         engines = Engines()

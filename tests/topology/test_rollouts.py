@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import slipstream
 from slipstream.config import GatewayConfig
-from slipstream.errors import DeadlineExceeded, InvalidSampling, NotReady, RolloutError, StaleRollouts
+from slipstream.errors import DeadlineExceeded, InvalidSampling, MappingError, NotReady, RolloutError, StaleRollouts
 from slipstream.gateway.journal import Journal, check
 from slipstream.types import SamplingParams, VersionSpan
 from tests.tiny import random_params, tiny_config, write_config
@@ -116,6 +117,26 @@ def test_stragglers_go_on_with_the_tokens_that_they_have(tmp_path: Path, cut: st
         assert [span.version for span in completion.spans] == [0, 1] and len(completion.token_ids) == 2000
 
 
+def test_what_is_expected_comes_with_the_version_that_it_is_for(tmp_path: Path) -> None:
+    with slipstream.inprocess(write_config(tmp_path, CONFIG)) as bridge:
+        bridge.sync(random_params(CONFIG, 0))
+        rollouts = bridge.rollouts(max_staleness=1, batch=2)
+        ids, tokens = prompts(8)
+        rollouts.submit(ids, tokens, SAMPLING)
+        assert [g.id for g in rollouts.take()] == ids[:2]
+        rollouts.expect(1)
+        with pytest.raises(DeadlineExceeded, match=r"asked for ahead did not come within 0\.1 s"):
+            rollouts.take(timeout=0.1)
+        rollouts.expect(1)
+        with pytest.raises(MappingError):
+            bridge.sync({"nonsense": np.zeros(3)})
+        bridge.sync(random_params(CONFIG, 1))
+        assert [(g.id, g.version) for g in rollouts.take()] == [(ids[2], 1), (ids[3], 1)]
+        rollouts.expect(2)
+        bridge.sync(random_params(CONFIG, 2))
+        assert [(g.id, g.position) for g in rollouts.take(1)] == [(ids[4], 5)]  # as many as the call says
+
+
 def test_input_that_makes_no_sense(local: Any) -> None:
     local.sync(random_params(CONFIG, 0))
     rollouts = local.rollouts(max_staleness=3, batch=4, position=4)
@@ -158,6 +179,24 @@ def test_a_gateway_that_is_killed_goes_on(bridge: Any) -> None:
     assert again.take() == second
     healed(bridge, params)
     bridge.sync(random_params(CONFIG, 1))
+    assert history(bridge, 1) == []
+
+
+def test_a_gateway_that_is_killed_while_groups_are_expected(bridge: Any) -> None:
+    bridge.sync(random_params(CONFIG, 0))
+    rollouts = bridge.rollouts(max_staleness=1, batch=2)
+    ids, tokens = prompts(6)
+    rollouts.submit(ids, tokens, LONG)
+    seen = rollouts.take()
+    rollouts.expect(1)
+    kill(bridge, "gateway")
+    healed(bridge, random_params(CONFIG, 0))
+    bridge.sync(random_params(CONFIG, 1))
+    seen += rollouts.take()
+    rollouts.expect(2)
+    bridge.sync(random_params(CONFIG, 2))
+    seen += rollouts.take()
+    assert sorted(g.id for g in seen) == ids and [g.version for g in seen] == [0, 0, 1, 1, 2, 2]
     assert history(bridge, 1) == []
 
 

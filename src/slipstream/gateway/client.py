@@ -100,9 +100,17 @@ class GatewayFleet:
             reply = await self._stub.Submit(message, timeout=self._timeout, metadata=self._metadata)
         return int(reply.num_new)
 
-    async def take(self, bound: Bound, after: int, count: int, timeout: float, saved: int) -> list[RolloutGroup]:
-        wanted = convert.bound_to_pb(bound)
-        request = pb.TakeRequest(bound=wanted, after=after, count=count, timeout_seconds=timeout, saved=saved)
+    async def take(
+        self, bound: Bound, after: int, count: int, timeout: float, saved: int = 0, version: int = 0
+    ) -> list[RolloutGroup]:
+        request = pb.TakeRequest(
+            bound=convert.bound_to_pb(bound),
+            after=after,
+            count=count,
+            timeout_seconds=timeout,
+            saved=saved,
+            version=version,
+        )
         with self._errors("taking rollouts"):
             call = self._stub.Take(request, timeout=timeout + GRACE_SECONDS, metadata=self._metadata)
             return [convert.group_from_pb(group) async for groups in call for group in wire.apart(groups)]

@@ -112,18 +112,20 @@ class Rollouts:
         self._pump()
         return len(fresh)
 
-    async def take(self, after: int, count: int, timeout: float, saved: int = 0) -> list[Taken]:
+    async def take(self, after: int, count: int, timeout: float, saved: int = 0, version: int = 0) -> list[Taken]:
         """`count` groups behind position `after`: those that were taken before, and then finished ones, the oldest first (see
-        `Staleness.lacking` for those that are waited for). All of them, or `DeadlineExceeded` and none. Positions up to
-        `saved` will not be asked for again."""
+        `Staleness.lacking` for those that are waited for), but none before the fleet serves `version`. All of them, or
+        `DeadlineExceeded` and none. Positions up to `saved` will not be asked for again."""
         self._journal.count_from(after)
         self._journal.forget(min(saved, after))
         missing = count - len(self._journal.taken(after, count))
         if missing > 0:
             try:
                 async with asyncio.timeout(timeout):
+                    await self._serves(version)
                     await self._until(missing)
             except TimeoutError:
+                self._check_serves(version, timeout)
                 lacking = self._staleness.lacking(self._finished, missing)
                 why = f"; {lacking} would be too old later, and must be among them" if lacking else ""
                 raise DeadlineExceeded(
@@ -136,6 +138,18 @@ class Rollouts:
                 self._staleness.take(number)
             self._pump()
         return self._journal.taken(after, count)
+
+    async def _serves(self, version: int) -> None:
+        while self._staleness.version < version:
+            self._news.clear()
+            await self._news.wait()
+
+    def _check_serves(self, version: int, timeout: float) -> None:
+        if self._staleness.version < version:
+            raise DeadlineExceeded(
+                f"groups for version {version} are asked for, and the fleet still served {self._staleness.version} after "
+                f"{timeout:g} s; has its sync failed?"
+            )
 
     async def _until(self, count: int) -> None:
         """So many are finished, and among them those that cannot wait."""
@@ -159,6 +173,7 @@ class Rollouts:
         for number in self._staleness.synced(version):
             self._renew(number)
         self._pump()
+        self._news.set()
 
     async def close(self) -> None:
         """What runs is stopped; it is in the journal, and begins again with the next of us."""

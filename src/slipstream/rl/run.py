@@ -122,14 +122,14 @@ class Run:
         if self._config.diagnose_every and step % self._config.diagnose_every == 0:
             mismatch = self._diagnose(batch, taken)
             clock.lap("diagnose")
-        metrics, memory = self._learn(step, batch, clock)
-        report = self._publish(clock, memory)
         known = rewards[judged(rewards)]
         accuracy = float((known >= 1).mean())
         self._recent.append(accuracy)
-        self.step = step
         if resume.finished(self._config, step, self._recent):
             self._last = step
+        metrics, memory = self._learn(step, batch, clock)
+        report = self._publish(step, clock, memory)
+        self.step = step
         return StepRecord(
             step=step,
             version=max(taken.versions),
@@ -169,11 +169,14 @@ class Run:
         clock.lap("train")
         return metrics, memory
 
-    def _publish(self, clock: Stopwatch, memory: dict[str, int]) -> SyncReport:
-        """The new weights to every engine. Those that sleep wake up for it, the KV cache last."""
+    def _publish(self, step: int, clock: Stopwatch, memory: dict[str, int]) -> SyncReport:
+        """The new weights to every engine. Those that sleep wake up for it, the KV cache last. Where the next batch has been
+        submitted already, it is asked for before: it comes with the sync's answer."""
         if self._config.take_turns:
             memory["syncing"] = _in_use(self._bridge.wake("weights"))
             clock.lap("wake")
+        if self._config.steps_ahead and step < self._last:
+            self._rollouts.expect(self._bridge.version + 1)
         report = self._steady.sync(self.learner.policy)
         clock.lap("sync")
         if self._config.take_turns:
