@@ -27,8 +27,7 @@ def certificates(
     made = make(out, named, days)
     print(f"trusted by everybody:  {made.ca}")
     for host in named:
-        files = made.of(host.split("/")[0])
-        print(f"shown by {host}:  {files['certificate']}  {files['key']}")
+        print(f"shown by {host}:  {'  '.join(made.of(host.split('/')[0]))}")
 
 
 def slurm(
@@ -38,7 +37,7 @@ def slurm(
     trainer_nodes: Annotated[int, typer.Option(help="Nodes for the trainer, the first of the job.")] = 1,
     engines_per_node: EnginesPerNode = 1,
     engine: Engine = None,
-    run_dir: Annotated[str, typer.Option(help="Directory for run directories, seen by all nodes.")] = "runs",
+    run_dir: Annotated[Path, typer.Option(help="Directory for run directories, seen by all nodes.")] = Path("runs"),
     name: Annotated[str, typer.Option(help="Of the job.")] = "slipstream",
     sbatch: Annotated[
         list[str] | None, typer.Option(help="More for sbatch: --sbatch=--gpus-per-node=8; may be repeated.")
@@ -47,19 +46,9 @@ def slurm(
     """Print a script for sbatch: a gateway and the trainer on the first nodes, engines on the last."""
     from slipstream.topology.slurm import Job, script
 
-    where = os.path.abspath(run_dir)
-    job = Job(
-        command or (),
-        os.path.abspath(model),
-        trainer_nodes,
-        inference_nodes,
-        engines_per_node,
-        engine or (),
-        where,
-        name,
-        sbatch or (),
-    )
-    print(script(job), end="")
+    where = (str(model.absolute()), str(run_dir.absolute()))
+    sizes = (trainer_nodes, inference_nodes, engines_per_node)
+    print(script(Job(command or (), *where, *sizes, engine or (), name, sbatch or ())), end="")
 
 
 def role(

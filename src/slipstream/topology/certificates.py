@@ -52,14 +52,14 @@ class Certificates:
     def ca(self) -> str:
         return str(self.directory / "ca.pem")
 
-    def of(self, host: str) -> dict[str, str]:
-        """`certificate` and `key`, as the settings of whoever listens there call them."""
-        return {"certificate": str(self.directory / f"{host}.pem"), "key": str(self.directory / f"{host}.key")}
+    def of(self, host: str) -> tuple[str, str]:
+        """`(certificate, key)` of whoever listens there."""
+        return str(self.directory / f"{host}.pem"), str(self.directory / f"{host}.key")
 
 
 def make(directory: Path, hosts: Sequence[str], days: int = DAYS) -> Certificates:
-    """A certificate for each host: a name, an address, or several of one machine as `node01/10.0.0.1`, whose files have the first
-    one's name. Every certificate is for loopback, too. What is there is kept, so that hosts can be added."""
+    """A certificate for each host: a name, an address, or several of one machine as `node01/10.0.0.1`, whose files have the
+    first one's name. Every certificate is for loopback, too. What is there is kept, so that hosts can be added."""
     names = {group.split("/")[0]: group.split("/") for group in hosts}
     for name in (name for group in names.values() for name in group):
         _kind(name)
@@ -88,7 +88,9 @@ def _make(directory: Path, name: str, subject: str, names: Sequence[str], days: 
         _openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", key)
         _openssl("req", "-new", "-sha256", "-config", config, "-key", key, "-out", request)
         is_ca = name == "ca"
-        signer = ["-signkey", key] if is_ca else ["-CA", directory / "ca.pem", "-CAkey", directory / "ca.key"]
+        signer: list[str | Path] = (
+            ["-signkey", key] if is_ca else ["-CA", directory / "ca.pem", "-CAkey", directory / "ca.key"]
+        )
         section = "authority" if is_ca else "machine"
         serial = f"0x{secrets.token_hex(16)}"
         _openssl("x509", "-req", "-sha256", "-in", request, *signer, "-set_serial", serial, "-days", str(days),

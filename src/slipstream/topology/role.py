@@ -1,7 +1,7 @@
 """A node of a SLURM job does its part: `srun slipstream role …`, once on each.
 
     first node        makes certificates, runs the gateway, waits for the engines, runs the trainer
-    more of the trainer's  wait for the engines, run the trainer
+    others before     wait for the engines, run the trainer
     the last N        wait for the gateway, run engines until it is gone
 
 They find each other through the run directory, on a file system that all see. When the first node's trainer ends, its gateway
@@ -73,7 +73,9 @@ class Part:
         files = certificates.make(self._certificates.directory, self.role.hosts)
         with ProcessGroup(self.run_dir, self.start_seconds) as group:
             group.keep_alive()
-            group.start_gateway(GatewayConfig(self.role.name, self.port, ca=files.ca, **files.of(self.role.name)))
+            certificate, key = files.of(self.role.name)
+            gateway = GatewayConfig(self.role.name, self.port, certificate=certificate, key=key, ca=files.ca)
+            group.start_gateway(gateway)
             group.wait_until(lambda: not self._missing(), f"engines {', '.join(self._names)} to register")
             return self._train()
 
@@ -85,7 +87,8 @@ class Part:
         self._wait(self._has_gateway, "the gateway")
         config = self.engine
         if config.kind == "embedded":  # the others take weights over NCCL, and listen for none
-            config = replace(config, listen=self.role.name, **self._certificates.of(self.role.name))
+            certificate, key = self._certificates.of(self.role.name)
+            config = replace(config, listen=self.role.name, certificate=certificate, key=key)
         with ProcessGroup(self.run_dir / self.role.name, self.start_seconds) as group:
             group.keep_alive()
             self._start_engines(group, config)
@@ -133,8 +136,8 @@ class Part:
         while not done():
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"node {self.role.name} waited {self.start_seconds:g} s for {what} in {self.run_dir}; is that directory on a "
-                    f"file system that {self.role.hosts[0]} writes to as well?"
+                    f"node {self.role.name} waited {self.start_seconds:g} s for {what} in {self.run_dir}; is that directory on "
+                    f"a file system that {self.role.hosts[0]} writes to as well?"
                 )
             time.sleep(POLL_SECONDS)
 

@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 
 MAX_HOSTS = 1 << 16
 _PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def expand(nodelist: str) -> list[str]:
@@ -121,7 +121,8 @@ def role_of(environ: Mapping[str, str], num_inference: int) -> Role:
         )
     if num_inference and num_inference >= len(hosts):
         raise ConfigError(
-            f"{num_inference} inference node(s) of {len(hosts)} ({nodelist}) leave none for the trainer; ask SLURM for more nodes"
+            f"{num_inference} inference node(s) of {len(hosts)} ({nodelist}) leave none for the trainer; ask SLURM for "
+            "more nodes"
         )
     if len(set(hosts)) < len(hosts):
         raise ConfigError(f"SLURM_JOB_NODELIST names a node twice: {nodelist}")
@@ -137,8 +138,8 @@ def _index(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
     name = environ.get("SLURMD_NODENAME", hosts[int(text)])
     if name != hosts[int(text)]:
         raise ConfigError(
-            f"by SLURM_NODEID {text} this is node {hosts[int(text)]!r} of the job, by SLURMD_NODENAME it is {name!r}: run srun over "
-            "all nodes of the job, in their order"
+            f"by SLURM_NODEID {text} this is node {hosts[int(text)]!r} of the job, by SLURMD_NODENAME it is {name!r}: run "
+            "srun over all nodes of the job, in their order"
         )
     return int(text)
 
@@ -150,12 +151,13 @@ class Job:
     command: Sequence[str]
     """The trainer's."""
     model: str
+    run_dir: str
+    """Where each attempt gets a directory of its own."""
     num_trainers: int = 1
     num_inference: int = 1
     engines_per_node: int = 1
     engine: Sequence[str] = ()
     """Settings of the engines, `tp=2`."""
-    run_dir: str = "runs"
     name: str = "slipstream"
     sbatch: Sequence[str] = ()
     """More of sbatch's options, `--partition=gpu`."""

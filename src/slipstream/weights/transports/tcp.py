@@ -246,6 +246,10 @@ def _server_tls(listen: Listen) -> ssl.SSLContext | None:
 
 def _pinned(plain: socket.socket, expected: str, peer: str) -> ssl.SSLSocket:
     """TLS to whoever holds the certificate with this fingerprint, and to nobody else."""
+    if not expected:
+        raise TransferError(
+            f"the engine at {peer} is beyond loopback and announced no certificate; weights are not sent in the clear"
+        )
     try:
         secure = tls.client_context("").wrap_socket(plain)  # the fingerprint is the proof
     except (ssl.SSLError, ConnectionResetError) as error:
@@ -253,7 +257,7 @@ def _pinned(plain: socket.socket, expected: str, peer: str) -> ssl.SSLSocket:
             f"what listens at {peer} does not speak TLS, as the engine's link says it does ({error}); refusing to send"
         ) from None
     found = hashlib.sha256(secure.getpeercert(binary_form=True) or b"").hexdigest()
-    if not expected or not hmac.compare_digest(found, expected):
+    if not hmac.compare_digest(found, expected):
         secure.close()
         raise TransferError(
             f"the engine at {peer} shows another certificate than the gateway announced; refusing to send"
