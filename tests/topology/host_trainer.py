@@ -49,8 +49,7 @@ def main(model, num_engines, out, target=None):
         "plaintext": {"certificate": ""},
     }.items():
         with tampered(change), slipstream.connect(target) as bridge:
-            with contextlib.suppress(StopIteration):
-                facts["refused"][what] = failure(lambda bridge=bridge: bridge.sync(weights(model, 3)))
+            facts["refused"][what] = failure(lambda bridge=bridge: bridge.sync(weights(model, 3)))
     with slipstream.connect(target) as bridge:
         facts["after"] = [bridge.version, answers(bridge)]
     Path(out).write_text(json.dumps(facts))

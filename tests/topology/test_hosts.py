@@ -196,7 +196,7 @@ def test_http_beyond_loopback_is_https(network, up):
 # --- SLURM ------------------------------------------------------------------------------------------------------------
 
 SRUN = """\
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 from slipstream.topology.slurm import expand
 nodes, command = json.load(open({nodes!r})), [word for word in sys.argv[1:] if word != "--kill-on-bad-exit=1"]
 started = [
@@ -206,7 +206,13 @@ started = [
     )
     for index, name in enumerate(expand(os.environ["SLURM_JOB_NODELIST"]))
 ]
-sys.exit(max(process.wait() for process in started))
+while None in (codes := [process.poll() for process in started]) and not any(codes):
+    time.sleep(0.05)
+for process, code in zip(started, codes):
+    if code is None:
+        process.terminate()  # a bad exit ends the others
+        process.wait()
+sys.exit(max(code or 0 for code in codes))
 """
 
 

@@ -111,6 +111,8 @@ def connect(
         address, found, told = read_run_dir(Path(target))
         who = (address, token or found, str(ca or told))
         return _bridge(*who, timeout, max_message_bytes, transport, checksums, trainer, Path(target))
+    if not target:
+        raise ConfigError("say which fleet: its run directory or its address, or set SLIPSTREAM_RUN_DIR")
     address = str(target).removeprefix("grpc://")
     if ":" not in address:
         raise ConfigError(f"{target!r} is neither a run directory nor an address like 127.0.0.1:8471")
