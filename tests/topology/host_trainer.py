@@ -1,10 +1,13 @@
 """A trainer on a machine of its own, run by the tests: `python host_trainer.py MODEL ENGINES OUT [TARGET]`.
 
 Joins the fleet (by TARGET, or as the environment says), waits for the engines, brings them weights twice, and writes what they answer.
-Then it opens links that someone has tampered with, and writes what came of that."""
+Given a TARGET, it then opens links that someone has tampered with, and writes what came of that. With KILL_AN_ENGINE set, it kills one
+and waits until that is back."""
 
 import contextlib
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,6 +24,11 @@ from slipstream.weights import transfer
 PROMPTS = ["123=", (20, 21, 22), "7="]
 SAMPLING = SamplingParams(max_tokens=5, n=2, seed=3)
 SEEDS = (1, 2)
+TAMPERED = {
+    "secret": {"secret": "00" * 32},
+    "certificate": {"certificate": "ab" * 32},
+    "plaintext": {"certificate": ""},
+}
 
 
 def weights(model, seed):
@@ -42,12 +50,12 @@ def main(model, num_engines, out, target=None):
             facts["transports"] += [engine.transport for engine in report.engines]
             facts["tokens"].append({name: answers(bridge, engine=name) for name in names})
         facts["num_bytes"] = report.num_bytes
+        if os.environ.get("KILL_AN_ENGINE"):
+            killed = kill_first(bridge)
+            bridge.sync(weights(model, SEEDS[-1]))
+            facts["killed"] = {killed: answers(bridge, engine=killed)}
         facts["version"] = bridge.version
-    for what, change in {
-        "secret": {"secret": "00" * 32},
-        "certificate": {"certificate": "ab" * 32},
-        "plaintext": {"certificate": ""},
-    }.items():
+    for what, change in TAMPERED.items() if target else ():
         with tampered(change), slipstream.connect(target) as bridge:
             facts["refused"][what] = failure(lambda bridge=bridge: bridge.sync(weights(model, 3)))
     with slipstream.connect(target) as bridge:
@@ -56,11 +64,28 @@ def main(model, num_engines, out, target=None):
 
 
 def joined(bridge, count):
-    deadline = time.monotonic() + 100
-    while len(engines := bridge.status().engines) < count:
-        assert time.monotonic() < deadline, engines
+    eventually(lambda: len(bridge.status().engines) >= count)
+    return sorted(engine.info.name for engine in bridge.status().engines)
+
+
+def kill_first(bridge):
+    """And waits until another process is in its place. All machines of the tests share their process ids."""
+    info = bridge.status().engines[0].info
+    os.kill(info.pid, signal.SIGKILL)
+    eventually(
+        lambda: any(
+            engine.info.name == info.name and engine.info.pid != info.pid and engine.state != "lost"
+            for engine in bridge.status().engines
+        )
+    )
+    return info.name
+
+
+def eventually(done, seconds=100):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    return sorted(engine.info.name for engine in engines)
 
 
 @contextlib.contextmanager

@@ -249,14 +249,14 @@ def sbatch(cluster, *arguments, **variables):
 def test_a_slurm_job_on_three_nodes(network, cluster):
     out = cluster / "trained.json"
     trainer = ["--", sys.executable, TRAINER, str(network.model), "2", str(out)]
-    done, run_dir = sbatch(
-        cluster, "--model", str(network.model), "--inference-nodes", "2", *trainer, SLURM_JOB_NODELIST="node[1-3]"
-    )
+    options = ["--model", str(network.model), "--inference-nodes", "2"]
+    done, run_dir = sbatch(cluster, *options, *trainer, SLURM_JOB_NODELIST="node[1-3]", KILL_AN_ENGINE="1")
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
     expected = [network.expected(seed) for seed in host_trainer.SEEDS]
     assert facts["tokens"] == [{"node2-0": tokens, "node3-0": tokens} for tokens in expected]
     assert set(facts["transports"]) == {"tcp"}
+    assert list(facts["killed"].values()) == [expected[1]]  # started again on its node, and given its weights
     assert not (run_dir / "gateway.json").exists() and not (run_dir / "token").exists()
     assert run_dir.stat().st_mode & 0o077 == 0
     again, _ = sbatch(

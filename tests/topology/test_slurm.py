@@ -3,6 +3,7 @@
 import itertools
 import os
 import subprocess
+import sys
 
 import pytest
 from hypothesis import example, given
@@ -160,6 +161,25 @@ def test_a_node_that_never_sees_the_others_says_so(tmp_path, index, waits_for):
     part = Part(Role(("a", "b", "c"), index, 1), tmp_path, tmp_path / "model", ["true"], start_seconds=0.2)
     with pytest.raises(DeadlineExceeded, match=rf"{waits_for} in .*file system that a writes to"):
         part.run()
+
+
+def test_a_trainers_further_node_runs_its_command_and_passes_on_the_signal_to_end(tmp_path):
+    (tmp_path / "c-0.ready").touch()  # the engine is there
+    trainer = "sleep 60 & trap 'kill $!; exit 7' TERM; echo $SLIPSTREAM_TRAINER $SLIPSTREAM_RUN_DIR; wait"
+    options = ["--run-dir", str(tmp_path), "--model", "none", "--inference-nodes", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slipstream.cli", "role", *options, "--", "bash", "-c", trainer],
+        env={**os.environ, **job("a,b,c", 1)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == f"1/2 {tmp_path}\n"
+        process.terminate()
+        assert process.wait(30) == 7
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 # --- the script -------------------------------------------------------------------------------------------------------

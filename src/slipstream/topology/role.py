@@ -106,13 +106,23 @@ class Part:
         """Runs the trainer's command; a signal to end reaches it, too."""
         rank = f"{self.role.index}/{len(self.role.trainers)}"
         environment = {**os.environ, "SLIPSTREAM_RUN_DIR": str(self.run_dir), "SLIPSTREAM_TRAINER": rank}
+        started: list[subprocess.Popen[bytes]] = []
+        told = False
+
+        def end(*_: object) -> None:
+            nonlocal told
+            told = True
+            for trainer in started:
+                trainer.terminate()
+
+        before = signal.signal(signal.SIGTERM, end)
         try:
-            trainer = subprocess.Popen(list(self.command), env=environment)
+            started.append(subprocess.Popen(list(self.command), env=environment))
+            if told:  # while it was being started
+                end()
+            code = started[0].wait()
         except OSError as error:
             raise ConfigError(f"the trainer's command {self.command[0]!r} cannot be run: {error.strerror}") from None
-        before = signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
-        try:
-            code = trainer.wait()
         finally:
             signal.signal(signal.SIGTERM, before)
         return code if code >= 0 else 128 - code
