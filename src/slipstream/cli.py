@@ -22,8 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _command in (cli_hosts.certificates, cli_hosts.slurm, cli_hosts.role):
-    app.command()(_command)
 
 RunDir = Annotated[Path, typer.Option("--run-dir", help="Directory of the run: logs, the gateway's address and token.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights to write: float32 or bfloat16.")]
@@ -201,14 +199,14 @@ def engine(
     from slipstream.topology.lifeline import follow
     from slipstream.weights.transports import shm
 
-    address, token, told = _gateway_of(run_dir, gateway, token_file)
+    address, token, authority = _gateway_of(run_dir, gateway, token_file, ca)
     name = name or f"engine-{os.getpid()}"
     ready = run_dir / f"{name}.ready" if run_dir is not None else None
 
     async def main() -> None:
         stop = asyncio.Event()
         follow(owner, stop)
-        await host(model, name, config, address, token, patience, ready, stop, ca or told)
+        await host(model, name, config, address, token, patience, ready, stop, authority)
 
     try:
         asyncio.run(main())
@@ -325,7 +323,11 @@ def plan(
     Console().print(table)
 
 
-def _gateway_of(run_dir: Path | None, address: str, token_file: Path | None) -> tuple[str, str, str]:
+for _command in (cli_hosts.certificates, cli_hosts.slurm, cli_hosts.role):
+    app.command()(_command)
+
+
+def _gateway_of(run_dir: Path | None, address: str, token_file: Path | None, ca: str) -> tuple[str, str, str]:
     """`(address, token, CA)` of the gateway that an engine is to join."""
     from slipstream.topology import read_run_dir
 
@@ -340,7 +342,7 @@ def _gateway_of(run_dir: Path | None, address: str, token_file: Path | None) -> 
             "say which gateway to join: --run-dir DIR, or --gateway ADDRESS with --token-file FILE, or with the token in "
             "SLIPSTREAM_TOKEN"
         )
-    return address, token, ""
+    return address, token, ca
 
 
 def _log_to_stderr() -> None:
