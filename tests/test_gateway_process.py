@@ -76,4 +76,4 @@ def test_a_port_in_use_and_an_address_beyond_loopback_are_refused(gateway, tmp_p
     taken = start("--port", port)
     assert taken.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in taken.stderr
     beyond = start("--host", "0.0.0.0")
-    assert beyond.returncode == 2 and "loopback only" in beyond.stderr
+    assert beyond.returncode == 2 and "beyond loopback" in beyond.stderr and "needs TLS" in beyond.stderr

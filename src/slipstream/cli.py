@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream import cli_hosts
 from slipstream.errors import ConfigError, SlipstreamError
 
 app = typer.Typer(
@@ -107,10 +108,15 @@ def setup(
 @app.command()
 def gateway(
     run_dir: RunDir,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Name or address to listen on; beyond loopback with --certificate, --key and --ca.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free port.")] = 0,
     lease_seconds: Annotated[float, typer.Option(help="An engine silent for this long is lost.")] = 10.0,
     max_message_bytes: Annotated[int, typer.Option(help="Larger control messages are refused.")] = 64 << 20,
+    certificate: Annotated[str, typer.Option(help="PEM file; see `slipstream certificates`.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of the certificate's key.")] = "",
+    ca: Annotated[str, typer.Option(help="PEM file of who signed it, for those who join.")] = "",
     http: Annotated[
         int | None, typer.Option(help="Also speak HTTP (OpenAI, vLLM's RL calls) on this port; 0 takes a free one.")
     ] = None,
@@ -129,12 +135,12 @@ def gateway(
     from slipstream.weights.transports import shm
 
     _log_to_stderr()
-    config = GatewayConfig(host, port, lease_seconds, max_message_bytes)
+    config = GatewayConfig(host, port, lease_seconds, max_message_bytes, certificate, key, ca)
     front = None
     if http is not None:
         from slipstream.http.server import beside
 
-        front = beside(load(HttpConfig, overrides=[f"port={http}", *(options or ())]), max_message_bytes)
+        front = beside(load(HttpConfig, overrides=[f"port={http}", *(options or ())]), max_message_bytes, ca)
     elif options:
         raise ConfigError(f"{options[0]} is a setting of the HTTP front, and there is none without --http PORT")
 
@@ -157,7 +163,14 @@ def engine(
     ],
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the gateway to join.")] = None,
     gateway: Annotated[
-        str, typer.Option(help="Address of the gateway, instead of --run-dir; the token is read from SLIPSTREAM_TOKEN.")
+        str,
+        typer.Option(help="Address of the gateway, instead of --run-dir; with its token, and beyond loopback its CA."),
+    ] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the gateway's token; else it is read from SLIPSTREAM_TOKEN.")
+    ] = None,
+    ca: Annotated[
+        str, typer.Option(help="PEM file of the CA that signed the gateway's certificate.", envvar="SLIPSTREAM_CA")
     ] = "",
     name: Annotated[str, typer.Option(help="Name in the fleet; empty makes one from the pid.")] = "",
     options: Annotated[
@@ -186,13 +199,14 @@ def engine(
     from slipstream.topology.lifeline import follow
     from slipstream.weights.transports import shm
 
-    address, token, ready = _gateway_of(run_dir, gateway)
+    address, token, authority = _gateway_of(run_dir, gateway, token_file, ca)
     name = name or f"engine-{os.getpid()}"
+    ready = run_dir / f"{name}.ready" if run_dir is not None else None
 
     async def main() -> None:
         stop = asyncio.Event()
         follow(owner, stop)
-        await host(model, name, config, address, token, patience, ready and ready / f"{name}.ready", stop)
+        await host(model, name, config, address, token, patience, ready, stop, authority)
 
     try:
         asyncio.run(main())
@@ -309,18 +323,26 @@ def plan(
     Console().print(table)
 
 
-def _gateway_of(run_dir: Path | None, address: str) -> tuple[str, str, Path | None]:
-    """`(address, token, run directory)` of the gateway that an engine is to join."""
+for _command in (cli_hosts.certificates, cli_hosts.slurm, cli_hosts.role):
+    app.command()(_command)
+
+
+def _gateway_of(run_dir: Path | None, address: str, token_file: Path | None, ca: str) -> tuple[str, str, str]:
+    """`(address, token, CA)` of the gateway that an engine is to join."""
     from slipstream.topology import read_run_dir
 
     if run_dir is not None:
-        return (*read_run_dir(run_dir), run_dir)
-    token = os.environ.get("SLIPSTREAM_TOKEN", "")
+        return read_run_dir(run_dir)
+    try:
+        token = token_file.read_text().strip() if token_file is not None else os.environ.get("SLIPSTREAM_TOKEN", "")
+    except OSError as error:
+        raise ConfigError(f"the token cannot be read from {token_file}: {error.strerror}") from None
     if not address or not token:
         raise ConfigError(
-            "say which gateway to join: --run-dir DIR, or --gateway ADDRESS with the token in SLIPSTREAM_TOKEN"
+            "say which gateway to join: --run-dir DIR, or --gateway ADDRESS with --token-file FILE, or with the token in "
+            "SLIPSTREAM_TOKEN"
         )
-    return address, token, None
+    return address, token, ca
 
 
 def _log_to_stderr() -> None:

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EVERYWHERE = ("", "0.0.0.0", "::", "*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ class EngineConfig:
     draft_model: str = ""
     """HF directory of the draft model, for `speculation = "draft"`; it must have the policy's vocabulary."""
     listen: str = "127.0.0.1"
-    """Address at which weights arrive when they come over tcp; nothing listens before they do."""
+    """Name or address of this machine at which weights arrive when they come over tcp; nothing listens before they do."""
     certificate: str = ""
-    """PEM file of a certificate, needed to listen beyond loopback; the trainer is told its fingerprint."""
+    """PEM file of a certificate, needed to listen beyond loopback (docs/hosts.md); the trainer is told its fingerprint."""
     key: str = ""
     """PEM file of the certificate's key."""
     url: str = ""
@@ -93,8 +94,8 @@ class EngineConfig:
                 f"speculation is {self.speculation!r} and draft_model is {self.draft_model!r}: a draft needs both, "
                 'speculation="draft" and the directory of the draft model'
             )
-        if self.listen not in LOOPBACK and not (self.certificate and self.key):
-            raise ConfigError(f"listening for weights on {self.listen} needs TLS: give a certificate and its key")
+        if self.kind != "remote":
+            check_listening("listen", self.listen, certificate=self.certificate, key=self.key)
 
     def _check_vllm(self) -> None:
         """What only the embedded engine knows, and would be ignored."""
@@ -132,20 +133,23 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
     host: str = "127.0.0.1"
+    """Name or address of this machine that the others dial; beyond loopback only with TLS."""
     port: int = 0
     """0 takes a free port; the address is written to `gateway.json` in the run directory."""
     lease_seconds: float = 10.0
     """An engine silent for this long is lost. Engines send a heartbeat four times as often."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Larger control messages are refused. Weights never travel through the gateway."""
+    certificate: str = ""
+    """PEM file of the gateway's certificate, for `host`; `slipstream certificates` makes one (docs/hosts.md)."""
+    key: str = ""
+    """PEM file of the certificate's key."""
+    ca: str = ""
+    """PEM file of who signed it. Whoever joins by the run directory is told to trust this one and no other."""
 
     def __post_init__(self) -> None:
         at_least(self, port=0, lease_seconds=0.1, max_message_bytes=1 << 10)
-        if self.host not in LOOPBACK:
-            raise ConfigError(
-                f"gateway.host is {self.host!r}: the gateway listens on loopback only (127.0.0.1, localhost, ::1); "
-                "to reach it from another machine, forward the port over SSH"
-            )
+        check_listening("gateway.host", self.host, certificate=self.certificate, key=self.key, ca=self.ca)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +172,14 @@ class HttpConfig:
     """A generation that takes longer has failed, also while the engines are paused."""
     body_seconds: float = 30.0
     """A client that takes longer to send its request is sent away."""
+    certificate: str = ""
+    """PEM file of the front's certificate, needed beyond loopback: then it speaks HTTPS."""
+    key: str = ""
+    """PEM file of the certificate's key."""
 
     def __post_init__(self) -> None:
         at_least(self, port=0, max_body_bytes=1 << 10, request_seconds=0.1, body_seconds=0.1)
-        if self.host not in LOOPBACK:
-            raise ConfigError(
-                f"http.host is {self.host!r}: the HTTP front listens on loopback only (127.0.0.1, localhost, ::1); to reach "
-                "it from another machine, forward the port over SSH, or put a proxy with TLS before it"
-            )
+        check_listening("http.host", self.host, certificate=self.certificate, key=self.key)
 
 
 def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T:
@@ -248,6 +252,23 @@ def _fit(hint: Any, value: Any, path: str) -> Any:
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{path} must be of type {hint.__name__}, got {value!r}")
     return value
+
+
+def check_listening(what: str, host: str, **files: str) -> None:
+    """`ConfigError` unless something may listen here: on loopback, or with TLS at an address that others can dial. `files` are
+    those of TLS; all are needed, or none."""
+    if missing := [name for name, file in files.items() if not file]:
+        if host not in LOOPBACK:
+            raise ConfigError(
+                f"{what} is {host!r}: beyond loopback ({', '.join(LOOPBACK)}) it needs TLS, and {', '.join(missing)} is not "
+                "given; `slipstream certificates` makes what is needed, or forward the port over SSH"
+            )
+        if len(missing) < len(files):
+            raise ConfigError(f"TLS at {what} needs {', '.join(files)} together; {', '.join(missing)} is not given")
+    if host in EVERYWHERE:
+        raise ConfigError(
+            f"{what} is {host!r}, which is every address of this machine and says none that others could dial; name one"
+        )
 
 
 def at_least(config: Any, **bounds: float) -> None:

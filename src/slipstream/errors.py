@@ -30,6 +30,7 @@
     │   └── LaunchFailed          a process did not come up; carries the end of its log
     ├── DeadlineExceeded          a wait ran out of time; names what was waited for
     ├── Unauthorized              token missing or wrong
+    ├── TlsError                  two sides do not agree on TLS: another CA, another name, or only one of them speaks it
     ├── ProtocolMismatch          peers speak different protocol versions, or nonsense
     ├── EngineFailure             an engine failed inside; carries its traceback as text
     ├── RewardError               a completion could not be judged; it has no reward, which is not a reward of zero
@@ -140,6 +141,9 @@ class DeadlineExceeded(SlipstreamError): ...
 
 
 class Unauthorized(SlipstreamError): ...
+
+
+class TlsError(SlipstreamError): ...
 
 
 class ProtocolMismatch(SlipstreamError): ...

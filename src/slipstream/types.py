@@ -26,7 +26,7 @@ again from the prompt."""
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 """What an engine that sleeps has given up, and `wake` brings back."""
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------

@@ -170,10 +170,10 @@ def likeliest(width, positions):
 
 
 @contextlib.asynccontextmanager
-async def attached(engine, address, token, patience=0.5):
+async def attached(engine, address, token, patience=0.5, ca=""):
     """The engine, serving over a real gRPC connection; leaving breaks the connection as a crash would."""
     registered = asyncio.Event()
-    task = asyncio.create_task(serve_engine(engine, address, token, patience, 1 << 20, registered.set))
+    task = asyncio.create_task(serve_engine(engine, address, token, patience, 1 << 20, registered.set, ca))
     waiting = asyncio.create_task(registered.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=10)
     waiting.cancel()  # of an engine that was refused

@@ -162,7 +162,7 @@ def test_what_it_is_not_started_with(tmp_path):
         assert done.returncode == 2, done.stderr
         return done.stderr
 
-    assert "loopback only" in refused("--http", "0", "host=0.0.0.0")
+    assert "needs TLS" in refused("--http", "0", "host=0.0.0.0")
     assert "without --http" in refused("model=x")
     assert "did you mean 'model'" in refused("--http", "0", "modle=x")
     assert "is no directory" in refused("--http", "0", f"model={tmp_path / 'nowhere'}")

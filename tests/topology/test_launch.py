@@ -179,7 +179,7 @@ def test_connect_by_directory_and_by_address(model, fleet):
     with slipstream.connect(fleet.run_dir) as other:
         assert other.version == fleet.version and tokens(other) == tokens(fleet)
     run_dir = Path(fleet.run_dir)
-    address, token = read_run_dir(run_dir)
+    address, token, _ = read_run_dir(run_dir)
     with slipstream.connect(f"grpc://{address}", token=token) as other:
         assert tokens(other) == tokens(fleet)
     with pytest.raises(Unauthorized):

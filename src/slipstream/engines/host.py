@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig
 from slipstream.engines.base import Engine
-from slipstream.gateway.attach import serve_engine
+from slipstream.gateway.attach import knock, serve_engine
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +24,17 @@ async def host(
     patience: float,
     ready: Path | None,
     stop: asyncio.Event,
+    ca: str = "",
 ) -> None:
     """Raises `GatewayLost` when the gateway is gone for longer than `patience` seconds. `ready` is a file to touch once
-    the engine is registered."""
+    the engine is registered. `ca` is who has signed the gateway's certificate, where it has one."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await knock(address, token, MAX_MESSAGE_BYTES, ca)
     engine, ended = await _start(model, name, options)
     log.info("engine %s: %s, tp=%d, pid %d", name, engine.describe().model, options.tp, os.getpid())
     on_registered = ready.touch if ready is not None else None
-    serving = asyncio.create_task(serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered))
+    serving = asyncio.create_task(serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered, ca))
     ends = [asyncio.create_task(event.wait()) for event in (stop, ended)]
     try:
         await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)

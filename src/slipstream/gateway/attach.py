@@ -26,6 +26,7 @@ from slipstream.errors import (
     GatewayLost,
     ProtocolMismatch,
     SlipstreamError,
+    TlsError,
     wants_elsewhere,
 )
 from slipstream.gateway import convert, wire
@@ -126,11 +127,13 @@ async def serve_engine(
     patience: float,
     max_message_bytes: int,
     on_registered: Callable[[], None] | None = None,
+    ca: str = "",
 ) -> None:
     """Keeps an engine attached to its gateway until cancelled. A gateway that restarts within `patience` seconds finds
-    the engine again, and so does one that gave it up for lost; after that, `GatewayLost`."""
+    the engine again, and so does one that gave it up for lost; after that, `GatewayLost`. One that is there and has another
+    token or CA is not tried again."""
     last_contact = time.monotonic()
-    async with grpc.aio.insecure_channel(address, options=wire.options(max_message_bytes)) as channel:
+    async with wire.channel(address, ca, max_message_bytes) as channel:
         while True:
             session = EngineSession(engine, GatewayStub(channel), token, address, on_registered)
             try:
@@ -141,8 +144,28 @@ async def serve_engine(
                     raise GatewayLost(
                         f"engine {engine.describe().name!r} gives up after {patience:g} s: {lost}"
                     ) from None
+                if isinstance(lost, GatewayLost) and isinstance(
+                    why := await wire.explained(lost, address, ca), TlsError
+                ):
+                    raise why from None
                 log.warning("%s; trying again", lost)
                 await asyncio.sleep(0.2)
+
+
+async def knock(address: str, token: str, max_message_bytes: int, ca: str = "") -> None:
+    """Raises what a gateway has against us: a wrong token or CA is worth knowing before a model is loaded. One that is not
+    there, or not yet, is no reason."""
+    async with wire.channel(address, ca, max_message_bytes) as channel:
+        try:
+            await GatewayStub(channel).Status(
+                pb.StatusRequest(), timeout=REGISTER_SECONDS, metadata=wire.metadata(token)
+            )
+        except grpc.aio.AioRpcError as failed:
+            error = wire.error_of(failed, address, "asking to be let in")
+            if isinstance(error, GatewayLost):
+                error = await wire.explained(error, address, ca)
+            if not isinstance(error, GatewayLost | DeadlineExceeded):
+                raise error from None
 
 
 class EngineSession:
@@ -164,8 +187,9 @@ class EngineSession:
         stream = self._stub.Attach(metadata=wire.metadata(self._token))
         helpers: list[asyncio.Task[None]] = []
         try:
-            await stream.write(pb.FromEngine(register=convert.engine_to_pb(self._engine.describe())))
-            welcome = await asyncio.wait_for(stream.read(), REGISTER_SECONDS)
+            async with asyncio.timeout(REGISTER_SECONDS):
+                await stream.write(pb.FromEngine(register=convert.engine_to_pb(self._engine.describe())))
+                welcome = await stream.read()
             if welcome is grpc.aio.EOF or not welcome.HasField("registered"):
                 raise ProtocolMismatch(f"the gateway at {self._address} did not answer a registration as expected")
             log.info("registered with the gateway at %s", self._address)

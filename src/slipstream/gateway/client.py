@@ -41,13 +41,20 @@ class GatewayFleet:
     """All methods run on the event loop that made it."""
 
     def __init__(
-        self, address: str, token: str, timeout: float, max_message_bytes: int, trainer: tuple[int, int] = (0, 1)
+        self,
+        address: str,
+        token: str,
+        timeout: float,
+        max_message_bytes: int,
+        trainer: tuple[int, int] = (0, 1),
+        ca: str = "",
     ) -> None:
-        """`trainer` is the rank of this process among the trainer's processes, and their number."""
-        self.address, self._timeout = address, timeout
+        """`trainer` is the rank of this process among the trainer's processes, and their number. `ca` is the PEM file of who
+        signed the gateway's certificate; without one there is no TLS, and no way beyond loopback."""
+        self.address, self._timeout, self._ca = address, timeout, ca
         self._metadata = wire.metadata(token)
         self._trainer = (*self._metadata, (wire.TRAINER, f"{trainer[0]}/{trainer[1]}"))
-        self._channel = grpc.aio.insecure_channel(address, options=wire.options(max_message_bytes))
+        self._channel = wire.channel(address, ca, max_message_bytes)
         self._stub = GatewayStub(self._channel)
         self._engines: tuple[EngineInfo, ...] | None = None
         self._epoch = 0
@@ -60,8 +67,11 @@ class GatewayFleet:
 
     async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
         """The engines that can take part in an update, and the committed version, as of now."""
-        with self._errors("asking for the fleet"):
-            reply = await self._stub.Fleet(pb.FleetRequest(), timeout=CONTROL_SECONDS, metadata=self._metadata)
+        try:
+            with self._errors("asking for the fleet"):
+                reply = await self._stub.Fleet(pb.FleetRequest(), timeout=CONTROL_SECONDS, metadata=self._metadata)
+        except GatewayLost as lost:
+            raise await wire.explained(lost, self.address, self._ca) from None
         self._engines, self._epoch = tuple(convert.engine_from_pb(e) for e in reply.engines), reply.epoch
         return self._engines, reply.version
 

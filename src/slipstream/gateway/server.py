@@ -1,4 +1,4 @@
-"""The gateway process: bind to loopback, make a token, serve until told to stop or until the owner is gone."""
+"""The gateway process: bind (beyond loopback with TLS), make a token, serve until told to stop or until the owner is gone."""
 
 from __future__ import annotations
 
@@ -89,18 +89,12 @@ async def running(config: GatewayConfig, token: str, service: Service | None = N
     slipstream_pb2_grpc.add_GatewayServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), server)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    try:
-        port = server.add_insecure_port(f"{host}:{config.port}")
-    except RuntimeError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{config.port}: {error}; is another gateway running there?"
-        ) from None
+    address = wire.listen(server, config)
     await server.start()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     leases = asyncio.create_task(service.watch_leases())
     try:
-        yield f"{host}:{port}"
+        yield address
     finally:
         leases.cancel()
         await health.enter_graceful_shutdown()
@@ -125,6 +119,8 @@ async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event, besid
         async with contextlib.AsyncExitStack() as stack:
             address = await stack.enter_async_context(running(config, token, service))
             facts = await stack.enter_async_context(beside(address, token, before)) if beside is not None else {}
+            if config.ca:
+                facts = {**facts, "ca": str(Path(config.ca).resolve())}
             part = address_file.with_suffix(".part")
             part.write_text(json.dumps({"address": address, "pid": os.getpid(), **facts}))
             part.rename(address_file)  # whoever finds the file finds all of it

@@ -1,4 +1,4 @@
-"""What both ends of the gateway's gRPC connection must agree on: channel options, the token, and how errors travel.
+"""What both ends of the gateway's gRPC connection must agree on: channel options, TLS, the token, and how errors travel.
 
 An error ends a call with a gRPC status; its class name rides in the trailing metadata, its text in the status details. Small
 messages of a stream travel together, each in the one before (`also`): it is their number that costs."""
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
 
-from slipstream import errors
+from slipstream import errors, tls
+from slipstream.config import LOOPBACK, GatewayConfig
 from slipstream.errors import (
+    ConfigError,
     DeadlineExceeded,
     GatewayLost,
     MessageTooLarge,
@@ -101,6 +104,43 @@ def options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
+def channel(address: str, ca: str, max_message_bytes: int) -> grpc.aio.Channel:
+    """To a gateway: with a CA over TLS; without, over loopback only, since whoever listens on the way would read the token."""
+    if ca:
+        tls.client_context(ca)  # says what is wrong with the file
+        credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes())
+        return grpc.aio.secure_channel(address, credentials, options=options(max_message_bytes))
+    if tls.host_of(address)[0] not in LOOPBACK:
+        raise ConfigError(
+            f"the gateway at {address} is beyond loopback, and no token is sent there in the clear: name the CA of the run "
+            "(ca=, --ca or SLIPSTREAM_CA), or join by its run directory"
+        )
+    return grpc.aio.insecure_channel(address, options=options(max_message_bytes))
+
+
+def listen(server: grpc.aio.Server, config: GatewayConfig) -> str:
+    """Binds the gateway's port; returns the address to dial."""
+    tls.check_dialable("gateway.host", config.host)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    try:
+        if config.certificate:
+            tls.server_context(config.certificate, config.key)  # says what is wrong with the files
+            pair = (Path(config.key).read_bytes(), Path(config.certificate).read_bytes())
+            port = server.add_secure_port(f"{host}:{config.port}", grpc.ssl_server_credentials([pair]))
+        else:
+            port = server.add_insecure_port(f"{host}:{config.port}")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{config.port}: {error}; is another gateway running there?"
+        ) from None
+    return f"{host}:{port}"
+
+
+async def explained(lost: GatewayLost, address: str, ca: str) -> SlipstreamError:
+    """The same, or, where the gateway is there and TLS is the reason, what is wrong with it."""
+    return await asyncio.to_thread(tls.disagreement, address, ca) or lost
+
+
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
     if not (token.isascii() and token.isprintable()):
         raise Unauthorized(
@@ -122,7 +162,8 @@ def error_of(failed: grpc.aio.AioRpcError, peer: str, doing: str) -> SlipstreamE
     code, details = failed.code(), failed.details() or ""
     for key, value in failed.trailing_metadata() or ():
         if key == ERROR_KIND:
-            return errors.from_wire(str(value), details)
+            said = f"the gateway at {peer}: {details}" if value == Unauthorized.__name__ else details
+            return errors.from_wire(str(value), said)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return Unauthorized(f"the gateway at {peer} refused the token; use the one in its run directory ({details})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -1,4 +1,5 @@
-"""The front's server, in the gateway's process and on its event loop: bound to loopback, ended with the gateway."""
+"""The front's server, in the gateway's process and on its event loop, ended with the gateway: on loopback, or
+elsewhere with TLS."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
+from slipstream import tls
 from slipstream.config import HttpConfig
 from slipstream.errors import ConfigError
 from slipstream.gateway.client import GatewayFleet
@@ -35,13 +37,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def beside(config: HttpConfig, max_message_bytes: int) -> Beside:
+def beside(config: HttpConfig, max_message_bytes: int, ca: str = "") -> Beside:
     """The front as something that runs beside a gateway: a client of it, over its own address, like any other."""
 
     @contextlib.asynccontextmanager
     async def start(address: str, token: str, before: Mapping[str, object]) -> AsyncIterator[dict[str, str]]:
         def connect() -> GatewayFleet:
-            return GatewayFleet(address, token, STEP_SECONDS, max_message_bytes)
+            return GatewayFleet(address, token, STEP_SECONDS, max_message_bytes, ca=ca)
 
         fleet = connect()
         try:
@@ -56,6 +58,9 @@ def beside(config: HttpConfig, max_message_bytes: int) -> Beside:
 @contextlib.asynccontextmanager
 async def running(front: Front, token: str, before: Mapping[str, object] | None = None) -> AsyncIterator[str]:
     """Gives the front's URL. One that was killed is found again at the same port, if that is free."""
+    tls.check_dialable("http.host", front.config.host)
+    if secure := bool(front.config.certificate):
+        tls.server_context(front.config.certificate, front.config.key)  # says what is wrong with the files
     listening = _bound(front.config, _old_port(front.config, before or {}))
     server = _Server(
         uvicorn.Config(
@@ -69,11 +74,13 @@ async def running(front: Front, token: str, before: Mapping[str, object] | None 
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=ENDING_SECONDS,
+            ssl_certfile=front.config.certificate or None,
+            ssl_keyfile=front.config.key or None,
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     host = f"[{front.config.host}]" if ":" in front.config.host else front.config.host
-    url = f"http://{host}:{listening.getsockname()[1]}"
+    url = f"http{'s' if secure else ''}://{host}:{listening.getsockname()[1]}"
     log.info("HTTP front listens on %s", url)
     try:
         yield url

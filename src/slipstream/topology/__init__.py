@@ -63,9 +63,14 @@ def launch(
         until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
         while True:
             try:
-                address, token = read_run_dir(directory)
                 bridge = _bridge(
-                    address, token, timeout, gateway.max_message_bytes, transport, checksums, trainer, directory
+                    *read_run_dir(directory),
+                    timeout,
+                    gateway.max_message_bytes,
+                    transport,
+                    checksums,
+                    trainer,
+                    directory,
                 )
                 bridge.on_close(group.close)
                 return bridge
@@ -87,28 +92,35 @@ def _front(http: bool | HttpConfig, model: Path) -> HttpConfig | None:
 
 
 def connect(
-    target: str | Path,
+    target: str | Path | None = None,
     *,
     token: str | None = None,
+    ca: str | Path | None = None,
     transport: str | None = None,
     checksums: bool = True,
     trainer: tuple[int, int] = (0, 1),
     timeout: float = SYNC_SECONDS,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Bridge:
-    """Joins a running fleet: by its run directory, or by address (`127.0.0.1:8471`) and token.
+    """Joins a running fleet: by its run directory, or by address (`127.0.0.1:8471`), token and, beyond loopback, the PEM file
+    of the CA that signed the gateway's certificate.
 
-    Without `token`, the environment variable SLIPSTREAM_TOKEN is read."""
-    if Path(target).is_dir():
-        address, found = read_run_dir(Path(target))
-        return _bridge(address, token or found, timeout, max_message_bytes, transport, checksums, trainer, Path(target))
+    What is not given is read from SLIPSTREAM_RUN_DIR, SLIPSTREAM_TOKEN and SLIPSTREAM_CA."""
+    target = target if target is not None else os.environ.get("SLIPSTREAM_RUN_DIR", "")
+    if target and Path(target).is_dir():
+        address, found, told = read_run_dir(Path(target))
+        who = (address, token or found, str(ca or told))
+        return _bridge(*who, timeout, max_message_bytes, transport, checksums, trainer, Path(target))
+    if not target:
+        raise ConfigError("say which fleet: its run directory or its address, or set SLIPSTREAM_RUN_DIR")
     address = str(target).removeprefix("grpc://")
     if ":" not in address:
         raise ConfigError(f"{target!r} is neither a run directory nor an address like 127.0.0.1:8471")
     token = token or os.environ.get("SLIPSTREAM_TOKEN")
     if not token:
         raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
-    return _bridge(address, token, timeout, max_message_bytes, transport, checksums, trainer)
+    ca = str(ca or os.environ.get("SLIPSTREAM_CA", ""))
+    return _bridge(address, token, ca, timeout, max_message_bytes, transport, checksums, trainer)
 
 
 def inprocess(
@@ -136,11 +148,11 @@ def inprocess(
     return Bridge(portal.run(start()), transport)
 
 
-def read_run_dir(directory: Path) -> tuple[str, str]:
-    """`(address, token)` of the gateway that runs in this directory."""
+def read_run_dir(directory: Path) -> tuple[str, str, str]:
+    """`(address, token, CA)` of the gateway that runs in this directory; no CA without TLS."""
     try:
-        address = json.loads((directory / "gateway.json").read_text())["address"]
-        return address, (directory / "token").read_text().strip()
+        facts = json.loads((directory / "gateway.json").read_text())
+        return facts["address"], (directory / "token").read_text().strip(), facts.get("ca", "")
     except FileNotFoundError:
         raise ConfigError(f"no gateway is running in {directory} (it has no gateway.json and token)") from None
 
@@ -148,6 +160,7 @@ def read_run_dir(directory: Path) -> tuple[str, str]:
 def _bridge(
     address: str,
     token: str,
+    ca: str,
     timeout: float,
     max_message_bytes: int,
     transport: str | None,
@@ -159,7 +172,7 @@ def _bridge(
     from slipstream.gateway.client import GatewayFleet
 
     async def join() -> GatewayFleet:
-        return GatewayFleet(address, token, timeout, max_message_bytes, trainer)
+        return GatewayFleet(address, token, timeout, max_message_bytes, trainer, ca)
 
     fleet = portal.run(join())
     bridge = Bridge(fleet, transport, str(run_dir or ""), checksums, trainer[0])

@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Self
 
 from slipstream.config import EngineConfig, GatewayConfig, HttpConfig
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
@@ -46,6 +47,8 @@ class ProcessGroup:
         self._start_timeout = start_timeout
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, list[str]] = {}
+        self._environments: dict[str, Mapping[str, str]] = {}
+        self._marks: dict[str, Path] = {}
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.num_restarts = 0
@@ -72,18 +75,29 @@ class ProcessGroup:
     def start_gateway(self, config: GatewayConfig, http: HttpConfig | None = None) -> None:
         front = ["--http", str(http.port), *_overrides(http)] if http is not None else []
         self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config), *front])
-        self._wait(lambda: _gateway_pid(self.run_dir) == self._processes["gateway"].pid, "the gateway to listen")
+        self.wait_until(lambda: _gateway_pid(self.run_dir) == self._processes["gateway"].pid, "the gateway to listen")
 
-    def start_engine(self, name: str, model: Path, config: EngineConfig, patience: float) -> None:
-        self._mark(name).unlink(missing_ok=True)
-        arguments = ["engine", "--run-dir", str(self.run_dir), "--model", str(model), "--name", name]
+    def start_engine(
+        self,
+        name: str,
+        model: Path,
+        config: EngineConfig,
+        patience: float,
+        joins: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`joins` is the run directory of the gateway, where it is not this group's. `environment` is added to ours."""
+        mark = self._marks[name] = mark_of(joins or self.run_dir, name)
+        mark.unlink(missing_ok=True)
+        arguments = ["engine", "--run-dir", str(joins or self.run_dir), "--model", str(model), "--name", name]
         arguments += ["--patience", f"{patience:g}"]
+        self._environments[name] = environment or {}
         self._start(name, arguments + _overrides(config), interpreter(config))
 
     def wait_for_engines(self, count: int) -> None:
         """A registered engine leaves a mark in the run directory: no connection is needed to wait for it."""
-        marks = [self._mark(name) for name in self._processes if name != "gateway"]
-        self._wait(lambda: sum(m.exists() for m in marks) >= count, f"{count} engine(s) to register")
+        marks = self._marks.values()
+        self.wait_until(lambda: sum(m.exists() for m in marks) >= count, f"{count} engine(s) to register")
         self._is_up = True
 
     def keep_alive(self) -> None:
@@ -109,8 +123,11 @@ class ProcessGroup:
         self._failures[name] += 1
         return self._is_up and self._failures[name] <= MAX_FAILURES
 
-    def _mark(self, name: str) -> Path:
-        return self.run_dir / f"{name}.ready"
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Engines first, so that the gateway sees them go; then whatever is left is killed. May be called twice."""
@@ -139,13 +156,16 @@ class ProcessGroup:
             # A session of its own: Ctrl-C reaches this process alone, which then ends the others in order.
             self._processes[name] = subprocess.Popen(
                 self._commands[name],
+                env={**os.environ, **self._environments.get(name, {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def _wait(self, done, what: str) -> None:  # type: ignore[no-untyped-def]
+    def wait_until(self, done: Callable[[], bool], what: str, deadline: float | None = None) -> None:
+        """Raises `LaunchFailed` as soon as a process has ended by itself. The deadline is that of the start, unless given."""
+        deadline = self._deadline if deadline is None else deadline
         while not done():
             for name, process in list(self._processes.items()):
                 code = process.poll()
@@ -154,7 +174,7 @@ class ProcessGroup:
                         f"{name} ended with exit code {process.returncode} while waiting for {what}; the end of "
                         f"{self.run_dir / name}.log:\n{self._log_tail(name)}"
                     )
-            if time.monotonic() > self._deadline:
+            if time.monotonic() > deadline:
                 tails = "\n".join(f"--- {name}.log\n{self._log_tail(name)}" for name in self._processes)
                 raise DeadlineExceeded(f"waited {self._start_timeout:g} s for {what}, in {self.run_dir}:\n{tails}")
             time.sleep(0.02)
@@ -165,6 +185,11 @@ class ProcessGroup:
         above, tail = lines[:-LOG_LINES], lines[-LOG_LINES:]
         causes = list(dict.fromkeys(line for line in above if _CAUSE.search(line)))[-3:]
         return "\n".join([*causes, *(["…"] if causes else []), *tail])
+
+
+def mark_of(run_dir: Path, engine: str) -> Path:
+    """The file that says that an engine has registered."""
+    return run_dir / f"{engine}.ready"
 
 
 def _gateway_pid(run_dir: Path) -> int | None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from slipstream.errors import MappingError, Unsupported, wants_elsewhere
+from slipstream.errors import MappingError, TransferError, Unsupported, wants_elsewhere
 from slipstream.types import (
     Berths,
     Checksums,
@@ -252,7 +252,12 @@ class Publisher:
         predicted = all(route.outbox.berths is not None for route in routes.values()) and not drop_failed
         if not predicted:
             routes = self._answered(routes, await self._fleet.begun())
-        sent = await self._send(routes, tensors, unchanged, version)
+        try:
+            sent = await self._send(routes, tensors, unchanged, version)
+        except TransferError:
+            if predicted:  # an engine that was started again has other links; if so, the answer to `begin` says it
+                self._compare(routes, await self._fleet.begun())
+            raise
         handed_over = time.perf_counter()
         await self._fleet.stage(version, _manifests(sent))
         if predicted:

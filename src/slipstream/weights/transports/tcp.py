@@ -1,8 +1,8 @@
 """`tcp`: trainer and engine anywhere. The engine listens; each trainer rank opens a connection and streams its pieces.
 
-On the wire, after the trainer has sent the link's secret: frames of `(version, piece, length)` and the bytes. Bytes go straight
-from the socket into the image. On loopback the secret is enough; beyond it the engine needs a certificate, whose
-fingerprint travels in the link, so that no authority has to be set up."""
+On the wire, after the trainer has sent the link's secret and the engine has answered with one byte: frames of
+`(version, piece, length)` and the bytes. Bytes go straight from the socket into the image. On loopback the secret is enough;
+beyond it the engine needs a certificate, whose fingerprint travels in the link."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from slipstream.config import LOOPBACK
-from slipstream.errors import ConfigError, TransferError
+from slipstream import tls
+from slipstream.config import LOOPBACK, check_listening
+from slipstream.errors import TransferError
 from slipstream.weights.checksum import CHUNK_BYTES, chunks
 from slipstream.weights.transports.base import SILENCE_SECONDS, Silence, fact, pack_link, unpack_link
 from slipstream.weights.transports.memory import anonymous
 
 _FRAME = struct.Struct("<qIQ")
 _SECRET_BYTES = 32
+_WELCOME = b"+"
 _SOCKET_BUFFER = 4 << 20
 CONNECT_SECONDS = 10.0
 SEND_SECONDS = 60.0
@@ -43,8 +44,7 @@ class Listen:
     key: str = ""
 
     def __post_init__(self) -> None:
-        if self.host not in LOOPBACK and not (self.certificate and self.key):
-            raise ConfigError(f"listening for weights on {self.host} needs TLS: give a certificate and its key")
+        check_listening("listen", self.host, certificate=self.certificate, key=self.key)
 
 
 class TcpLanding:
@@ -59,10 +59,11 @@ class TcpLanding:
         self._found: dict[int, int] = {}
         self._version, self._problem, self._hashed = -1, "", True
         self._tls = _server_tls(listen)
+        tls.check_dialable("listen", listen.host)
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         self._server = socket.create_server((listen.host, 0), family=family)
         host, port = self._server.getsockname()[:2]
-        print_of = _fingerprint(Path(listen.certificate).read_text()) if self._tls else ""
+        print_of = tls.fingerprint(listen.certificate) if self._tls else ""
         self.link = pack_link("tcp", host=host, port=port, secret=self._secret.hex(), certificate=print_of)
         self._connections: list[socket.socket] = []
         threading.Thread(target=self._accept, name="slipstream-tcp", daemon=True).start()
@@ -115,6 +116,7 @@ class TcpLanding:
                 connection = self._tls.wrap_socket(connection, server_side=True)
             if not hmac.compare_digest(_read(connection, _SECRET_BYTES), self._secret):
                 return connection.close()
+            connection.sendall(_WELCOME)
         except (OSError, TransferError):
             return connection.close()
         try:
@@ -160,13 +162,33 @@ class TcpSender:
         self._version = -1
         try:
             self._socket = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+        except (OSError, OverflowError) as error:
+            raise TransferError(f"cannot connect to the engine's tcp landing at {self._peer}: {error}") from None
+        try:
             if facts.get("certificate") or host not in LOOPBACK:
                 self._socket = _pinned(self._socket, fact(facts, "certificate", str), self._peer)
+            self._introduce(bytes.fromhex(secret))
             self._socket.settimeout(SEND_SECONDS)
             _tune(self._socket)
-            self._socket.sendall(bytes.fromhex(secret))
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransferError(f"cannot connect to the engine's tcp landing at {self._peer}: {error}") from None
+        except (OSError, ValueError) as error:
+            self._socket.close()
+            raise TransferError(f"tcp: the engine at {self._peer} cannot be spoken to: {error}") from None
+        except TransferError:
+            self._socket.close()
+            raise
+
+    def _introduce(self, secret: bytes) -> None:
+        """A landing that does not know us hangs up without a word."""
+        try:
+            self._socket.sendall(secret)
+            answer = self._socket.recv(len(_WELCOME))
+        except (ConnectionError, ssl.SSLEOFError):
+            answer = b""
+        if answer != _WELCOME:
+            raise TransferError(
+                f"the engine at {self._peer} hung up on us: the secret of the link is not its own, or it speaks TLS and the "
+                "link does not say so; was it started again since?"
+            )
 
     def begin(self, version: int) -> None:
         self._version = version
@@ -215,33 +237,29 @@ def _read_into(connection: socket.socket, target: np.ndarray) -> None:
 def _server_tls(listen: Listen) -> ssl.SSLContext | None:
     if not listen.certificate:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # No session tickets: the sender never reads, and closing a socket with unread bytes resets the connection, which
-    # throws away what is still on its way.
+    context = tls.server_context(listen.certificate, listen.key)
+    # No session tickets: the sender reads the welcome and no more, and closing a socket with unread bytes resets the
+    # connection, which throws away what is still on its way.
     context.num_tickets = 0
-    try:
-        context.load_cert_chain(listen.certificate, listen.key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the certificate {listen.certificate} and its key cannot be loaded: {error}") from None
     return context
 
 
 def _pinned(plain: socket.socket, expected: str, peer: str) -> ssl.SSLSocket:
     """TLS to whoever holds the certificate with this fingerprint, and to nobody else."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the fingerprint is the proof
-    secure = context.wrap_socket(plain)
+    if not expected:
+        raise TransferError(
+            f"the engine at {peer} is beyond loopback and announced no certificate; weights are not sent in the clear"
+        )
+    try:
+        secure = tls.client_context("").wrap_socket(plain)  # the fingerprint is the proof
+    except (ssl.SSLError, ConnectionResetError) as error:
+        raise TransferError(
+            f"what listens at {peer} does not speak TLS, as the engine's link says it does ({error}); refusing to send"
+        ) from None
     found = hashlib.sha256(secure.getpeercert(binary_form=True) or b"").hexdigest()
-    if not expected or not hmac.compare_digest(found, expected):
+    if not hmac.compare_digest(found, expected):
         secure.close()
         raise TransferError(
             f"the engine at {peer} shows another certificate than the gateway announced; refusing to send"
         )
     return secure
-
-
-def _fingerprint(pem: str) -> str:
-    first = pem[: pem.index("-----END CERTIFICATE-----") + len("-----END CERTIFICATE-----")]
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[first.index("-----BEGIN") :])).hexdigest()

@@ -1,0 +1,212 @@
+"""SLURM: from a job's variables to what each of its nodes does, and the script that starts it all. Pure.
+
+Nodes come in the order of `SLURM_JOB_NODELIST`: the trainer's first, and the last ones, as many as are asked for, hold
+engines. No inference nodes means one machine, with everything on it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from slipstream.errors import ConfigError
+
+MAX_HOSTS = 1 << 16
+_PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+
+
+def expand(nodelist: str) -> list[str]:
+    """`gpu[08-10],login1` is `gpu08 gpu09 gpu10 login1`; several brackets multiply, the last one counts fastest."""
+    hosts: list[str] = []
+    for word in _words(nodelist):
+        parts = _PART.findall(word)
+        if not parts or "".join(parts) != word:
+            raise ConfigError(
+                f"the node list {nodelist!r} cannot be read at {word!r}; expected names like gpu[01-04,7]"
+            )
+        choices = [_numbers(part, nodelist) if part.startswith("[") else [part] for part in parts]
+        for names in itertools.product(*choices):
+            hosts.append("".join(names))
+            if len(hosts) > MAX_HOSTS:
+                raise ConfigError(f"the node list {nodelist[:200]!r} has more than {MAX_HOSTS:,} nodes")
+    return hosts
+
+
+def _words(nodelist: str) -> Iterator[str]:
+    """Split at the commas that are outside of brackets."""
+    word, depth = "", 0
+    for character in nodelist.strip():
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            yield word
+            word = ""
+        else:
+            word += character
+    yield word
+
+
+def _numbers(bracket: str, nodelist: str) -> list[str]:
+    """`[08-10,3]` is `08 09 10 3`: as wide as a range's first number is written."""
+    found: list[str] = []
+    for item in bracket[1:-1].split(","):
+        match = _RANGE.fullmatch(item)
+        low, high = (match[1], match[2] or match[1]) if match else ("0", "0")
+        if match is None or int(low) > int(high):
+            raise ConfigError(
+                f"the node list {nodelist!r} has {item!r} in brackets; expected a number or a range like 01-04"
+            )
+        if int(high) - int(low) >= MAX_HOSTS:
+            raise ConfigError(f"the node list {nodelist!r} has more than {MAX_HOSTS:,} nodes")
+        found += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What one node of a job does.
+
+    >>> Role(("gpu1", "gpu2", "gpu3"), index=0, num_inference=2).trainers
+    ('gpu1',)"""
+
+    hosts: tuple[str, ...]
+    index: int
+    num_inference: int
+
+    @property
+    def name(self) -> str:
+        return self.hosts[self.index]
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        return self.hosts[: len(self.hosts) - self.num_inference]
+
+    @property
+    def inference(self) -> tuple[str, ...]:
+        return self.hosts[len(self.hosts) - self.num_inference :]
+
+    @property
+    def is_alone(self) -> bool:
+        return not self.num_inference
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the gateway is here."""
+        return self.index == 0
+
+    @property
+    def is_trainer(self) -> bool:
+        return self.index < len(self.trainers)
+
+
+def role_of(environ: Mapping[str, str], num_inference: int) -> Role:
+    """Of the node on which this runs, once, under `srun`."""
+    if num_inference < 0:
+        raise ConfigError(f"the number of inference nodes must be at least 0, got {num_inference}")
+    nodelist = environ.get("SLURM_JOB_NODELIST", "")
+    if not nodelist:
+        if num_inference:
+            raise ConfigError(
+                f"SLURM_JOB_NODELIST is not set, so that this is no SLURM job, and {num_inference} inference node(s) are asked "
+                "for; run it with srun, or without inference nodes on one machine"
+            )
+        return Role(("localhost",), 0, 0)
+    hosts = tuple(expand(nodelist))
+    if num_inference == 0 and len(hosts) > 1:
+        raise ConfigError(
+            f"no inference nodes means one machine, and the job has {len(hosts)} ({nodelist}); say how many of them are for "
+            "inference"
+        )
+    if num_inference and num_inference >= len(hosts):
+        raise ConfigError(
+            f"{num_inference} inference node(s) of {len(hosts)} ({nodelist}) leave none for the trainer; ask SLURM for "
+            "more nodes"
+        )
+    if len(set(hosts)) < len(hosts):
+        raise ConfigError(f"SLURM_JOB_NODELIST names a node twice: {nodelist}")
+    return Role(hosts, _index(environ, hosts), num_inference)
+
+
+def _index(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
+    text = environ.get("SLURM_NODEID", "")
+    if not text.isdecimal() or int(text) >= len(hosts):
+        raise ConfigError(f"SLURM_NODEID is {text!r}, and the job has {len(hosts)} node(s): is this run by srun?")
+    if environ.get("SLURM_LOCALID", "0") != "0":
+        raise ConfigError("a role is run once per node: srun --ntasks-per-node=1 (several engines: --engines-per-node)")
+    name = environ.get("SLURMD_NODENAME", hosts[int(text)])
+    if name != hosts[int(text)]:
+        raise ConfigError(
+            f"by SLURM_NODEID {text} this is node {hosts[int(text)]!r} of the job, by SLURMD_NODENAME it is {name!r}: run "
+            "srun over all nodes of the job, in their order"
+        )
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What `slipstream slurm` prints a script for."""
+
+    command: Sequence[str]
+    """The trainer's."""
+    model: str
+    run_dir: str
+    """Where each attempt gets a directory of its own."""
+    num_trainers: int = 1
+    num_inference: int = 1
+    engines_per_node: int = 1
+    engine: Sequence[str] = ()
+    """Settings of the engines, `tp=2`."""
+    name: str = "slipstream"
+    sbatch: Sequence[str] = ()
+    """More of sbatch's options, `--partition=gpu`."""
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("say what the trainer is: slipstream slurm … -- python train.py")
+        if self.num_trainers < 1 or self.num_inference < 0 or self.engines_per_node < 1:
+            raise ConfigError(
+                f"a job has at least 1 trainer node, 0 inference nodes and 1 engine per node; got {self.num_trainers}, "
+                f"{self.num_inference} and {self.engines_per_node}"
+            )
+        if self.num_trainers > 1 and not self.num_inference:
+            raise ConfigError(
+                f"no inference nodes means one machine, and {self.num_trainers} are asked for the trainer"
+            )
+        if bad := [option for option in self.sbatch if not option.startswith("-") or "\n" in option]:
+            raise ConfigError(f"{bad[0]!r} is not an option of sbatch, like --partition=gpu")
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ConfigError(f"{self.name!r} is not a name for a job; use letters, digits, '.', '-' and '_'")
+
+
+def script(job: Job) -> str:
+    """For `sbatch`. Each attempt of a job has a directory of its own, so that nobody finds the files of the one before."""
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.num_trainers + job.num_inference}",
+        "--ntasks-per-node=1",
+        "--output=%x-%j.log",
+        *job.sbatch,
+    ]
+    settings = [word for setting in job.engine for word in ("--engine", setting)]
+    role = ["slipstream", "role", "--model", job.model, "--inference-nodes", str(job.num_inference)]
+    role += ["--engines-per-node", str(job.engines_per_node), *settings]
+    nodes = (
+        f"{job.num_trainers} for the trainer, then {job.num_inference} for engines"
+        if job.num_inference
+        else "one machine"
+    )
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in options),
+            f"# Nodes: {nodes}. The run directory must be on a file system that all of them see:",
+            "# through it they find the gateway, its token and the certificates. Keys are in it; it is readable by you alone.",
+            "set -euo pipefail",
+            f'export SLIPSTREAM_RUN_DIR={shlex.quote(job.run_dir)}/"$SLURM_JOB_NAME-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
+            f"srun --kill-on-bad-exit=1 {shlex.join(role)} -- \\",
+            f"    {shlex.join(job.command)}",
+            "",
+        ]
+    )
