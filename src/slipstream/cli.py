@@ -217,13 +217,16 @@ def status(
         fleet = bridge.status()
     version = fleet.version if fleet.version >= 0 else "none yet"
     title = f"policy version {version} · {fleet.num_completions} completions · up {fleet.uptime_seconds:.0f} s"
-    table = Table("engine", "state", "version", "model", "ranks", "requests", "heartbeat", "note", title=title)
+    if fleet.num_retried:
+        title += f" · {fleet.num_retried} requests sent to another engine"
+    columns = ("engine", "state", "circuit", "version", "model", "ranks", "requests", "cached", "heartbeat", "note")
+    table = Table(*columns, title=title)
     for e in fleet.engines:
         own = str(e.info.version) if e.info.version >= 0 else "–"
         heartbeat = f"{e.seconds_since_heartbeat:.1f} s ago"
-        table.add_row(
-            e.info.name, e.state, own, e.info.model, str(e.info.num_ranks), str(e.num_requests), heartbeat, e.note
-        )
+        cached = f"{e.hit_tokens / e.looked_up_tokens:.0%}" if e.looked_up_tokens else "–"
+        row = (e.info.name, e.state, e.circuit, own, e.info.model, str(e.info.num_ranks), str(e.num_requests))
+        table.add_row(*row, cached, heartbeat, e.note)
     Console().print(table)
 
 
@@ -234,17 +237,22 @@ def doctor(
         typer.Option(help="HF directory of a model for vLLM: say which of its parameters are written to directly."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="With --model: what vLLM holds it in.")] = "float32",
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Also look at the fleet of this gateway.")] = None,
 ) -> None:
     """Say what this machine has, what is wrong, and how to mend it. Exit code 1 when something is wrong."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from slipstream.observe.doctor import examine
+    from slipstream.observe.doctor import examine, examine_fleet
+    from slipstream.topology import connect
 
     table = Table("", "subject", "found", "what to do")
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
     findings = list(examine(model, dtype))
+    if run_dir is not None:
+        with connect(run_dir) as bridge:
+            findings += examine_fleet(bridge.status())
     for finding in findings:
         table.add_row(marks[finding.verdict], finding.subject, escape(finding.found), escape(finding.fix))
     Console().print(table)
