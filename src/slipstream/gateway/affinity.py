@@ -57,7 +57,8 @@ class Affinity:
         self._homes: OrderedDict[int, tuple[str, ...]] = OrderedDict()
         self._version = -1
 
-    def __len__(self) -> int:
+    @property
+    def num_keys(self) -> int:
         return len(self._homes)
 
     def at(self, version: int) -> None:

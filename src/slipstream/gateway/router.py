@@ -10,11 +10,9 @@ from slipstream.types import SamplingParams
 
 PIECE = 1 / 4
 """Of an engine's fair share: what prompts that are alike may come to, and still go to one engine together."""
-LEAN = 1 / 8
-"""Of a fair share: how much more than the least busy engine one may have to do that knows a prompt's beginning."""
 WORTH = 1 / 2
-"""And for each token of that beginning, tokens still to be generated. Computing one anew costs about a fifth of generating one
-(benchmarks/results/decode_cpu.json), and engines generate many at a time."""
+"""Tokens to generate that an engine may have beyond its fair share, for each token of a beginning that it knows. Computing one
+anew costs about a fifth of generating one (benchmarks/results/decode_cpu.json), and engines generate many at a time."""
 
 
 def route(
@@ -24,7 +22,7 @@ def route(
     affinity: Affinity | None = None,
 ) -> dict[str, list[str]]:
     """Shares requests out over engines by load, counted in tokens to generate: the largest first, each to the engine that
-    has least to do, or to one that has computed the beginning of its prompt, unless that has too much to do in proportion.
+    has least to do, or to one that has computed the beginning of its prompt, unless that has more than its fair share to do.
     Prompts that are alike go together, in pieces that keep the balance. Order within an engine is kept. `weights` are the
     requests' by their ids, `loads` is what each engine has to do already; what `affinity` knows, it knows better afterwards."""
     if not loads:
@@ -40,7 +38,7 @@ def route(
         while heap[0][0] != busy[heap[0][1]]:  # it was given something as somebody's home
             heapq.heapreplace(heap, (busy[heap[0][1]], heap[0][1]))
         known = beginnings.get(ids[0], ())
-        name = _home(known, busy, heap[0][0] + fair * LEAN, affinity) or heap[0][1]
+        name = _home(known, busy, max(heap[0][0], fair - work), affinity) or heap[0][1]
         busy[name] += work
         affinity.learn(known, name)
         chosen.update(dict.fromkeys(ids, name))
@@ -51,7 +49,7 @@ def route(
 
 
 def _home(known: Sequence[Prefix], busy: Mapping[str, int], most: float, affinity: Affinity) -> str | None:
-    """Of the engines that have the longest beginning and may take more, the least busy."""
+    """Of the engines that have the longest beginning and no more than `most` to do, but for its worth, the least busy."""
     for length, names in affinity.homes(known):
         name = min((n for n in names if n in busy), key=busy.__getitem__, default=None)
         if name is not None and busy[name] <= most + length * WORTH:
