@@ -201,6 +201,54 @@ def engine(
 
 
 @app.command()
+def fanout(
+    prompts: Annotated[Path, typer.Argument(help="Prompts, one a line: text, or JSON in a .jsonl file.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="With --model: settings of EngineConfig, as for `slipstream engine`."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Completions; PROMPTS.out.jsonl unless given.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run directory of a gateway that is up.")] = None,
+    gateway: Annotated[str, typer.Option(help="Its address instead, with its token in SLIPSTREAM_TOKEN.")] = "",
+    model: Annotated[Path | None, typer.Option(help="HF model directory: start a fleet for this run.")] = None,
+    engines: Annotated[int, typer.Option(min=1, help="With --model: engine processes.")] = 1,
+    server: Annotated[
+        list[str] | None, typer.Option(help="With --model: a vLLM server that is up, as an engine; may be given again.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Directory of safetensors to bring to every engine first.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    n: Annotated[int, typer.Option("-n", help="Completions of each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Write in the order of the prompts, not as they finish.")
+    ] = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also write each token's logprob.")] = False,
+    in_flight: Annotated[int, typer.Option(help="Completions asked for at once; 0 keeps the engines full.")] = 0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a fleet that is gone.")] = 60.0,
+) -> None:
+    """Send a file of prompts to a fleet and write the completions. Started again, it goes on where it was.
+
+    The fleet is one that is up (--run-dir, or --gateway), or is started for the run (--model). A prompt that cannot be
+    completed has an error in its line; exit code 1 says that there are such lines."""
+    from slipstream.topology.fan_out_run import FleetChoice, run
+    from slipstream.types import SamplingParams
+
+    fleet = FleetChoice(run_dir, gateway, model, engines, tuple(server or ()), tuple(options or ()), weights)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, n=n)
+    target = output or prompts.with_name(prompts.name + ".out.jsonl")
+    tally = run(fleet, prompts, target, sampling, seed, ordered, logprobs, in_flight, patience)
+    raise typer.Exit(bool(tally.failed))
+
+
+@app.command()
 def status(
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the gateway.")] = None,
     gateway: Annotated[str, typer.Option(help="Address of the gateway, with its token in SLIPSTREAM_TOKEN.")] = "",

@@ -278,6 +278,8 @@ class Failure:
 
     request_id: str
     error: SlipstreamError
+    prompt_index: int = 0
+    """As in a completion."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,4 +56,6 @@ async def test_groups_and_conversations_find_what_was_computed(address, fleet):
             if sum(e.looked_up_tokens for e in status.engines) == looked_up:
                 break
             await asyncio.sleep(0.05)
-        assert [sum(e.looked_up_tokens for e in status.engines), sum(e.hit_tokens for e in status.engines)] == counts[-1]
+        assert [sum(e.looked_up_tokens for e in status.engines), sum(e.hit_tokens for e in status.engines)] == counts[
+            -1
+        ]

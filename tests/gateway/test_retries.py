@@ -73,7 +73,9 @@ def test_what_one_engine_fails_at_another_does_and_each_sample_comes_once(how):
         async with pair(address) as (a, b):
             setattr(a, how, EngineFailure("a kernel panicked"))
             results = await collect(fleet.generate(batch()))
-            assert sorted((r.request_id, r.sample_index) for r in results) == [(str(i), k) for i in range(6) for k in (0, 1)]
+            assert sorted((r.request_id, r.sample_index) for r in results) == [
+                (str(i), k) for i in range(6) for k in (0, 1)
+            ]
             assert {r.engine for r in results} == {"b"} and a.seen and sorted(b.seen) == [str(i) for i in range(6)]
             status = await fleet.status()
             assert status.num_retried == len(a.seen)
@@ -152,7 +154,9 @@ def test_a_failing_engine_is_left_alone_then_tried_with_one_request(clock):
             a.seen.clear()
             assert {r.engine for r in await collect(fleet.generate(batch()))} == {"b"} and not a.seen
             clock.now += 5.0
-            assert len(await collect(fleet.generate(batch()))) == 12 and len(a.seen) == 1, "the probe was done elsewhere"
+            assert len(await collect(fleet.generate(batch()))) == 12 and len(a.seen) == 1, (
+                "the probe was done elsewhere"
+            )
             await collect(fleet.generate(batch()))
             assert len(a.seen) == 1, "and failed: it is left alone again"
             clock.now += 10.0

@@ -1,9 +1,9 @@
 """Requests to engines and results back, each sample delivered once.
 
 An engine that dies has its unanswered samples sent elsewhere. What an engine fails at, or cannot do just now, another
-tries once; what a client asked wrongly is nobody's to repeat. Seeds travel with requests, so a repeated sample is the same sample, and
-one that was delivered before is dropped. Prompts and completions pass through as they came, unpacked by nobody here: the
-gateway is one process for all trainers and engines."""
+tries once; what a client asked wrongly is nobody's to repeat. Seeds travel with requests, so a repeated sample is the
+same sample, and one that was delivered before is dropped. Prompts and completions pass through as they came, unpacked
+by nobody here: the gateway is one process for all trainers and engines."""
 
 from __future__ import annotations
 

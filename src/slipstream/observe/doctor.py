@@ -46,7 +46,9 @@ def examine_fleet(status: FleetStatus) -> Iterator[Finding]:
     version = f"policy version {status.version}" if status.version >= 0 else "no weights yet"
     ready = sum(e.state == "ready" for e in status.engines)
     fix = "" if ready else "start an engine, sync weights, or wake the fleet; the rows below say which"
-    yield Finding("fleet", "ok" if ready else "wrong", f"{ready} of {len(status.engines)} engines ready, {version}", fix)
+    yield Finding(
+        "fleet", "ok" if ready else "wrong", f"{ready} of {len(status.engines)} engines ready, {version}", fix
+    )
     for engine in status.engines:
         name = f"engine {engine.info.name}"
         if engine.state != "ready":
