@@ -322,15 +322,26 @@ def plan(
         list[float] | None, typer.Option(help="Speed of a rank's link in GB/s; may be given again.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Figures only, as JSON.")] = False,
+    workload: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="What there is and what is asked: device=gpu hosts=2 devices=8 …"
+        ),
+    ] = None,
 ) -> None:
-    """Predict a weight sync: bytes per rank and in all, moves, memory, and seconds at given link speeds."""
+    """Predict a weight sync: bytes per rank and in all, moves, memory, and seconds at given link speeds.
+
+    With a workload (settings of Workload: device, hosts, devices, prompts, group, tokens, sync_every, …) also say which
+    topology and which transport fit, why, and how many iterations a day they would make."""
     import dataclasses
     import json
 
     from rich.console import Console
     from rich.table import Table
 
+    from slipstream.config import load
     from slipstream.model.config import ModelConfig
+    from slipstream.topology.choose import Question, Workload, choose
     from slipstream.weights import estimate, families
     from slipstream.weights.plan import DTYPE_BYTES
 
@@ -344,10 +355,15 @@ def plan(
         families.shard_dims(config, tp)
         kinds = estimate.kinds_of(families.family_tensors(config))
     mesh = estimate.parse_trainer(trainer)
-    found = estimate.estimate(kinds, mesh, estimate.Fleet(engines, tp, ep), dtype)
+    fleet = estimate.Fleet(engines, tp, ep)
+    found = estimate.estimate(kinds, mesh, fleet, dtype)
+    choice = choose(Question(found, mesh, fleet, load(Workload, overrides=workload))) if workload else None
     speeds = gbps or [5.0, 50.0, 400.0]
     if as_json:
-        print(json.dumps({**dataclasses.asdict(found), "seconds": {f"{s:g} GB/s": found.seconds(s) for s in speeds}}))
+        figures = {**dataclasses.asdict(found), "seconds": {f"{s:g} GB/s": found.seconds(s) for s in speeds}}
+        if choice is not None:
+            figures["choice"] = {**dataclasses.asdict(choice), "iterations_per_day": choice.iterations_per_day}
+        print(json.dumps(figures))
         return
     title = f"{model}: {found.num_parameters / 1e9:,.3f}B parameters, {mesh.num_ranks} trainer rank(s) → {engines} × tp {tp}"
     table = Table("", "", title=title, show_header=False)
@@ -362,7 +378,20 @@ def plan(
         *((f"seconds at {speed:g} GB/s per rank", f"{found.seconds(speed):,.3f}") for speed in speeds),
     ):
         table.add_row(label, value)
+    if choice is not None:
+        table.add_section()
+        for label, value in (
+            ("topology", f"[bold]{choice.topology}[/]: {choice.why[0]}"),
+            ("transport", f"[bold]{choice.transport}[/]: {choice.why[1]}"),
+            *(("note", note) for note in choice.why[2:]),
+            ("generating, training, a sync", f"{choice.generate_seconds:,.3g} s, {choice.train_seconds:,.3g} s, "
+             f"{choice.sync_seconds:,.3g} s"),
+            ("an iteration", f"{choice.iteration_seconds:,.3g} s: {choice.iterations_per_day:,.0f} a day"),
+        ):  # fmt: skip
+            table.add_row(label, value)
     Console().print(table)
+    if choice is None:
+        print("Say what there is (device=gpu hosts=2 devices=8 …) to hear which topology and transport fit it.")
 
 
 def _gateway_of(run_dir: Path | None, address: str) -> tuple[str, str, Path | None]:

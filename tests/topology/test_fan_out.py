@@ -22,8 +22,10 @@ from slipstream.topology.fan_out import FanOut
 from slipstream.topology.fan_out_run import FleetChoice
 from slipstream.topology.prompt_file import CompletionFile, count_prompts, read_prompts
 from slipstream.types import Failure, SamplingParams
+from tests.engines.test_remote import drawn
+from tests.engines.vllm_server import Script, serving
 from tests.gateway.scripted import ScriptedEngine, attached
-from tests.tiny import hf_directory
+from tests.tiny import hf_directory, tiny_config, write_config
 
 TOKEN = "secret"
 SAMPLING = SamplingParams()
@@ -264,6 +266,20 @@ def test_what_is_said_of_a_run(tmp_path, prompts):
 def test_a_fleet_must_be_said_once(choice):
     with pytest.raises(ConfigError, match="--model DIR"):
         FleetChoice(**choice)
+
+
+def test_servers_at_several_addresses_are_a_fleet_and_one_that_is_busy_is_passed_over(tmp_path):
+    model = write_config(tmp_path / "model", tiny_config())
+    with serving(Script()) as one, serving(Script()) as two:
+        one.fail["/v1/completions"] = (429, {"error": {"message": "too many requests"}})
+        with FleetChoice(model=model, servers=(one.url, two.url)).open() as bridge:
+            prompts = [(5 + i, 6, 7) for i in range(8)]
+            sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+            found = bridge.generate(prompts, sampling)
+            assert [c.token_ids for c in found] == [drawn(prompt, 3) for prompt in prompts]
+            status = bridge.status()
+            assert {c.engine for c in found} == {"engine-0", "engine-1"} and status.num_retried == 1
+            assert [(e.info.kind, e.circuit, e.num_faults) for e in status.engines] == [("remote", "closed", 0)] * 2
 
 
 # --- with real engines ------------------------------------------------------------------------------------------------
