@@ -57,7 +57,7 @@ class Service(GatewayServicer):
             for name in self._registry.expire(time.monotonic()):
                 self._lose(name, f"no heartbeat for {self._registry.lease_seconds:g} s")
             for name in self._registry.forget(time.monotonic()):
-                del self._links[name]
+                self._links.pop(name, None)
 
     # --- clients ---
 
