@@ -64,12 +64,13 @@ def main() -> None:
         model = Path(root) / "model"
         write_small_model(model)
         params = init_small(small_model(), 0)
-        results = {"machine": machine()}
+        results, others = {"machine": machine()}, Others()
         results["overhead"] = overhead(stack, model, params, engine, Path(root), arguments.requests)
         results["tokens_per_second"] = {
             "engines that compute": computing(stack, model, params, engine, Path(root), arguments.rounds),
             "engines that wait": waiting(stack, Path(root), arguments.rounds),
         }
+        results["machine"]["others_busy"] = others.share()
     show(results, Console())
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,28 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "slipstream": slipstream.__version__,
     }
+
+
+class Others:
+    """What processes that are not ours take of the processors, from now on. Zero is what a measurement wants."""
+
+    def __init__(self) -> None:
+        self._start, self._busy, self._ours = time.perf_counter(), busy_seconds(), our_seconds()
+
+    def share(self) -> float:
+        elapsed = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
+        theirs = busy_seconds() - self._busy - (our_seconds() - self._ours)
+        return max(0.0, theirs / elapsed)
+
+
+def busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def our_seconds() -> float:
+    me = psutil.Process()
+    return float(sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True))))
 
 
 # --- the doors --------------------------------------------------------------------------------------------------------
@@ -261,9 +284,10 @@ def show(results: dict[str, Any], console: Console) -> None:
         one = speeds[str(FLEETS[0])]
         table.add_row(what, *(f"{speeds[str(n)]:,.0f} ({speeds[str(n)] / one:.2f}×)" for n in FLEETS))
     console.print(table)
-    console.print(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
+    facts = ", ".join(f"{key} {value}" for key, value in results["machine"].items() if key != "others_busy")
+    console.print(f"{facts}; other processes took {results['machine']['others_busy']:.0%} of the processors meanwhile")
     console.print(
-        f"Engines that compute share {results['machine']['cpus']} cores: more of them than cores cannot be faster. Engines "
+        f"Engines that compute share {results['machine']['cpus']} cores: more of them than those have work for bring nothing. Engines "
         f"that wait ({WAIT_SLOTS} sequences at once, {1e3 * WAIT_SECONDS:g} ms a token) stand in for accelerators elsewhere."
     )
 

@@ -130,15 +130,17 @@ class Dispatch:
                     self._arrived.put_nowait((share, results))
         except SlipstreamError as error:
             ended.error = error
+            if blame(error) == "engine":
+                share.fault, share.has_completed = str(error), False
         finally:
             link.load -= work
             member.num_requests -= len(share.ids)
             if share.is_probe:
                 member.breaker.unanswered()
-        if ended.error is not None and blame(ended.error) == "engine":
-            share.fault, share.has_completed = str(ended.error), False
-        if share.fault and not share.has_completed:
-            member.breaker.faulted(time.monotonic(), share.fault)
+            if (
+                share.fault and not share.has_completed
+            ):  # also if others have done it meanwhile, and nobody waits for us
+                member.breaker.faulted(time.monotonic(), share.fault)
         self._arrived.put_nowait(ended)
 
     def _judge(self, share: _Share, results: pb.Results, breaker: Breaker) -> None:
