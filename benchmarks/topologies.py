@@ -287,7 +287,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     facts = ", ".join(f"{key} {value}" for key, value in results["machine"].items() if key != "others_busy")
     console.print(f"{facts}; other processes took {results['machine']['others_busy']:.0%} of the processors meanwhile")
     console.print(
-        f"Engines that compute share {results['machine']['cpus']} cores: more of them than those have work for bring nothing. Engines "
+        f"Engines that compute share {results['machine']['cpus']} cores: more than those have work for bring nothing. Engines "
         f"that wait ({WAIT_SLOTS} sequences at once, {1e3 * WAIT_SECONDS:g} ms a token) stand in for accelerators elsewhere."
     )
 
