@@ -281,8 +281,7 @@ class Bridge:
             async for batch in batches:
                 for result in batch:
                     if isinstance(result, Failure):
-                        index = _prompt_index(result.request_id)
-                        raise type(result.error)(f"prompt {index} of {len(requests)}: {result.error}")
+                        raise type(result.error)(f"prompt {result.prompt_index} of {len(requests)}: {result.error}")
                     rows[result.prompt_index, result.sample_index] = result
         return [rows[key] for key in sorted(rows)]
 
@@ -423,8 +422,6 @@ def _prompt_index(request_id: str) -> int:
 
 
 def _with_index(result: Completion | Failure) -> Completion | Failure:
-    if isinstance(result, Failure):
-        return result
     return dataclasses.replace(result, prompt_index=_prompt_index(result.request_id))
 
 

@@ -215,6 +215,54 @@ def engine(
 
 
 @app.command()
+def fanout(
+    prompts: Annotated[Path, typer.Argument(help="Prompts, one a line: text, or JSON in a .jsonl file.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="With --model: settings of EngineConfig, as for `slipstream engine`."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Completions; PROMPTS.out.jsonl unless given.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run directory of a gateway that is up.")] = None,
+    gateway: Annotated[str, typer.Option(help="Its address instead, with its token in SLIPSTREAM_TOKEN.")] = "",
+    model: Annotated[Path | None, typer.Option(help="HF model directory: start a fleet for this run.")] = None,
+    engines: Annotated[int, typer.Option(min=1, help="With --model: engine processes.")] = 1,
+    server: Annotated[
+        list[str] | None, typer.Option(help="With --model: a vLLM server that is up, as an engine; may be given again.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Directory of safetensors to bring to every engine first.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    n: Annotated[int, typer.Option("-n", help="Completions of each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Write in the order of the prompts, not as they finish.")
+    ] = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also write each token's logprob.")] = False,
+    in_flight: Annotated[int, typer.Option(help="Completions asked for at once; 0 keeps the engines full.")] = 0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a fleet that is gone.")] = 60.0,
+) -> None:
+    """Send a file of prompts to a fleet and write the completions. Started again, it goes on where it was.
+
+    The fleet is one that is up (--run-dir, or --gateway), or is started for the run (--model). A prompt that cannot be
+    completed has an error in its line; exit code 1 says that there are such lines."""
+    from slipstream.topology.fan_out_run import FleetChoice, run
+    from slipstream.types import SamplingParams
+
+    fleet = FleetChoice(run_dir, gateway, model, engines, tuple(server or ()), tuple(options or ()), weights)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, n=n)
+    target = output or prompts.with_name(prompts.name + ".out.jsonl")
+    tally = run(fleet, prompts, target, sampling, seed, ordered, logprobs, in_flight, patience)
+    raise typer.Exit(bool(tally.failed))
+
+
+@app.command()
 def status(
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run directory of the gateway.")] = None,
     gateway: Annotated[str, typer.Option(help="Address of the gateway, with its token in SLIPSTREAM_TOKEN.")] = "",
@@ -231,13 +279,16 @@ def status(
         fleet = bridge.status()
     version = fleet.version if fleet.version >= 0 else "none yet"
     title = f"policy version {version} · {fleet.num_completions} completions · up {fleet.uptime_seconds:.0f} s"
-    table = Table("engine", "state", "version", "model", "ranks", "requests", "heartbeat", "note", title=title)
+    if fleet.num_retried:
+        title += f" · {fleet.num_retried} requests sent to another engine"
+    columns = ("engine", "state", "circuit", "version", "model", "ranks", "requests", "cached", "heartbeat", "note")
+    table = Table(*columns, title=title)
     for e in fleet.engines:
         own = str(e.info.version) if e.info.version >= 0 else "–"
         heartbeat = f"{e.seconds_since_heartbeat:.1f} s ago"
-        table.add_row(
-            e.info.name, e.state, own, e.info.model, str(e.info.num_ranks), str(e.num_requests), heartbeat, e.note
-        )
+        cached = f"{e.hit_tokens / e.looked_up_tokens:.0%}" if e.looked_up_tokens else "–"
+        row = (e.info.name, e.state, e.circuit, own, e.info.model, str(e.info.num_ranks), str(e.num_requests))
+        table.add_row(*row, cached, heartbeat, e.note)
     Console().print(table)
 
 
@@ -248,17 +299,22 @@ def doctor(
         typer.Option(help="HF directory of a model for vLLM: say which of its parameters are written to directly."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="With --model: what vLLM holds it in.")] = "float32",
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Also look at the fleet of this gateway.")] = None,
 ) -> None:
     """Say what this machine has, what is wrong, and how to mend it. Exit code 1 when something is wrong."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from slipstream.observe.doctor import examine
+    from slipstream.observe.doctor import examine, examine_fleet
+    from slipstream.topology import connect
 
     table = Table("", "subject", "found", "what to do")
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
     findings = list(examine(model, dtype))
+    if run_dir is not None:
+        with connect(run_dir) as bridge:
+            findings += examine_fleet(bridge.status())
     for finding in findings:
         table.add_row(marks[finding.verdict], finding.subject, escape(finding.found), escape(finding.fix))
     Console().print(table)
@@ -280,15 +336,26 @@ def plan(
         list[float] | None, typer.Option(help="Speed of a rank's link in GB/s; may be given again.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Figures only, as JSON.")] = False,
+    workload: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="What there is and what is asked: device=gpu hosts=2 devices=8 …"
+        ),
+    ] = None,
 ) -> None:
-    """Predict a weight sync: bytes per rank and in all, moves, memory, and seconds at given link speeds."""
+    """Predict a weight sync: bytes per rank and in all, moves, memory, and seconds at given link speeds.
+
+    With a workload (settings of Workload: device, hosts, devices, prompts, group, tokens, sync_every, …) also say which
+    topology and which transport fit, why, and how many iterations a day they would make."""
     import dataclasses
     import json
 
     from rich.console import Console
     from rich.table import Table
 
+    from slipstream.config import load
     from slipstream.model.config import ModelConfig
+    from slipstream.topology.choose import Question, Workload, choose
     from slipstream.weights import estimate, families
     from slipstream.weights.plan import DTYPE_BYTES
 
@@ -302,10 +369,15 @@ def plan(
         families.shard_dims(config, tp)
         kinds = estimate.kinds_of(families.family_tensors(config))
     mesh = estimate.parse_trainer(trainer)
-    found = estimate.estimate(kinds, mesh, estimate.Fleet(engines, tp, ep), dtype)
+    fleet = estimate.Fleet(engines, tp, ep)
+    found = estimate.estimate(kinds, mesh, fleet, dtype)
+    choice = choose(Question(found, mesh, fleet, load(Workload, overrides=workload))) if workload else None
     speeds = gbps or [5.0, 50.0, 400.0]
     if as_json:
-        print(json.dumps({**dataclasses.asdict(found), "seconds": {f"{s:g} GB/s": found.seconds(s) for s in speeds}}))
+        figures = {**dataclasses.asdict(found), "seconds": {f"{s:g} GB/s": found.seconds(s) for s in speeds}}
+        if choice is not None:
+            figures["choice"] = {**dataclasses.asdict(choice), "iterations_per_day": choice.iterations_per_day}
+        print(json.dumps(figures))
         return
     title = f"{model}: {found.num_parameters / 1e9:,.3f}B parameters, {mesh.num_ranks} trainer rank(s) → {engines} × tp {tp}"
     table = Table("", "", title=title, show_header=False)
@@ -320,7 +392,20 @@ def plan(
         *((f"seconds at {speed:g} GB/s per rank", f"{found.seconds(speed):,.3f}") for speed in speeds),
     ):
         table.add_row(label, value)
+    if choice is not None:
+        table.add_section()
+        for label, value in (
+            ("topology", f"[bold]{choice.topology}[/]: {choice.why[0]}"),
+            ("transport", f"[bold]{choice.transport}[/]: {choice.why[1]}"),
+            *(("note", note) for note in choice.why[2:]),
+            ("generating, training, a sync", f"{choice.generate_seconds:,.3g} s, {choice.train_seconds:,.3g} s, "
+             f"{choice.sync_seconds:,.3g} s"),
+            ("an iteration", f"{choice.iteration_seconds:,.3g} s: {choice.iterations_per_day:,.0f} a day"),
+        ):  # fmt: skip
+            table.add_row(label, value)
     Console().print(table)
+    if choice is None:
+        print("Say what there is (device=gpu hosts=2 devices=8 …) to hear which topology and transport fit it.")
 
 
 for _command in (cli_hosts.certificates, cli_hosts.slurm, cli_hosts.role):

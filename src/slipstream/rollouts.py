@@ -8,7 +8,8 @@
     position = rollouts.position                   save it: after a crash, go on behind it
     rollouts.saved(position)                       and say so: what came before need not be kept
 
-`submit` and `take` may be repeated, and `expect` may be left out. A gateway that is gone is waited for: what it had accepted is in its journal."""
+`submit` and `take` may be repeated, and `expect` may be left out. A gateway that is gone is waited for: what it had accepted is in
+its journal."""
 
 from __future__ import annotations
 
@@ -83,9 +84,9 @@ class Rollouts:
         return groups
 
     def expect(self, version: int, count: int | None = None) -> None:
-        """Asks for the groups that the next `take` will return, to be given as soon as the fleet serves `version`. Said just before
-        the sync that makes it, this saves a round trip: the answer is on its way while the sync's is. Their prompts must have
-        been submitted. Whatever comes in between (a sync that fails, a gateway that dies), `take` gives what it would have
+        """Asks for the groups that the next `take` will return, to be given as soon as the fleet serves `version`. Said just
+        before the sync that makes it, this saves a round trip: the answer comes with the sync's. Their prompts must have been
+        submitted. Whatever comes in between (a sync that fails, a gateway that dies), `take` gives what it would have
         given."""
         self.unexpect()
         wanted = self.bound.batch if count is None else count

@@ -278,6 +278,8 @@ class Failure:
 
     request_id: str
     error: SlipstreamError
+    prompt_index: int = 0
+    """As in a completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,6 +562,10 @@ EngineState: TypeAlias = Literal["empty", "ready", "asleep", "stale", "lost"]
 while another engine is awake; it takes part in updates. `stale`: missed an update, gets no traffic until
 it is synced. `lost`: its lease ran out or its connection broke."""
 
+Circuit: TypeAlias = Literal["closed", "open", "half-open"]
+"""`closed`: it gets requests. `open`: it failed several times in a row and is left alone for a while, if others can take
+them. `half-open`: it is tried with one request at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
@@ -572,6 +578,13 @@ class EngineStatus:
     """Why it is not ready."""
     is_paused: bool = False
     """It was told to pause, and not to resume since."""
+    circuit: Circuit = "closed"
+    num_faults: int = 0
+    """Calls that it failed by its own doing, since the gateway first saw it."""
+    looked_up_tokens: int = 0
+    """Of prompts, since the engine's start; 0 where it does not count."""
+    hit_tokens: int = 0
+    """And those of them that it had computed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,3 +595,5 @@ class FleetStatus:
     num_completions: int
     """Completions delivered since the gateway started."""
     engines: tuple[EngineStatus, ...] = field(default_factory=tuple)
+    num_retried: int = 0
+    """Requests that were sent to another engine, because the first died or failed."""

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
-from slipstream.gateway.registry import Registry
+from slipstream.gateway.registry import FORGET_SECONDS, Registry
 from slipstream.gateway.router import route, weight
 from slipstream.types import EngineInfo, Parameter, Part, SamplingParams, TensorSpec
 
@@ -37,6 +37,37 @@ def test_life_of_an_engine():
     assert states(registry) == {"a": "ready", "b": "lost"}
     registry.register(info("b", version=2), now=13)
     assert states(registry) == {"a": "ready", "b": "ready"}
+
+
+def test_engines_that_are_long_lost_are_forgotten_and_the_living_are_not():
+    registry = Registry(10)
+    registry.register(info("a"), now=0)
+    registry.register(info("b"), now=0)
+    registry.lose("a", "gone")
+    assert registry.forget(FORGET_SECONDS) == [] and set(states(registry)) == {"a", "b"}
+    assert registry.forget(FORGET_SECONDS + 1) == ["a"] and states(registry) == {"b": "empty"}
+    assert registry.forget(FORGET_SECONDS + 1) == []
+
+
+def test_faults_are_remembered_of_an_engine_that_comes_back_under_its_name():
+    registry = Registry(10)
+    registry.register(info("a", version=0), now=0)
+    for _ in range(3):
+        registry.get("a").breaker.faulted(1.0, "it broke")
+    registry.counted("a", 40, 30)
+    (row,) = registry.statuses(2.0)
+    assert (row.state, row.circuit, row.num_faults, row.looked_up_tokens, row.hit_tokens) == (
+        "ready",
+        "open",
+        3,
+        40,
+        30,
+    )
+    assert "it broke" in row.note
+    registry.lose("a", "gone")
+    registry.register(info("a", version=0, pid=9), now=3.0)
+    (row,) = registry.statuses(3.0)
+    assert (row.circuit, row.num_faults, row.looked_up_tokens) == ("open", 3, 0)
 
 
 def test_the_epoch_grows_when_engines_come_or_go():

@@ -1,5 +1,6 @@
 """Clients that go, dawdle, or come again; and where the front listens."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -15,6 +16,8 @@ import httpx
 import psutil
 import pytest
 
+from slipstream.config import HttpConfig
+from slipstream.http.server import _bound
 from tests.http.served import eventually, serve
 
 
@@ -171,3 +174,22 @@ def test_what_it_is_not_started_with(tmp_path):
         taken.listen()
         assert "cannot listen for HTTP" in refused("--http", str(taken.getsockname()[1]))
     assert not (tmp_path / "token").exists()
+
+
+def test_what_is_sent_does_not_wait_for_the_client_to_acknowledge_what_came_before():
+    async def of_a_connection():
+        found = asyncio.get_running_loop().create_future()
+        listening = _bound(HttpConfig(), 0)
+
+        async def accepted(_, writer):
+            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(accepted, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            try:
+                return await asyncio.wait_for(found, 10)
+            finally:
+                writer.close()
+
+    assert asyncio.run(of_a_connection())

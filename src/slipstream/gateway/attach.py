@@ -15,8 +15,8 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import grpc
 
@@ -168,6 +168,13 @@ async def knock(address: str, token: str, max_message_bytes: int, ca: str = "") 
                 raise error from None
 
 
+@runtime_checkable
+class Counting(Protocol):
+    """An engine that can tell how much of its prompts it had computed before."""
+
+    def stats(self) -> Mapping[str, Any]: ...
+
+
 class EngineSession:
     """One connection: register, then answer calls, each in a task of its own, until the stream ends."""
 
@@ -242,7 +249,11 @@ class EngineSession:
     async def _heartbeat(self, seconds: float) -> None:
         while True:
             await asyncio.sleep(seconds)
-            self._outgoing.put_nowait(pb.FromEngine(heartbeat=pb.Heartbeat(version=self._engine.describe().version)))
+            beat = pb.Heartbeat(version=self._engine.describe().version)
+            if isinstance(self._engine, Counting):
+                counts = self._engine.stats()
+                beat.looked_up_tokens, beat.hit_tokens = counts["looked_up_tokens"], counts["hit_tokens"]
+            self._outgoing.put_nowait(pb.FromEngine(heartbeat=beat))
 
     async def _tell_memory(self) -> None:
         with contextlib.suppress(SlipstreamError):  # it cannot tell, and need not

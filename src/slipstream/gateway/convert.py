@@ -10,6 +10,7 @@ from typing import get_args
 
 from slipstream import errors
 from slipstream.errors import InvalidPrompt, ProtocolMismatch
+from slipstream.gateway import affinity
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.journal import Taken
 from slipstream.gateway.staleness import Bound, Late
@@ -17,6 +18,7 @@ from slipstream.types import (
     Berths,
     Box,
     Checksums,
+    Circuit,
     CommitReport,
     Completion,
     EngineInfo,
@@ -91,6 +93,13 @@ def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
         prompt = row.text if row.HasField("text") else tuple(row.tokens.ids[:])
         found.append(Request(row.id, prompt, sampling, row.priority, row.progress))
     return found
+
+
+def prompt_start(row: pb.Request) -> str | Sequence[int]:
+    """As much of a prompt as requests are routed by."""
+    if row.HasField("text"):
+        return row.text[: affinity.most_of(is_text=True)]
+    return row.tokens.ids[: affinity.most_of(is_text=False)]
 
 
 def samplings_from_pb(message: pb.GenerateRequest) -> list[SamplingParams]:
@@ -464,6 +473,10 @@ def status_to_pb(status: FleetStatus) -> pb.FleetStatus:
             seconds_since_heartbeat=e.seconds_since_heartbeat,
             note=e.note,
             is_paused=e.is_paused,
+            circuit=e.circuit,
+            num_faults=e.num_faults,
+            looked_up_tokens=e.looked_up_tokens,
+            hit_tokens=e.hit_tokens,
         )
         for e in status.engines
     ]
@@ -472,6 +485,7 @@ def status_to_pb(status: FleetStatus) -> pb.FleetStatus:
         uptime_seconds=status.uptime_seconds,
         num_completions=status.num_completions,
         engines=rows,
+        num_retried=status.num_retried,
     )
 
 
@@ -488,7 +502,12 @@ def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
                 seconds_since_heartbeat=row.seconds_since_heartbeat,
                 note=row.note,
                 is_paused=row.is_paused,
+                circuit=word(row.circuit or "closed", Circuit, "circuit"),  # type: ignore[arg-type]
+                num_faults=row.num_faults,
+                looked_up_tokens=row.looked_up_tokens,
+                hit_tokens=row.hit_tokens,
             )
             for row in message.engines
         ),
+        num_retried=message.num_retried,
     )

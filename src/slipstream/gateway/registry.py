@@ -14,10 +14,14 @@ register, no weights          register, version = fleet's
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from slipstream.errors import NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
+from slipstream.gateway.breaker import Breaker
 from slipstream.types import PROTOCOL_VERSION, EngineInfo, EngineState, EngineStatus, MemoryTag
+
+FORGET_SECONDS = 3600.0
+"""For which an engine that is lost can still be seen."""
 
 
 @dataclass
@@ -30,6 +34,10 @@ class Member:
     asleep: tuple[MemoryTag, ...] = ()
     """What it has given up, as it said last."""
     is_paused: bool = False
+    breaker: Breaker = field(default_factory=Breaker)
+    looked_up_tokens: int = 0
+    hit_tokens: int = 0
+    """As its heartbeats say."""
 
 
 class Registry:
@@ -61,13 +69,19 @@ class Registry:
                     f"{other.info.model}; one gateway serves one model"
                 )
         was_paused = present is not None and bool(again) and present.is_paused  # by a gateway that lost sight of it
-        self._members[info.name] = Member(info, now, is_paused=was_paused)
+        breaker = Breaker() if present is None else present.breaker  # one that dies of its requests comes back to them
+        self._members[info.name] = Member(info, now, is_paused=was_paused, breaker=breaker)
         self.epoch += 1
         if self.version < 0 <= info.version:
             self.version = info.version  # the first engine with weights from its checkpoint sets the fleet's version
 
     def heard(self, name: str, now: float) -> None:
         self._members[name].last_heard = now
+
+    def counted(self, name: str, looked_up_tokens: int, hit_tokens: int) -> None:
+        """Tokens of prompts, and those of them that the engine had computed before."""
+        member = self._members[name]
+        member.looked_up_tokens, member.hit_tokens = looked_up_tokens, hit_tokens
 
     def slept(self, name: str, asleep: tuple[MemoryTag, ...]) -> None:
         """What an engine says it has given up; nothing when it is awake."""
@@ -89,6 +103,14 @@ class Registry:
         for name in late:
             self.lose(name, f"no heartbeat for {self.lease_seconds:g} s")
         return late
+
+    def forget(self, now: float) -> list[str]:
+        """The engines that were lost long ago are no longer known; returns their names. Where engines come and go under
+        new names, the dead would fill the registry."""
+        gone = [n for n, m in self._members.items() if m.lost and now - m.last_heard > FORGET_SECONDS]
+        for name in gone:
+            del self._members[name]
+        return gone
 
     def state(self, member: Member) -> EngineState:
         if member.lost:
@@ -144,7 +166,19 @@ class Registry:
         for member in self._members.values():
             state = self.state(member)
             notes["asleep"] = f"gave up its {' and '.join(member.asleep)}; bridge.wake brings it back"
-            note = member.lost or notes.get(state, "")
-            age = max(0.0, now - member.last_heard)
-            rows.append(EngineStatus(member.info, state, member.num_requests, age, note, member.is_paused))
+            note = member.lost or notes.get(state, "") or member.breaker.note(now)
+            rows.append(
+                EngineStatus(
+                    info=member.info,
+                    state=state,
+                    num_requests=member.num_requests,
+                    seconds_since_heartbeat=max(0.0, now - member.last_heard),
+                    note=note,
+                    is_paused=member.is_paused,
+                    circuit=member.breaker.state(now),
+                    num_faults=member.breaker.num_faults,
+                    looked_up_tokens=member.looked_up_tokens,
+                    hit_tokens=member.hit_tokens,
+                )
+            )
         return tuple(rows)

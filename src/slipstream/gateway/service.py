@@ -14,8 +14,9 @@ import grpc
 from slipstream.errors import EngineLost, ProtocolMismatch, SlipstreamError, UpdateInProgress
 from slipstream.gateway import convert, wire
 from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.affinity import Affinity
 from slipstream.gateway.attach import EngineLink
-from slipstream.gateway.dispatch import Dispatch
+from slipstream.gateway.dispatch import Dispatch, score
 from slipstream.gateway.fanout import control
 from slipstream.gateway.journal import Journal
 from slipstream.gateway.registry import Registry
@@ -46,7 +47,8 @@ class Service(GatewayServicer):
             self._registry.version = self._desk.version
         self._links: dict[str, EngineLink] = {}
         self._trainers: TrainerGroup | None = None
-        self._num_completions = 0
+        self._affinity = Affinity()
+        self._num_completions = self._num_retried = 0
         self._started = time.monotonic()
 
     async def watch_leases(self) -> None:
@@ -54,13 +56,16 @@ class Service(GatewayServicer):
             await asyncio.sleep(self._registry.lease_seconds / HEARTBEATS_PER_LEASE)
             for name in self._registry.expire(time.monotonic()):
                 self._lose(name, f"no heartbeat for {self._registry.lease_seconds:g} s")
+            for name in self._registry.forget(time.monotonic()):
+                self._links.pop(name, None)
 
     # --- clients ---
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.FleetStatus:
         now = time.monotonic()
         engines = self._registry.statuses(now)
-        status = FleetStatus(self._registry.version, now - self._started, self._num_completions, engines)
+        version, uptime = self._registry.version, now - self._started
+        status = FleetStatus(version, uptime, self._num_completions, engines, self._num_retried)
         return convert.status_to_pb(status)
 
     async def Fleet(self, request: pb.FleetRequest, context: grpc.aio.ServicerContext) -> pb.FleetReply:
@@ -76,10 +81,7 @@ class Service(GatewayServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
         async with _typed_errors(context):
-            takers = self._registry.takers(request.engine)
-            link = min((self._links[m.info.name] for m in takers), key=lambda link: link.load)
-            answer = await link.ask(pb.ToEngine(score=request), SCORE_SECONDS, "score")
-            return answer.scores
+            return await score(self._registry, self._links, request, SCORE_SECONDS)
         raise AssertionError("aborted above")
 
     async def Control(self, request: pb.ControlRequest, context: grpc.aio.ServicerContext) -> pb.ControlReply:
@@ -151,11 +153,14 @@ class Service(GatewayServicer):
 
     async def _send(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
         """To the engine that it names, or to whichever there are."""
-        dispatch = Dispatch(self._registry, self._links, message.engine)
-        async with contextlib.aclosing(dispatch.run(message)) as batches:
-            async for results in batches:
-                self._num_completions += len(results.completions)
-                yield results
+        dispatch = Dispatch(self._registry, self._links, message.engine, self._affinity)
+        try:
+            async with contextlib.aclosing(dispatch.run(message)) as batches:
+                async for results in batches:
+                    self._num_completions += len(results.completions)
+                    yield results
+        finally:
+            self._num_retried += dispatch.num_retried
 
     async def close(self) -> None:
         await self._desk.close()
@@ -185,6 +190,9 @@ class Service(GatewayServicer):
                     for part in wire.apart(message):
                         if part.HasField("memory"):
                             self._registry.slept(info.name, convert.memory_from_pb(part.memory).asleep)
+                        elif part.HasField("heartbeat"):
+                            beat = part.heartbeat
+                            self._registry.counted(info.name, beat.looked_up_tokens, beat.hit_tokens)
                         link.deliver(part)
             finally:
                 writer.cancel()
@@ -195,6 +203,7 @@ class Service(GatewayServicer):
         log.warning("engine %s lost: %s", name, why)
         self._registry.lose(name, why)
         self._links[name].lose(why)
+        self._affinity.forget(name)
 
 
 def _trainer_of(context: grpc.aio.ServicerContext) -> tuple[int, int]:

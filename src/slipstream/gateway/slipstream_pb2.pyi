@@ -351,32 +351,42 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note", "is_paused")
+    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note", "is_paused", "circuit", "num_faults", "looked_up_tokens", "hit_tokens")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    CIRCUIT_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAULTS_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_UP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     info: EngineInfo
     state: str
     num_requests: int
     seconds_since_heartbeat: float
     note: str
     is_paused: bool
-    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ..., is_paused: bool = ...) -> None: ...
+    circuit: str
+    num_faults: int
+    looked_up_tokens: int
+    hit_tokens: int
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ..., is_paused: bool = ..., circuit: _Optional[str] = ..., num_faults: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class FleetStatus(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "num_completions", "engines")
+    __slots__ = ("version", "uptime_seconds", "num_completions", "engines", "num_retried")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETRIED_FIELD_NUMBER: _ClassVar[int]
     version: int
     uptime_seconds: float
     num_completions: int
     engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
-    def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ...) -> None: ...
+    num_retried: int
+    def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., num_retried: _Optional[int] = ...) -> None: ...
 
 class Pause(_message.Message):
     __slots__ = ()
@@ -783,10 +793,14 @@ class ToEngine(_message.Message):
     def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., swap: _Optional[_Union[EngineSwap, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., also: _Optional[_Iterable[_Union[ToEngine, _Mapping]]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "looked_up_tokens", "hit_tokens")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_UP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    looked_up_tokens: int
+    hit_tokens: int
+    def __init__(self, version: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ()

@@ -56,6 +56,9 @@ class _Fleet(Collector):
         yield CounterMetricFamily(
             "slipstream_completions", "Delivered since the gateway started.", value=status.num_completions
         )
+        yield CounterMetricFamily(
+            "slipstream_retried_requests", "Sent to another engine after the first.", value=status.num_retried
+        )
         yield GaugeMetricFamily("slipstream_http_in_flight", "Generations that came over HTTP.", value=self._in_flight)
         states = GaugeMetricFamily("slipstream_engines", "Engines in each state.", labels=("state",))
         for state in get_args(EngineState):
@@ -63,8 +66,21 @@ class _Fleet(Collector):
         yield states
         requests = GaugeMetricFamily("slipstream_engine_requests", "Sent to it and not answered.", labels=("engine",))
         versions = GaugeMetricFamily("slipstream_engine_version", "The policy that it serves.", labels=("engine",))
+        circuits = GaugeMetricFamily(
+            "slipstream_engine_circuit", "Of its breaker: 0 closed, 1 half-open, 2 open.", labels=("engine",)
+        )
+        faults = CounterMetricFamily("slipstream_engine_faults", "Calls that it failed itself.", labels=("engine",))
+        prompts = CounterMetricFamily(
+            "slipstream_engine_prompt_tokens",
+            "Of prompts, by whether the engine had computed them before.",
+            labels=("engine", "cached"),
+        )
         for engine in status.engines:
-            requests.add_metric((engine.info.name,), engine.num_requests)
-            versions.add_metric((engine.info.name,), engine.info.version)
-        yield requests
-        yield versions
+            name = engine.info.name
+            requests.add_metric((name,), engine.num_requests)
+            versions.add_metric((name,), engine.info.version)
+            circuits.add_metric((name,), ("closed", "half-open", "open").index(engine.circuit))
+            faults.add_metric((name,), engine.num_faults)
+            prompts.add_metric((name, "yes"), engine.hit_tokens)
+            prompts.add_metric((name, "no"), engine.looked_up_tokens - engine.hit_tokens)
+        yield from (requests, versions, circuits, faults, prompts)

@@ -17,6 +17,7 @@ from typing import Literal
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.topology.environments import interpreter
+from slipstream.types import FleetStatus
 from slipstream.weights.transports import shm
 
 
@@ -38,6 +39,26 @@ def examine(model: Path | None = None, dtype: str = "") -> Iterator[Finding]:
             yield from check()
         except Exception as error:
             yield Finding(name.strip("_"), "wrong", f"{type(error).__name__}: {error}", "please report this")
+
+
+def examine_fleet(status: FleetStatus) -> Iterator[Finding]:
+    """What is wrong with a fleet that is up."""
+    version = f"policy version {status.version}" if status.version >= 0 else "no weights yet"
+    ready = sum(e.state == "ready" for e in status.engines)
+    fix = "" if ready else "start an engine, sync weights, or wake the fleet; the rows below say which"
+    yield Finding(
+        "fleet", "ok" if ready else "wrong", f"{ready} of {len(status.engines)} engines ready, {version}", fix
+    )
+    for engine in status.engines:
+        name = f"engine {engine.info.name}"
+        if engine.state != "ready":
+            fix = "it ended or cannot be reached: its log says why" if engine.state == "lost" else ""
+            yield Finding(name, "note", f"{engine.state}: {engine.note}", fix)
+        elif engine.circuit != "closed":
+            fix = "it answers, and fails: look at its log, or restart it"
+            yield Finding(name, "wrong", engine.note, fix)
+        elif engine.num_faults:
+            yield Finding(name, "note", f"{engine.num_faults} calls failed by its own doing so far", "look at its log")
 
 
 def _python() -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def launch(
     model: str | Path,
     *,
     engines: int = 1,
-    engine: EngineConfig | None = None,
+    engine: EngineConfig | Sequence[EngineConfig] | None = None,
     gateway: GatewayConfig | None = None,
     run_dir: str | Path | None = None,
     transport: str | None = None,
@@ -36,7 +37,8 @@ def launch(
     keep_alive: bool = False,
     http: bool | HttpConfig = False,
 ) -> Bridge:
-    """Starts a gateway and `engines` engine processes on this machine, and connects to them.
+    """Starts a gateway and `engines` engine processes on this machine, and connects to them. Several configs in `engine` are
+    an engine each: servers that are up already at several addresses, say.
 
     `model` is an HF model directory: `config.json`, a `tokenizer.json` if prompts are text, and weights unless the first
     `sync` brings them. Logs, address and token are in `run_dir`. The processes end with the bridge, and also when this
@@ -45,10 +47,12 @@ def launch(
     them and connects in the others, each with `trainer=(jax.process_index(), jax.process_count())`; all call `sync`. With
     `keep_alive`, a gateway or an engine that dies is started again (see `bridge.rollouts` and `bridge.repair`). With `http`,
     the gateway speaks HTTP too, at `bridge.http_url`: OpenAI's interface and vLLM's calls for RL (docs/http.md)."""
-    if engines < 1:
+    configs = [engine or EngineConfig()] * engines if not isinstance(engine, Sequence) else list(engine)
+    if not configs:
         raise ConfigError(f"engines must be at least 1, got {engines}; slipstream.inprocess needs no engine process")
-    if engines > 1 and engine is not None and engine.kind == "remote":
-        raise ConfigError(f"{engine.url} is one server and so one engine; engines is {engines}")
+    servers = [config.url for config in configs if config.kind == "remote"]
+    if len(set(servers)) < len(servers):
+        raise ConfigError(f"{servers[0]} is one server and so one engine; engines is {len(servers)}")
     gateway = gateway or GatewayConfig()
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
     group = ProcessGroup(directory, start_timeout)
@@ -56,10 +60,10 @@ def launch(
         if keep_alive:
             group.keep_alive()
         group.start_gateway(gateway, _front(http, Path(model)))
-        for index in range(engines):
+        for index, config in enumerate(configs):
             patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
-            group.start_engine(f"engine-{index}", Path(model), engine or EngineConfig(), patience)
-        group.wait_for_engines(engines)
+            group.start_engine(f"engine-{index}", Path(model), config, patience)
+        group.wait_for_engines(len(configs))
         until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
         while True:
             try:

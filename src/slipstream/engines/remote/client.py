@@ -19,6 +19,7 @@ from slipstream.errors import (
     EngineFailure,
     EngineLost,
     InvalidSampling,
+    NotReady,
     ProtocolMismatch,
     SlipstreamError,
     Unauthorized,
@@ -119,6 +120,8 @@ class Client:
             return ConfigError(f"{what}; was it started with VLLM_SERVER_DEV_MODE=1?")
         if status in (400, 422) and "/v1/completions" in call:
             return InvalidSampling(what)
+        if status == 429:
+            return NotReady(f"{what}; it is busy, and another engine may not be")
         return EngineFailure(what)
 
     def nonsense(self, call: str, expected: str, found: Any) -> ProtocolMismatch:
