@@ -8,8 +8,8 @@
     position = rollouts.position                   save it: after a crash, go on behind it
     rollouts.saved(position)                       and say so: what came before need not be kept
 
-`submit` and `take` may be repeated, and `expect` may be left out. A gateway that is gone is waited for: what it had accepted is in
-its journal."""
+`submit` and `take` may be repeated, and `expect` may be left out. A gateway that is gone is waited for: what it had accepted
+is in its journal."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ class Rollouts:
         try:
             return self._expected[1].result(timeout)
         except TimeoutError:
-            raise DeadlineExceeded(f"{wanted} groups that were asked for ahead did not come within {timeout:g} s") from None
+            raise DeadlineExceeded(
+                f"{wanted} groups that were asked for ahead did not come within {timeout:g} s"
+            ) from None
         except (SlipstreamError, CancelledError):
             return None
         finally:
