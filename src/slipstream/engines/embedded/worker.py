@@ -9,17 +9,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from slipstream.engines.checks import never_finish, weights_dropped
 from slipstream.engines.embedded.executor import Executor, Outcome, Policy
+from slipstream.engines.embedded.pace import Pace
 from slipstream.engines.embedded.scheduler import Scheduler, Tick
 from slipstream.engines.sequence import Failed, Job, Sample, Ticket
 from slipstream.errors import EngineFailure, EngineLost, SlipstreamError, UnknownVersion
 from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
-
-TICK_SECONDS = 0.03
-"""A round trip is as many decode steps as take about this long: new requests, commits and cancellations wait for it."""
 
 COUNTED = ("ticks", "decode_steps", "decode_rows", "generated_tokens", "guessed_tokens", "accepted_tokens")
 
@@ -34,26 +32,15 @@ class _Swap:
     done: Future[CommitReport]
 
 
-class _Stepping(NamedTuple):
-    """How long decode steps take, to choose how many to run at once."""
-
-    seconds: float = 0.0
-
-    def seen(self, steps: int, seconds: float) -> _Stepping:
-        each = seconds / max(steps, 1)
-        return _Stepping(each if not self.seconds else 0.7 * self.seconds + 0.3 * each)
-
-    def steps(self, most: int) -> int:
-        return most if not self.seconds else min(max(int(TICK_SECONDS / self.seconds), 1), most)
-
-
 class Worker:
     """Samples that share a step share its weights: a swap happens between two ticks, never inside one."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, policy: Policy | None, name: str) -> None:
         self._name, self._executor, self._scheduler = name, executor, scheduler
         self._policy: Policy | None = None
-        self._stepping = _Stepping()
+        self._pace = Pace()
+        self._swapped, self._idle = time.perf_counter(), 0.0
+        """When the policy came that serves, and for how many seconds since then there was nothing to do."""
         self._waiting_swaps: list[_Swap] = []
         """Until the samples under way are finished; meanwhile no other starts."""
         self._asleep: set[MemoryTag] = set()
@@ -168,7 +155,9 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._changed:
+                waits = time.perf_counter()
                 self._changed.wait_for(lambda: self._commands or self._closing or self._outbox or self._can_work)
+                self._idle += time.perf_counter() - waits
                 commands, self._commands = self._commands, []
                 closing = self._closing
             for command in commands:
@@ -195,7 +184,7 @@ class Worker:
             return
         try:
             policy, started = self._serving, time.perf_counter()
-            tick = scheduler.plan(self._stepping.steps(self._executor.max_steps), admit=not self._waiting_swaps)
+            tick = scheduler.plan(self._pace.steps(self._executor.max_steps), admit=not self._waiting_swaps)
             if tick.is_empty:
                 raise RuntimeError("requests wait, nothing runs, and nothing could be admitted")
             flight = self._executor.dispatch(policy, tick)
@@ -211,7 +200,7 @@ class Worker:
 
     def _count(self, tick: Tick, outcome: Outcome, host_seconds: float) -> None:
         if outcome.num_steps:
-            self._stepping = self._stepping.seen(outcome.num_steps, outcome.decode_seconds)
+            self._pace.stepped(outcome.num_steps, outcome.decode_seconds)
         self._seconds["prefill"] += outcome.prefill_seconds
         self._seconds["decode"] += outcome.decode_seconds
         self._seconds["host"] += host_seconds
@@ -234,6 +223,9 @@ class Worker:
             self._set_policy(swap.policy)
         except Exception:  # no room on the device, say: the old policy goes on
             return swap.done.set_exception(self._failure("while swapping weights"))
+        waited = 0.0 if swap.in_flight == "finish" else boundary - swap.called
+        self._pace.committed(boundary - self._swapped, waited, self._idle)
+        self._swapped, self._idle = boundary, 0.0
         swap.done.set_result(CommitReport(time.perf_counter() - boundary, boundary - swap.called))
 
     def _finish_first(self, swap: _Swap) -> None:
