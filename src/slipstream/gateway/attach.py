@@ -218,7 +218,10 @@ class EngineSession:
     async def _heartbeat(self, seconds: float) -> None:
         while True:
             await asyncio.sleep(seconds)
-            self._outgoing.put_nowait(pb.FromEngine(heartbeat=pb.Heartbeat(version=self._engine.describe().version)))
+            self._beat()
+
+    def _beat(self) -> None:
+        self._outgoing.put_nowait(pb.FromEngine(heartbeat=pb.Heartbeat(version=self._engine.describe().version)))
 
     async def _tell_memory(self) -> None:
         with contextlib.suppress(SlipstreamError):  # it cannot tell, and need not
@@ -328,6 +331,7 @@ class EngineSession:
     async def _on_rollback(self, message: pb.ToEngine) -> pb.FromEngine:
         await self._engine.rollback(message.rollback.version)
         self._begun = None
+        self._beat()  # whether there is a policy still, before anyone hears that this is done
         return pb.FromEngine(done=pb.Done())
 
     async def _on_release(self, message: pb.ToEngine) -> pb.FromEngine:

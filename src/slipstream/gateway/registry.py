@@ -8,6 +8,7 @@ register, no weights          register, version = fleet's
       missed a commit, or rolled back   ▼         │
       at commit time                   stale ─────┘
  ready, but has given up memory ─► asleep
+ its policy was half overwritten (shared weights) ─► empty
  lease ran out, or connection broke, from any state ─► lost
 """
 
@@ -68,6 +69,11 @@ class Registry:
 
     def heard(self, name: str, now: float) -> None:
         self._members[name].last_heard = now
+
+    def emptied(self, name: str) -> None:
+        """An engine says that it holds no policy (any more)."""
+        member = self._members[name]
+        member.info = replace(member.info, version=-1)
 
     def slept(self, name: str, asleep: tuple[MemoryTag, ...]) -> None:
         """What an engine says it has given up; nothing when it is awake."""
@@ -139,7 +145,7 @@ class Registry:
         return NotReady(f"no engine can take requests ({states}); {hint}")
 
     def statuses(self, now: float) -> tuple[EngineStatus, ...]:
-        notes = {"empty": "has no weights yet", "stale": "missed an update; the next sync brings it back"}
+        notes = {"empty": "has no weights", "stale": "missed an update; the next sync brings it back"}
         rows = []
         for member in self._members.values():
             state = self.state(member)

@@ -183,6 +183,8 @@ class Service(GatewayServicer):
                         raise EngineLost(f"engine {info.name!r} was given up: {why}; it may register again")
                     self._registry.heard(info.name, time.monotonic())
                     for part in wire.apart(message):
+                        if part.HasField("heartbeat") and part.heartbeat.version < 0:
+                            self._registry.emptied(info.name)
                         if part.HasField("memory"):
                             self._registry.slept(info.name, convert.memory_from_pb(part.memory).asleep)
                         link.deliver(part)
