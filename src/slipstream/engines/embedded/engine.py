@@ -287,6 +287,8 @@ class EmbeddedEngine:
                 raise not_staged(self._name, version)
             report = await asyncio.wrap_future(self._worker.swap(self._shadow, in_flight))
             self._memory, self._rewritten = self._offered if is_shared(self._offered) else "", None
+            if self._memory:
+                self._placement.leave_landings()
         self._drop_shadow(version)
         with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it
             self._inbox.finish(version)

@@ -110,6 +110,10 @@ class Placement:
             del self._adopted[key]
         self._adopted[name, addresses] = leaf
 
+    def leave_landings(self) -> None:
+        """Versions land elsewhere from now on: the memory of those before need not be kept."""
+        self._adopted.clear()
+
     def shard(self, leaf: jax.Array, rank: int) -> np.ndarray:
         """What one rank's device holds, in host memory. Read through another array over the same data: one that was read
         keeps its copy in host memory for as long as it lives."""
