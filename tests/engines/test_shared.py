@@ -214,6 +214,25 @@ def test_a_sync_ends_the_sharing_and_must_bring_everything():
         )
 
 
+def test_an_engine_whose_trainer_is_gone_keeps_a_copy_of_what_it_served():
+    with opened() as subject:
+        trainer = Trainer(subject)
+        subject.runner.run(trainer.update(OTHER))
+        old = subject.complete(PROMPT, max_tokens=24, temperature=0.0)
+        subject.runner.run(subject.engine.release())
+        trainer.write(numpy_params(5))  # as one that has closed its bridge, and trains on
+        found = subject.complete(PROMPT, max_tokens=24, temperature=0.0)
+        assert (found.token_ids, found.version) == (old.token_ids, 1)
+        with pytest.raises(FleetChanged):
+            subject.runner.run(trainer.update())
+        assert subject.runner.run(trainer.update()) == 2  # or comes back
+        subject.runner.run(trainer.begin())
+        subject.runner.run(subject.engine.release())  # of a connection that broke before this update began
+        trainer.write(OTHER)
+        subject.runner.run(trainer.sharing.commit("keep"))
+        assert subject.complete(PROMPT, max_tokens=24, temperature=0.0).token_ids == old.token_ids
+
+
 def test_what_a_new_engine_finds_in_the_memory_is_compared_with_what_the_trainer_has(monkeypatch):
     with opened() as subject:
         trainer = Trainer(subject)

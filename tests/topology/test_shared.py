@@ -149,13 +149,16 @@ def test_a_trainer_that_is_killed_between_updates_leaves_its_version_serving(mod
         before = tokens(fleet)
         process.kill()
         process.wait()
-    assert tokens(fleet) == before == expected(model, model[1](4))
-    persist(
-        lambda: bridge.sync(model[1](1))
-    )  # another trainer takes over, and the memory of the dead one is given back
-    bridge.sync(model[1](2))
+    assert before == expected(model, model[1](4))
+
+    def serve_a_copy():
+        """The memory of the dead is given back."""
+        assert [tokens(fleet, name) for name in ("engine-0", "engine-1")] == [before, before]
+        return not any(map(mappings, pids))
+
+    wait_until(serve_a_copy)
+    persist(lambda: bridge.sync(model[1](2)))  # another trainer takes over
     assert tokens(fleet) == expected(model, model[1](2))
-    assert not any(mappings(pid) for pid in pids)
     assert not list(shm.directory().glob(f"slipstream-{os.getuid()}-*"))
 
 

@@ -142,6 +142,7 @@ class EmbeddedEngine:
         """A version that is staged and not committed."""
         self._offered = self._memory = ""
         """Transport of the update under way; memory that a trainer shares, as an offer names it, if the policy lies there."""
+        self._letting_go = asyncio.Lock()
         self._rewritten: int | None = None
         """The version that a trainer is writing into the memory that serves."""
         policy = None
@@ -215,16 +216,17 @@ class EmbeddedEngine:
     # --- weights ---
 
     async def begin(self, version: int, offer: Offer) -> Berths:
-        if is_shared(offer.transport):
-            self._check_share(offer)
-        rewrites = offer.transport == self._memory
-        self._quick = rewrites or is_quick(offer.transport, self._num_bytes)
-        berths = await self._do(partial(self._inbox.begin, self._worker.version, version, offer))
-        self._offered = offer.transport
-        if rewrites:
-            self._rewritten = version
-            await asyncio.wrap_future(self._worker.hold())
-        return berths
+        async with self._letting_go:
+            if is_shared(offer.transport):
+                self._check_share(offer)
+            rewrites = offer.transport == self._memory
+            self._quick = rewrites or is_quick(offer.transport, self._num_bytes)
+            berths = await self._do(partial(self._inbox.begin, self._worker.version, version, offer))
+            self._offered = offer.transport
+            if rewrites:
+                self._rewritten = version
+                await asyncio.wrap_future(self._worker.hold())
+            return berths
 
     @property
     def _can_share(self) -> bool:
@@ -304,7 +306,13 @@ class EmbeddedEngine:
         self._inbox.rollback(version)
 
     async def release(self) -> None:
-        """What landed is what serves, and the next trainer brings landings of its own."""
+        """What landed is what serves, and the next trainer brings landings of its own. Only memory that the trainer shares is
+        not ours to keep: should it live on without us, it may do with it what it likes."""
+        async with self._letting_go:
+            if self._memory and self._rewritten is None:
+                with contextlib.suppress(EngineLost):
+                    await asyncio.wrap_future(self._worker.copy_policy())
+                self._memory = ""
 
     def _drop_shadow(self, version: int) -> None:
         if self._shadow is not None and self._shadow.version == version:

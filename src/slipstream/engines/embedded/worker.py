@@ -110,6 +110,10 @@ class Worker:
         """Done between two ticks: afterwards none runs until the next swap, whoever resumes or wakes the engine."""
         return self._call(lambda: setattr(self, "_held_at", time.perf_counter()))
 
+    def copy_policy(self) -> Future[None]:
+        """What serves lies in memory of the engine's own from then on."""
+        return self._call(self._copy_policy)
+
     def drop_policy(self, why: SlipstreamError) -> Future[None]:
         """What serves cannot be trusted any more: the engine has no policy, and all that it was asked for fails."""
         return self._call(lambda: self._drop_policy(why))
@@ -266,6 +270,10 @@ class Worker:
         self.dropped = None
         self._asleep.discard("weights")
         self._scheduler.new_version(policy.version)
+
+    def _copy_policy(self) -> None:
+        if self._policy is not None:
+            self._policy = self._executor.copied(self._policy)
 
     def _drop_policy(self, why: SlipstreamError) -> None:
         self._policy, self._held_at, self.dropped = None, None, why
