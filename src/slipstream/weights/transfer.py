@@ -341,6 +341,12 @@ class Inbox(Reception):
                 self._update = None
                 self._leave_landings()
 
+    def leave(self) -> None:
+        """Lets go of the landings, unless an update is under way in them."""
+        with self._lock:
+            if self._update is None:
+                self._leave_landings()
+
     def close(self) -> None:
         with self._lock:
             self._leave_landings()

@@ -313,6 +313,7 @@ class EmbeddedEngine:
                 with contextlib.suppress(EngineLost):
                     await asyncio.wrap_future(self._worker.copy_policy())
                 self._memory = ""
+                self._inbox.leave()
 
     def _drop_shadow(self, version: int) -> None:
         if self._shadow is not None and self._shadow.version == version:
