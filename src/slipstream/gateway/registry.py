@@ -31,6 +31,8 @@ class Member:
     asleep: tuple[MemoryTag, ...] = ()
     """What it has given up, as it said last."""
     is_paused: bool = False
+    is_emptied: bool = False
+    """It had a policy and has none any more; why, it says itself."""
 
 
 class Registry:
@@ -73,6 +75,7 @@ class Registry:
     def emptied(self, name: str) -> None:
         """An engine says that it holds no policy (any more)."""
         member = self._members[name]
+        member.is_emptied = member.is_emptied or member.info.version >= 0
         member.info = replace(member.info, version=-1)
 
     def slept(self, name: str, asleep: tuple[MemoryTag, ...]) -> None:
@@ -110,9 +113,11 @@ class Registry:
 
     def takers(self, only: str = "") -> list[Member]:
         """Who can take requests, of all or of one. Where all of them sleep, requests go to the sleeping and wait there,
-        as they do without a gateway. Raises `NotReady` when there is nobody."""
+        as they do without a gateway; where the rest has lost its policy, to these, which refuse and say why. Raises
+        `NotReady` when there is nobody."""
         members = [self.get(only)] if only else self._members.values()
         current = [m for m in members if self.state(m) in ("ready", "asleep")]
+        current = current or [m for m in members if m.is_emptied and not m.lost]
         if not current:
             raise self.why_not_ready()
         return [m for m in current if not m.asleep] or current
@@ -135,6 +140,7 @@ class Registry:
         for name in names:
             member = self._members[name]
             member.info = replace(member.info, version=version)
+            member.is_emptied = False
 
     def why_not_ready(self) -> NotReady:
         """For a request that no engine can take."""
