@@ -30,6 +30,7 @@ from slipstream.errors import (
 )
 from slipstream.gateway.staleness import Bound, Late
 from slipstream.rollouts import Rollouts
+from slipstream.shared import SharedWeights
 from slipstream.types import (
     MAX_TOP_LOGPROBS,
     Completion,
@@ -175,6 +176,21 @@ class Bridge:
         raise FleetChanged(
             f"the fleet changed during each of {MAX_LOOKS} attempts to sync; see `slipstream status`. The last time: {why}"
         )
+
+    def share(self, params: Any) -> SharedWeights:
+        """Makes `params` the policy of every engine, as the next version, in memory that this process and the engines share:
+        one copy for all. The versions that follow are written where they are served from; see `SharedWeights`.
+
+        For engines on this host that can (the embedded one, on CPU, with tp=1); `Unsupported` says what is in the way. `params`
+        must have the engines' dtype. A `sync` ends the sharing."""
+        if self._how[1]:
+            raise Unsupported("a trainer of several processes cannot share its weights; bridge.sync brings them")
+        shared = SharedWeights(self._fleet, self._syncing, self._shared_commit, self._how[2])
+        shared.start(params)
+        return shared
+
+    def _shared_commit(self, version: int) -> None:
+        self._version, self._known = version, None
 
     def repair(self, params: Any) -> SyncReport | None:
         """Brings the version that the fleet serves to engines that do not have it, because they have missed an update, or have

@@ -401,7 +401,7 @@ class Offer:
     """The serialised plan, or empty when the engine has it already (it is kept by fingerprint)."""
     fingerprint: str
     transport: str
-    """`memory`, `shm`, `tcp`, `disk:/directory`, or `vllm-nccl:` with the id of a communicator."""
+    """`memory`, `shm`, `tcp`, `disk:/directory`, `vllm-nccl:` with the id of a communicator, or `shared:` with the memory."""
     fresh: bool = True
     """The trainer has no links to this engine: old landings are of no use to it."""
     hashed: bool = True

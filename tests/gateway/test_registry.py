@@ -70,6 +70,28 @@ def test_faults_are_remembered_of_an_engine_that_comes_back_under_its_name():
     assert (row.circuit, row.num_faults, row.looked_up_tokens) == ("open", 3, 0)
 
 
+def test_an_engine_that_has_lost_its_policy_is_asked_why_only_when_nobody_serves():
+    registry = Registry(10)
+    registry.register(info("a"), now=0)
+    registry.register(info("b"), now=0)
+    registry.emptied("a")  # it never had one
+    with pytest.raises(NotReady, match="a: empty"):
+        registry.takers()
+    registry.commit(3, ["a", "b"])
+    registry.emptied("a")
+    assert states(registry) == {"a": "empty", "b": "ready"} and registry.version == 3
+    assert [m.info.name for m in registry.takers()] == ["b"]
+    registry.lose("b", "gone")
+    assert [m.info.name for m in registry.takers()] == ["a"]  # which refuses
+    registry.lose("a", "gone")
+    with pytest.raises(NotReady):
+        registry.takers()
+    registry.register(info("a"), now=1)
+    registry.check_version(3, ["a"])  # the fleet's own may be brought to it
+    registry.commit(3, ["a"])
+    assert states(registry)["a"] == "ready"
+
+
 def test_the_epoch_grows_when_engines_come_or_go():
     registry = Registry(10)
     epochs = [registry.epoch]

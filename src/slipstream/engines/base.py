@@ -32,7 +32,9 @@ class Engine(Protocol):
                   └───────────┴► rollback(v)   the old version goes on; everything staged is dropped
 
     `generate` and `score` may run at any moment of it. `rollback` may come at any moment, twice, or for a version
-    that never began, and always leaves the engine serving what it served before.
+    that never began, and leaves the engine serving what it served before. (Only where a trainer writes a version into
+    the very memory that serves, `shared`, is there no before: the engine then has no policy. From `begin` to `commit` of
+    such an update no step runs.)
 
     Two things hold generation up, each on its own, so that an engine may be both: an engine steps when it is neither
     paused nor asleep.

@@ -42,6 +42,14 @@ def weights_asleep(engine: str) -> NotReady:
     return NotReady(f"the weights of engine {engine!r} are asleep, and cannot be read; bridge.wake brings them back")
 
 
+def half_written(engine: str, version: int) -> NotReady:
+    """For an engine that served from memory that its trainer shares."""
+    return NotReady(
+        f"engine {engine!r} has no weights: version {version} was being written over the one before, in memory that the "
+        "trainer shares, when that was called off or the trainer died; the next update brings new ones"
+    )
+
+
 def not_staged(engine: str, version: int) -> UnknownVersion:
     return UnknownVersion(f"engine {engine!r} has not staged version {version}: begin and stage it first")
 

@@ -48,6 +48,8 @@ class LocalFleet:
         self._committed: dict[str, CommitReport] = {}
         self._desk: Desk | None = None
         self._is_paused = False
+        self._version = -1
+        """The last that was committed; the engine may have lost it since."""
 
     async def status(self) -> FleetStatus:
         info, asleep = self._engine.describe(), await self._asleep()
@@ -65,7 +67,7 @@ class LocalFleet:
     async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
         info = self._engine.describe()
         written = self._open_desk().version if self._journal is not None else -1
-        return (info,), max(info.version, written)
+        return (info,), max(info.version, written, self._version)
 
     async def generate(
         self, requests: Sequence[Request], engine: str = ""
@@ -172,6 +174,7 @@ class LocalFleet:
 
     async def commit(self, version: int, in_flight: InFlight) -> None:
         self._committed = {self._name: await self._engine.commit(version, in_flight)}
+        self._version = version
         if self._desk is not None:
             self._desk.synced(version)
 

@@ -249,11 +249,14 @@ class EngineSession:
     async def _heartbeat(self, seconds: float) -> None:
         while True:
             await asyncio.sleep(seconds)
-            beat = pb.Heartbeat(version=self._engine.describe().version)
-            if isinstance(self._engine, Counting):
-                counts = self._engine.stats()
-                beat.looked_up_tokens, beat.hit_tokens = counts["looked_up_tokens"], counts["hit_tokens"]
-            self._outgoing.put_nowait(pb.FromEngine(heartbeat=beat))
+            self._beat()
+
+    def _beat(self) -> None:
+        beat = pb.Heartbeat(version=self._engine.describe().version)
+        if isinstance(self._engine, Counting):
+            counts = self._engine.stats()
+            beat.looked_up_tokens, beat.hit_tokens = counts["looked_up_tokens"], counts["hit_tokens"]
+        self._outgoing.put_nowait(pb.FromEngine(heartbeat=beat))
 
     async def _tell_memory(self) -> None:
         with contextlib.suppress(SlipstreamError):  # it cannot tell, and need not
@@ -363,6 +366,7 @@ class EngineSession:
     async def _on_rollback(self, message: pb.ToEngine) -> pb.FromEngine:
         await self._engine.rollback(message.rollback.version)
         self._begun = None
+        self._beat()  # whether there is a policy still, before anyone hears that this is done
         return pb.FromEngine(done=pb.Done())
 
     async def _on_release(self, message: pb.ToEngine) -> pb.FromEngine:

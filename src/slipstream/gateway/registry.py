@@ -8,6 +8,7 @@ register, no weights          register, version = fleet's
       missed a commit, or rolled back   ▼         │
       at commit time                   stale ─────┘
  ready, but has given up memory ─► asleep
+ its policy was half overwritten (shared weights) ─► empty
  lease ran out, or connection broke, from any state ─► lost
 """
 
@@ -38,6 +39,8 @@ class Member:
     looked_up_tokens: int = 0
     hit_tokens: int = 0
     """As its heartbeats say."""
+    is_emptied: bool = False
+    """It had a policy and has none any more; why, it says itself."""
 
 
 class Registry:
@@ -83,6 +86,12 @@ class Registry:
         member = self._members[name]
         member.looked_up_tokens, member.hit_tokens = looked_up_tokens, hit_tokens
 
+    def emptied(self, name: str) -> None:
+        """An engine says that it holds no policy (any more)."""
+        member = self._members[name]
+        member.is_emptied = member.is_emptied or member.info.version >= 0
+        member.info = replace(member.info, version=-1)
+
     def slept(self, name: str, asleep: tuple[MemoryTag, ...]) -> None:
         """What an engine says it has given up; nothing when it is awake."""
         self._members[name].asleep = asleep
@@ -126,9 +135,11 @@ class Registry:
 
     def takers(self, only: str = "") -> list[Member]:
         """Who can take requests, of all or of one. Where all of them sleep, requests go to the sleeping and wait there,
-        as they do without a gateway. Raises `NotReady` when there is nobody."""
+        as they do without a gateway; where the rest has lost its policy, to these, which refuse and say why. Raises
+        `NotReady` when there is nobody."""
         members = [self.get(only)] if only else self._members.values()
         current = [m for m in members if self.state(m) in ("ready", "asleep")]
+        current = current or [m for m in members if m.is_emptied and not m.lost]
         if not current:
             raise self.why_not_ready()
         return [m for m in current if not m.asleep] or current
@@ -151,6 +162,7 @@ class Registry:
         for name in names:
             member = self._members[name]
             member.info = replace(member.info, version=version)
+            member.is_emptied = False
 
     def why_not_ready(self) -> NotReady:
         """For a request that no engine can take."""
@@ -161,7 +173,7 @@ class Registry:
         return NotReady(f"no engine can take requests ({states}); {hint}")
 
     def statuses(self, now: float) -> tuple[EngineStatus, ...]:
-        notes = {"empty": "has no weights yet", "stale": "missed an update; the next sync brings it back"}
+        notes = {"empty": "has no weights", "stale": "missed an update; the next sync brings it back"}
         rows = []
         for member in self._members.values():
             state = self.state(member)

@@ -191,13 +191,17 @@ class Service(GatewayServicer):
                         if part.HasField("memory"):
                             self._registry.slept(info.name, convert.memory_from_pb(part.memory).asleep)
                         elif part.HasField("heartbeat"):
-                            beat = part.heartbeat
-                            self._registry.counted(info.name, beat.looked_up_tokens, beat.hit_tokens)
+                            self._beat(info.name, part.heartbeat)
                         link.deliver(part)
             finally:
                 writer.cancel()
                 if self._links.get(info.name) is link:
                     self._lose(info.name, "its connection broke")
+
+    def _beat(self, name: str, beat: pb.Heartbeat) -> None:
+        self._registry.counted(name, beat.looked_up_tokens, beat.hit_tokens)
+        if beat.version < 0:
+            self._registry.emptied(name)
 
     def _lose(self, name: str, why: str) -> None:
         log.warning("engine %s lost: %s", name, why)

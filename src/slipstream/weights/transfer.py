@@ -9,7 +9,7 @@
                                                 engine.commit   swap at a step boundary, then Inbox.finish
 
 A parameter has two slots, and lands in the one that the serving version does not use. What did not change is not sent:
-the new version then shares that parameter with the old one."""
+the new version then shares that parameter with the old one. (Memory that a trainer shares is one slot, written in place.)"""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from slipstream.weights.plan import Move, Plan, check_cover, lacks_tensor
 from slipstream.weights.source import Tensor, read
 from slipstream.weights.transports import SMALL_BYTES, make_landing, open_sender
 from slipstream.weights.transports.base import Landing, Sender
+from slipstream.weights.transports.shared import is_shared
 from slipstream.weights.transports.shm import ShmLanding
 from slipstream.weights.transports.tcp import Listen
 
@@ -233,7 +234,8 @@ class Inbox(Reception):
             plan = self._admit(serving, version, offer)
             if offer.fresh or plan is not self._plan or offer.transport != self._transport:
                 self._leave_landings()
-            slots = {name: 0 if live is None else 1 - live for name, live in self._live.items()}
+            one_slot = is_shared(offer.transport)
+            slots = {name: 0 if one_slot or live is None else 1 - live for name, live in self._live.items()}
             links = tuple(self._prepare(rank, version, plan, slots, offer) for rank in range(len(self._ranks)))
             self._plan, self._transport = plan, offer.transport
             self._update = Update(version, plan, offer.hashed, slots)
@@ -295,6 +297,15 @@ class Inbox(Reception):
                         "the memory, or a second writer to the trainer's buffers"
                     )
 
+    def addresses(self) -> dict[str, int]:
+        """Of the parameters of rank 0 that the serving version has from a landing: where they lie."""
+        held = self._ranks[0]
+        return {
+            name: held.image.view(held.landings[slot].buffer, name).ctypes.data
+            for name, slot in self._live.items()
+            if slot in held.landings
+        }
+
     def files(self) -> list[str]:
         """The files of shared memory in which weights land, for an engine whose own processes read them there. They may be
         gone from the directory once the version is committed: map them before."""
@@ -328,6 +339,12 @@ class Inbox(Reception):
         with self._lock:
             if self._update is not None and self._update.version == version:
                 self._update = None
+                self._leave_landings()
+
+    def leave(self) -> None:
+        """Lets go of the landings, unless an update is under way in them."""
+        with self._lock:
+            if self._update is None:
                 self._leave_landings()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from slipstream.config import EngineConfig
@@ -18,12 +19,14 @@ from slipstream.engines.checks import (
     check_in_flight,
     check_sleep,
     check_tags,
+    half_written,
     not_staged,
     weights_asleep,
     weights_dropped,
 )
 from slipstream.engines.desk import Desk
 from slipstream.engines.embedded.executor import Executor, Policy
+from slipstream.engines.embedded.placement import lies_at
 from slipstream.engines.embedded.scheduler import Scheduler
 from slipstream.engines.embedded.setup import (
     check_draft,
@@ -43,6 +46,7 @@ from slipstream.errors import (
     MappingError,
     NotReady,
     UnknownVersion,
+    Unsupported,
     UpdateInProgress,
 )
 from slipstream.model import checkpoint
@@ -72,6 +76,8 @@ from slipstream.weights.image import num_bytes
 from slipstream.weights.publisher import DRAFT
 from slipstream.weights.transfer import Inbox
 from slipstream.weights.transports import TRANSPORTS, host_identity, is_quick
+from slipstream.weights.transports.shared import NAME as SHARED
+from slipstream.weights.transports.shared import is_shared
 from slipstream.weights.transports.tcp import Listen
 from slipstream.weights.verify import hash_parameters
 
@@ -134,6 +140,11 @@ class EmbeddedEngine:
         """The update under way is too small for a thread to be worth it."""
         self._shadow: Policy | None = None
         """A version that is staged and not committed."""
+        self._offered = self._memory = ""
+        """Transport of the update under way; memory that a trainer shares, as an offer names it, if the policy lies there."""
+        self._letting_go = asyncio.Lock()
+        self._rewritten: int | None = None
+        """The version that a trainer is writing into the memory that serves."""
         policy = None
         if params is not None:
             drafted = None
@@ -181,7 +192,7 @@ class EmbeddedEngine:
             num_ranks=self._options.tp,
             tensors=self._tensors,
             parameters=self._parameters,
-            transports=TRANSPORTS,
+            transports=(*TRANSPORTS, SHARED) if self._can_share else TRANSPORTS,
             host=host_identity(),
             max_model_len=self._shapes.max_length,
             max_concurrency=self._options.max_concurrency,
@@ -199,18 +210,48 @@ class EmbeddedEngine:
 
     def _check_ready(self) -> None:
         if self._worker.version < 0:
-            raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
+            dropped = self._worker.dropped
+            raise NotReady(str(dropped or f"engine {self._name!r} has no weights yet; sync a policy to it first"))
 
     # --- weights ---
 
     async def begin(self, version: int, offer: Offer) -> Berths:
-        self._quick = is_quick(offer.transport, self._num_bytes)
-        return await self._do(partial(self._inbox.begin, self._worker.version, version, offer))
+        async with self._letting_go:
+            if is_shared(offer.transport):
+                self._check_share(offer)
+            rewrites = offer.transport == self._memory
+            self._quick = rewrites or is_quick(offer.transport, self._num_bytes)
+            berths = await self._do(partial(self._inbox.begin, self._worker.version, version, offer))
+            self._offered = offer.transport
+            if rewrites:
+                self._rewritten = version
+                await asyncio.wrap_future(self._worker.hold())
+            return berths
+
+    @property
+    def _can_share(self) -> bool:
+        """Only on the host do arrays adopt foreign memory, and only whole tensors are what a trainer's module has."""
+        return self._placement.is_host and self._options.tp == 1 and self._draft is None
+
+    def _check_share(self, offer: Offer) -> None:
+        if not self._can_share:
+            raise Unsupported(
+                f"engine {self._name!r} cannot serve from memory that a trainer shares: it can on CPU, with tp=1 and without a "
+                f"draft model (here: {jax.default_backend()}, tp={self._options.tp}{', with one' if self._draft else ''})"
+            )
+        policy, places = self._worker.policy, self._inbox.addresses()
+        served = offer.transport == self._memory and policy is not None and lies_at(policy.params, places)
+        if not offer.fresh and not served:
+            raise FleetChanged(f"engine {self._name!r} does not serve from the memory that the trainer shares")
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         def receive() -> tuple[Policy, StageReport]:
             arrays, report = self._inbox.receive(version, manifests)
-            return self._assemble(arrays, version), report
+            policy = self._assemble(arrays, version)
+            places = {name: ranks[0].ctypes.data for name, ranks in arrays.items()}
+            if places and is_shared(self._offered) and not lies_at(policy.params, places):
+                raise Unsupported(f"engine {self._name!r}: this release of JAX copies memory instead of adopting it")
+            return policy, report
 
         policy, report = await self._do(receive)
         self._inbox.check(version)  # a rollback may have come meanwhile
@@ -218,8 +259,11 @@ class EmbeddedEngine:
         return report
 
     def _assemble(self, arrays: Mapping[str, Sequence[np.ndarray]], version: int) -> Policy:
-        """A policy of what came; what did not come is that of the policy that serves."""
+        """A policy of what came; what did not come is that of the policy that serves. (Unless that lies in memory that a
+        trainer may write to: who takes its place must bring everything.)"""
         serving = self._worker.policy
+        if serving is not None and self._memory not in ("", self._offered):
+            serving = serving._replace(params=None)
         policy, draft = split_draft(arrays)
         try:
             params = self._placement.assemble(policy, serving.params if serving else None)
@@ -229,9 +273,9 @@ class EmbeddedEngine:
         except MappingError as error:
             if serving is None or serving.params is not None:
                 raise
-            raise FleetChanged(
-                f"engine {self._name!r} has dropped its weights (sleep level 2) and needs every tensor: {error}"
-            ) from None
+            shared, dropped = "serves from memory that a trainer shares", "has dropped its weights (sleep level 2)"
+            why = shared if self._memory else dropped
+            raise FleetChanged(f"engine {self._name!r} {why} and needs every tensor: {error}") from None
 
     async def _do(self, work: Callable[[], T]) -> T:
         """In a thread, unless that would take longer than the work."""
@@ -244,6 +288,9 @@ class EmbeddedEngine:
             if self._shadow is None or self._shadow.version != version:
                 raise not_staged(self._name, version)
             report = await asyncio.wrap_future(self._worker.swap(self._shadow, in_flight))
+            self._memory, self._rewritten = self._offered if is_shared(self._offered) else "", None
+            if self._memory:
+                self._placement.leave_landings()
         self._drop_shadow(version)
         with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it
             self._inbox.finish(version)
@@ -252,11 +299,21 @@ class EmbeddedEngine:
     async def rollback(self, version: int) -> None:
         with contextlib.suppress(EngineLost):
             await asyncio.wrap_future(self._worker.forget_swap(version))
+            if self._rewritten == version:
+                await asyncio.wrap_future(self._worker.drop_policy(half_written(self._name, version)))
+                self._memory, self._rewritten = "", None
         self._drop_shadow(version)
         self._inbox.rollback(version)
 
     async def release(self) -> None:
-        """What landed is what serves, and the next trainer brings landings of its own."""
+        """What landed is what serves, and the next trainer brings landings of its own. Only memory that the trainer shares is
+        not ours to keep: should it live on without us, it may do with it what it likes."""
+        async with self._letting_go:
+            if self._memory and self._rewritten is None:
+                with contextlib.suppress(EngineLost):
+                    await asyncio.wrap_future(self._worker.copy_policy())
+                self._memory = ""
+                self._inbox.leave()
 
     def _drop_shadow(self, version: int) -> None:
         if self._shadow is not None and self._shadow.version == version:
@@ -273,12 +330,13 @@ class EmbeddedEngine:
                 raise weights_dropped(self._name)
             if "weights" in self._worker.memory().asleep:
                 raise weights_asleep(self._name)
-            found = await asyncio.to_thread(self._hash, policy)
-            if self._worker.policy is policy:
-                return Checksums(policy.version, found)
+            if self._rewritten is None:
+                found = await asyncio.to_thread(self._hash, policy)
+                if self._worker.policy is policy and self._rewritten is None:
+                    return Checksums(policy.version, found)
         raise UpdateInProgress(
-            f"engine {self._name!r}: a version was committed during each of {MAX_READS} attempts to read the weights; ask "
-            "between two syncs"
+            f"engine {self._name!r}: a version came during each of {MAX_READS} attempts to read the weights; ask between two "
+            "syncs"
         )
 
     def _hash(self, policy: Policy) -> tuple[ParameterChecksums, ...]:

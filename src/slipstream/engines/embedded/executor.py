@@ -78,6 +78,12 @@ class Executor:
             draft = self._draft.placement.to_devices(draft)
         return Policy(params, policy.version, draft)
 
+    def copied(self, policy: Policy) -> Policy:
+        """With its weights in memory that nobody else has."""
+        return (
+            policy if policy.params is None else policy._replace(params=self._programs.placement.place(policy.params))
+        )
+
     def without_weights(self, policy: Policy, keep: bool) -> Policy:
         """Off the devices: in host memory if they are to be kept, else nowhere."""
         if not keep:

@@ -61,6 +61,11 @@ class Placement:
             leaves[name] = leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._shardings[name])
         return unflatten(jax.block_until_ready(leaves))
 
+    @property
+    def is_host(self) -> bool:
+        """Whether arrays are in host memory."""
+        return all(device.platform == "cpu" for device in self._mesh.devices.flat)
+
     def bytes_in_use(self) -> int:
         """As the runtime counts them, over all devices; where it does not count (on CPU), of all live arrays."""
         stats = [device.memory_stats() for device in self._mesh.devices.flat]
@@ -105,6 +110,10 @@ class Placement:
             del self._adopted[key]
         self._adopted[name, addresses] = leaf
 
+    def leave_landings(self) -> None:
+        """Versions land elsewhere from now on: the memory of those before need not be kept."""
+        self._adopted.clear()
+
     def shard(self, leaf: jax.Array, rank: int) -> np.ndarray:
         """What one rank's device holds, in host memory. Read through another array over the same data: one that was read
         keeps its copy in host memory for as long as it lives."""
@@ -116,6 +125,14 @@ class Placement:
 def to_host(params: Params | None) -> Params | None:
     """The whole tree in host memory, off the devices. (On CPU that is the same memory, and nothing moves.)"""
     return None if params is None else unflatten(jax.device_get(flatten(params)))
+
+
+def lies_at(params: Params | None, places: Mapping[str, int]) -> bool:
+    """Whether the leaves, each on one device, are these places in memory, and not copies of what is there."""
+    leaves = {} if params is None else flatten(params)
+    return leaves.keys() == places.keys() and all(
+        isinstance(leaf, jax.Array) and leaf.unsafe_buffer_pointer() == places[name] for name, leaf in leaves.items()
+    )
 
 
 def _addresses(arrays: Sequence[np.ndarray]) -> tuple[int, ...]:

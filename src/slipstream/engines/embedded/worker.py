@@ -45,6 +45,10 @@ class Worker:
         """Until the samples under way are finished; meanwhile no other starts."""
         self._asleep: set[MemoryTag] = set()
         self._paused = False
+        self._held_at: float | None = None
+        """Since when the weights that serve may be written to, so that nothing may read them."""
+        self.dropped: SlipstreamError | None = None
+        """Why there is no policy any more, though there was one."""
         self._commands: list[Callable[[], object]] = []
         self._closing = False
         self._outbox: list[Sample | Failed] = []
@@ -70,7 +74,7 @@ class Worker:
 
     def add(self, tickets: Sequence[Ticket]) -> None:
         samples = [sample for ticket in tickets for sample in ticket.samples()]
-        self._submit(lambda: self._scheduler.add(samples))
+        self._submit(lambda: self._add(samples))
 
     def cancel(self, job: Job) -> None:
         """Frees the pages of a job whose caller has gone."""
@@ -88,6 +92,18 @@ class Worker:
     def pause(self, paused: bool) -> Future[None]:
         """Done between two ticks: afterwards none runs."""
         return self._call(lambda: setattr(self, "_paused", paused))
+
+    def hold(self) -> Future[None]:
+        """Done between two ticks: afterwards none runs until the next swap, whoever resumes or wakes the engine."""
+        return self._call(lambda: setattr(self, "_held_at", time.perf_counter()))
+
+    def copy_policy(self) -> Future[None]:
+        """What serves lies in memory of the engine's own from then on."""
+        return self._call(self._copy_policy)
+
+    def drop_policy(self, why: SlipstreamError) -> Future[None]:
+        """What serves cannot be trusted any more: the engine has no policy, and all that it was asked for fails."""
+        return self._call(lambda: self._drop_policy(why))
 
     def forget_prefixes(self) -> Future[None]:
         return self._call(self._scheduler.forget_prefixes)
@@ -170,7 +186,7 @@ class Worker:
 
     @property
     def _can_work(self) -> bool:
-        awake = not (self._asleep or self._paused) and self._policy is not None
+        awake = not (self._asleep or self._paused or self._held_at is not None) and self._policy is not None
         if self._waiting_swaps:
             return awake or not self._scheduler.is_under_way
         return awake and bool(self._scheduler.live or self._scheduler.waiting)
@@ -226,18 +242,35 @@ class Worker:
         waited = 0.0 if swap.in_flight == "finish" else boundary - swap.called
         self._pace.committed(boundary - self._swapped, waited, self._idle)
         self._swapped, self._idle = boundary, 0.0
-        swap.done.set_result(CommitReport(time.perf_counter() - boundary, boundary - swap.called))
+        stopped, self._held_at = self._held_at or boundary, None
+        swap.done.set_result(CommitReport(time.perf_counter() - stopped, boundary - swap.called))
 
     def _finish_first(self, swap: _Swap) -> None:
-        if (self._paused or self._asleep) and self._scheduler.is_under_way:
-            error = never_finish(self._name, self._paused)
+        is_held = self._held_at is not None
+        if (self._paused or self._asleep or is_held) and self._scheduler.is_under_way:
+            error = never_finish(self._name, self._paused or is_held)
             return _fail(swap.done, error)
         self._waiting_swaps.append(swap)
 
+    def _add(self, samples: Sequence[Sample]) -> None:
+        self._scheduler.add(samples)
+        if self.dropped is not None:
+            self._fail_all(self.dropped)
+
     def _set_policy(self, policy: Policy) -> None:
         self._policy = self._executor.placed(policy)  # the old weights are freed here, unless someone else holds them
+        self.dropped = None
         self._asleep.discard("weights")
         self._scheduler.new_version(policy.version)
+
+    def _copy_policy(self) -> None:
+        if self._policy is not None:
+            self._policy = self._executor.copied(self._policy)
+
+    def _drop_policy(self, why: SlipstreamError) -> None:
+        self._policy, self._held_at, self.dropped = None, None, why
+        self._scheduler.forget_cached()
+        self._fail_all(why)
 
     def _forget_swap(self, version: int) -> None:
         forgotten = [swap for swap in self._waiting_swaps if swap.policy.version == version]
@@ -286,10 +319,13 @@ class Worker:
         self._executor.drop_cache()
 
     def _abandon(self, error: EngineLost) -> None:
-        self._outbox += [Failed(ticket, error) for ticket in self._scheduler.drop(lambda _: True)]
+        self._fail_all(error)
         self._deliver()
         for swap in self._waiting_swaps:
             _fail(swap.done, error)
+
+    def _fail_all(self, error: SlipstreamError) -> None:
+        self._outbox += [Failed(ticket, error) for ticket in self._scheduler.drop(lambda _: True)]
 
     def _deliver(self) -> None:
         """Each job hears once per tick."""

@@ -17,11 +17,13 @@ from slipstream.weights.transports import vllm_nccl
 from slipstream.weights.transports.base import Landing, Sender, unpack_link
 from slipstream.weights.transports.disk import DiskLanding, DiskSender
 from slipstream.weights.transports.memory import MemoryLanding, memory_sender
+from slipstream.weights.transports.shared import SharedLanding
 from slipstream.weights.transports.shm import ShmLanding, shm_sender
 from slipstream.weights.transports.tcp import Listen, TcpLanding, TcpSender
 
 TRANSPORTS = ("memory", "shm", "tcp", "disk")
-"""Those with two halves of ours. `vllm-nccl` has one: its other end is a `vllm serve`."""
+"""Those that bring pieces from one half of ours to the other. `vllm-nccl` has one half: its other end is a `vllm serve`;
+`shared` brings nothing, and is never chosen: a trainer asks for it (`bridge.share`)."""
 
 SMALL_BYTES = 8 << 20
 
@@ -42,7 +44,7 @@ def takes_all(transport: str) -> bool:
 
 
 def make_landing(transport: str, size: int, num_pieces: int, listen: Listen | None = None) -> Landing:
-    """The engine's half. `transport` is a name, for `disk` with its directory: `disk:/path`."""
+    """The engine's half. `transport` is a name, for `disk` with its directory (`disk:/path`), for `shared` with the memory."""
     name, _, where = transport.partition(":")
     match name:
         case "memory":
@@ -53,6 +55,8 @@ def make_landing(transport: str, size: int, num_pieces: int, listen: Listen | No
             return TcpLanding(size, listen)
         case "disk":
             return DiskLanding(size, Path(where))
+        case "shared":
+            return SharedLanding(where, size)
     raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
 
 

@@ -1,0 +1,91 @@
+"""A PyTorch trainer whose module and whose engine are one copy of the weights, on CPU.
+
+    python examples/torch_trainer.py [--steps 40]
+
+A tiny Hugging Face model learns to count; an engine in a process of its own serves from the very memory of the module's
+parameters, so that a step of the optimiser is a new version without a byte being sent. Every few steps the engine's greedy
+completion is shown, and at the end compared with what transformers generates from the module. Needs torch and transformers."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import slipstream
+from slipstream.plugins.torch_trainer import share_weights
+
+VOCAB, LENGTH, SHOWN = 32, 12, 8
+GREEDY = slipstream.SamplingParams(max_tokens=SHOWN, temperature=0.0, ignore_eos=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40)
+    steps = parser.parse_args().steps
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(tiny_config())
+    optimiser = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    with tempfile.TemporaryDirectory() as model:
+        module.config.save_pretrained(model)  # no weights: the engine gets its own from the trainer
+        with slipstream.launch(model, engine=slipstream.EngineConfig(max_concurrency=8)) as bridge:
+            shared = share_weights(bridge, module)
+            for step in range(1, steps + 1):
+                loss = loss_of(module, batch())
+                optimiser.zero_grad()
+                loss.backward()
+                with shared.updating():  # the engine stands still, and goes on with the next version
+                    optimiser.step()
+                if step in (1, steps) or step % 10 == 0:
+                    (found,) = bridge.generate([(3, 4, 5)], GREEDY)
+                    pause = 1e3 * shared.report.pause_seconds if shared.report else 0.0
+                    print(f"step {step:3d}  loss {loss.item():.3f}  engine stood still {pause:.1f} ms", end="  ")
+                    print(f"version {found.version}: 3 4 5 → {' '.join(map(str, found.token_ids))}")
+            same = found.token_ids == generated(module, (3, 4, 5))
+            print(f"engine and module agree: {same}")
+            if not same:
+                raise SystemExit("the engine does not serve what the module has learned")
+
+
+def tiny_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+def batch() -> torch.Tensor:
+    """Numbers that count up, from anywhere and around the end."""
+    return (torch.randint(0, VOCAB, (16, 1)) + torch.arange(LENGTH)) % VOCAB
+
+
+def loss_of(module: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    return module(ids, labels=ids).loss
+
+
+def generated(module: LlamaForCausalLM, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """By transformers itself."""
+    ids = torch.tensor([prompt])
+    found = module.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=SHOWN,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(found[0, len(prompt) :].tolist())
+
+
+if __name__ == "__main__":
+    main()
