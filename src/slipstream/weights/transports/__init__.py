@@ -41,6 +41,12 @@ def invitation(transport: str) -> str:
     return transport
 
 
+def withdraw(invited: str) -> None:
+    """Whoever took the invitation and has not been joined need not wait any longer."""
+    if invited.startswith(f"{sglang_gloo.NAME}:"):
+        sglang_gloo.withdraw(invited)
+
+
 def takes_all(transport: str) -> bool:
     """Whether the other end takes every tensor or none, so that what did not change must be sent, too."""
     return transport == vllm_nccl.NAME

@@ -98,6 +98,11 @@ def invited(transport: str) -> Meeting:
     return Meeting(found[1], int(found[2]), found[3])
 
 
+def withdraw(transport: str) -> None:
+    """Workers that wait for us find the store gone, and give up."""
+    _stores.pop(invited(transport).group, None)
+
+
 def make_link(meeting: Meeting, world_size: int, server: str) -> bytes:
     """`server` is for messages."""
     return pack_link(NAME, meeting=str(meeting), world_size=world_size, bucket_bytes=BUCKET_BYTES, server=server)
