@@ -41,7 +41,16 @@ from slipstream.model.tree import flatten, unflatten
 
 CONTEXT = 128
 REQUEST = {
-    *("rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream"),
+    *(
+        "rid",
+        "input_ids",
+        "text",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "stream",
+    ),
     *("return_sampling_mask", "priority", "extra_key", "cache_salt", "return_text_in_logprobs", "token_ids_logprob"),
 }
 SETTINGS: dict[str, Any] = {
@@ -185,7 +194,9 @@ class Server:
         if (key, tokens) not in self.cache:
             padded = np.zeros((1, CONTEXT), np.int32)
             padded[0, : len(tokens)] = tokens
-            self.cache[key, tokens] = np.asarray(_logits(unflatten(self.params), self.model, padded))[0, len(tokens) - 1]
+            self.cache[key, tokens] = np.asarray(_logits(unflatten(self.params), self.model, padded))[
+                0, len(tokens) - 1
+            ]
         return self.cache[key, tokens]
 
     def _finish(self, req: Req, reason: dict[str, Any]) -> None:

@@ -27,9 +27,9 @@ from tests.conformance.engines import (
     test_an_update_changes_what_is_generated_and_scored,  # noqa: F401
     test_closing_the_iterator_cancels_the_rest,  # noqa: F401
     test_description_fits_the_model,  # noqa: F401
+    test_forgetting_prefixes_changes_no_token,  # noqa: F401
     test_greedy_is_the_argmax_of_the_reference,  # noqa: F401
     test_logprobs_are_those_of_the_reference,  # noqa: F401
-    test_forgetting_prefixes_changes_no_token,  # noqa: F401
     test_no_stop_token_comes_before_the_minimum,  # noqa: F401
     test_nothing_changes_before_commit_nor_after_rollback,  # noqa: F401
     test_one_seed_gives_one_set_of_samples,  # noqa: F401
