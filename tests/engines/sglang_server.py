@@ -296,8 +296,12 @@ class Server:
 
     def destroy_group(self, body: dict[str, Any]) -> Any:
         known(body, "group_name")
-        found = self.groups.pop(body["group_name"], None)
-        return found is not None, "" if found is not None else "The group to be destroyed does not exist."
+        import torch.distributed
+
+        if body["group_name"] not in self.groups:
+            return False, "The group to be destroyed does not exist."
+        torch.distributed.destroy_process_group(self.groups.pop(body["group_name"]))
+        return True, "Succeeded to destroy custom process group."
 
     def from_distributed(self, body: dict[str, Any]) -> Any:
         import torch

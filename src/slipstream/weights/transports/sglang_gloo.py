@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -37,6 +38,7 @@ LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 120.0
 BROADCAST_SECONDS = 600.0
 """Of one bucket: the first one waits until the fleet commits."""
+POLL_SECONDS = 500e-6
 
 
 class Meeting(NamedTuple):
@@ -149,12 +151,35 @@ class _Group:
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=BROADCAST_SECONDS)
         with _explained("broadcasting to the server's workers"):
-            self._made.broadcast([torch.from_numpy(buffer)], options).wait(options.timeout)
+            if (made := self._made) is None:
+                raise _given_up()
+            work = made.broadcast([torch.from_numpy(buffer)], options)
+            while not work.is_completed():
+                if self._made is None:
+                    _outlast(made, work)
+                    raise _given_up()
+                time.sleep(POLL_SECONDS)
+            work.wait()  # raises what went wrong
 
     def abort(self) -> None:
-        self._made.abort()
+        self._made = None  # the last to hold it hangs up
 
     close = abort  # the workers' group is of no use without us
+
+
+def _outlast(group: Any, work: Any) -> None:
+    """What is under way in a group goes on until its deadline, and whoever drops the group waits for that: a thread, for which
+    no process waits."""
+
+    def wait(group: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+
+    threading.Thread(target=wait, args=(group,), name=f"{NAME}-given-up", daemon=True).start()
+
+
+def _given_up() -> TransferError:
+    return TransferError(f"{NAME}: given up on this side")
 
 
 @contextlib.contextmanager
