@@ -184,8 +184,8 @@ def engine(
     ] = 60.0,
     owner: Owner = 0,
 ) -> None:
-    """Run an engine and join it to a gateway: the embedded JAX engine, vLLM (kind=vllm), or a vLLM server that is up already
-    (kind=remote url=https://host:8000). Run as many as fit."""
+    """Run an engine and join it to a gateway: the embedded JAX engine, vLLM (kind=vllm), or a vLLM or SGLang server that is
+    up already (kind=remote url=https://host:8000, and dialect=sglang). Run as many as fit."""
     from slipstream.config import EngineConfig, load
 
     _log_to_stderr()

@@ -26,7 +26,7 @@ EVERYWHERE = ("", "0.0.0.0", "::", "*")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """An engine: the embedded JAX engine, vLLM, or a vLLM server that is up already."""
+    """An engine: the embedded JAX engine, vLLM, or a vLLM or SGLang server that is up already."""
 
     kind: Literal["embedded", "vllm", "remote"] = "embedded"
     python: str = ""
@@ -73,10 +73,13 @@ class EngineConfig:
     key: str = ""
     """PEM file of the certificate's key."""
     url: str = ""
-    """For `remote`: where a `vllm serve` listens, as https://host:8000; http on loopback only. `certificate` is then the PEM
+    """For `remote`: where the server listens, as https://host:8000; http on loopback only. `certificate` is then the PEM
     file of its certificate or of who signed it, where the system does not know it."""
     token_file: str = ""
-    """For `remote`: a file with the server's API key; else it is read from SLIPSTREAM_VLLM_TOKEN. None of them is fine."""
+    """For `remote`: a file with the server's API key; else it is read from SLIPSTREAM_VLLM_TOKEN, or SLIPSTREAM_SGLANG_TOKEN.
+    None of them is fine."""
+    dialect: Literal["vllm", "sglang"] = "vllm"
+    """For `remote`: whose server it is."""
 
     def __post_init__(self) -> None:
         at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
@@ -87,8 +90,8 @@ class EngineConfig:
             self._check_vllm()
         if self.kind == "remote":
             self._check_remote()
-        elif self.url or self.token_file:
-            raise ConfigError(f"url and token_file are for an engine of kind 'remote'; this one is {self.kind!r}")
+        elif name := self._first_set("url", "token_file", "dialect"):
+            raise ConfigError(f"{name} is for an engine of kind 'remote'; this one is {self.kind!r}")
         if (self.speculation == "draft") != bool(self.draft_model):
             raise ConfigError(
                 f"speculation is {self.speculation!r} and draft_model is {self.draft_model!r}: a draft needs both, "
@@ -104,9 +107,12 @@ class EngineConfig:
             raise ConfigError(f"{name} is a setting of the embedded engine; an engine of kind 'vllm' has none such")
 
     def _check_remote(self) -> None:
-        ours = ("kind", "url", "token_file", "certificate", "max_concurrency", "max_model_len")
+        ours = ("kind", "url", "token_file", "dialect", "certificate", "max_concurrency", "max_model_len")
+        maker = {"vllm": "vLLM", "sglang": "SGLang"}[self.dialect]
         if name := self._first_set(*(f.name for f in dataclasses.fields(self) if f.name not in ours)):
-            raise ConfigError(f"{name} is decided by the vLLM server; of an engine of kind 'remote' it cannot be set")
+            raise ConfigError(
+                f"{name} is decided by the {maker} server; of an engine of kind 'remote' it cannot be set"
+            )
         try:
             parts = urlsplit(self.url)
             secret, good = parts.username or parts.password, parts.hostname and (parts.port is None or parts.port > 0)
@@ -114,7 +120,8 @@ class EngineConfig:
             parts, secret, good = urlsplit(""), None, None
         if secret:
             raise ConfigError(
-                "url holds a name or a password; put the key in a file (token_file), or in SLIPSTREAM_VLLM_TOKEN"
+                "url holds a name or a password; put the key in a file (token_file), or in "
+                f"SLIPSTREAM_{maker.upper()}_TOKEN"
             )
         if parts.scheme not in ("http", "https") or not good or parts.query or parts.fragment:
             raise ConfigError(f"url is {self.url!r}; an engine of kind 'remote' needs one like https://host:8000")

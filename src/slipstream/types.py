@@ -401,7 +401,8 @@ class Offer:
     """The serialised plan, or empty when the engine has it already (it is kept by fingerprint)."""
     fingerprint: str
     transport: str
-    """`memory`, `shm`, `tcp`, `disk:/directory`, `vllm-nccl:` with the id of a communicator, or `shared:` with the memory."""
+    """`memory`, `shm`, `tcp`, `disk:/directory`, `vllm-nccl:` with the id of a communicator, `sglang-gloo:` with the place of a
+    meeting, or `shared:` with the memory."""
     fresh: bool = True
     """The trainer has no links to this engine: old landings are of no use to it."""
     hashed: bool = True
@@ -474,8 +475,8 @@ class SyncReport:
     @property
     def bytes_per_second(self) -> float:
         """Of the transfer: from the first byte until every engine had verified; where an engine takes its bytes with the
-        commit (`vllm-nccl`), until it had committed."""
-        late = any(engine.transport == "vllm-nccl" for engine in self.engines)
+        commit (`vllm-nccl`, `sglang-gloo`), until it had committed."""
+        late = any(engine.transport in ("vllm-nccl", "sglang-gloo") for engine in self.engines)
         seconds = self.send_seconds + self.stage_seconds + (self.commit_seconds if late else 0.0)
         return self.num_bytes / max(seconds, 1e-9)
 

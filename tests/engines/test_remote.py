@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from slipstream.config import EngineConfig
 from slipstream.engines.local import LocalFleet
 from slipstream.engines.remote import engine as remote
-from slipstream.engines.remote import weights, words
+from slipstream.engines.remote import vllm, vllm_words
 from slipstream.engines.remote.engine import RemoteEngine
 from slipstream.engines.sequence import Sample, Ticket
 from slipstream.errors import (
@@ -47,7 +47,7 @@ from slipstream.types import Completion, EngineSync, Failure, Offer, Request, Sa
 from slipstream.weights.checksum import pack_manifest
 from slipstream.weights.plan import Plan
 from slipstream.weights.publisher import Publisher
-from slipstream.weights.transports import vllm_nccl
+from slipstream.weights.transports import gathering, vllm_nccl
 from tests.engines.sockets import SocketLibrary
 from tests.engines.vllm_server import VOCABULARY, Script, serving
 from tests.tiny import random_params, tiny_config, write_config, write_tokenizer
@@ -377,7 +377,7 @@ def test_whatever_an_event_holds_it_is_read_or_refused(found: Any, where: str) -
     }[where]
     sample = Sample(Ticket("r", PROMPT, SamplingParams(), 1, 4, (), None), 0)  # type: ignore[arg-type]
     with contextlib.suppress(SlipstreamError):
-        words.take_event(sample, event, 0, 1, _nonsense)
+        vllm_words.take_event(sample, event, 0, 1, _nonsense)
         assert all(isinstance(value, float) and value <= 1e-3 for value in sample.logprobs)
 
 
@@ -389,7 +389,7 @@ def test_whatever_a_score_holds_it_is_read_or_refused(found: Any) -> None:
         {"choices": [{"prompt_logprobs": [None, found, found]}]},
     ):
         with contextlib.suppress(SlipstreamError):
-            logprobs, _ = words.take_score(answer, PROMPT, 1, _nonsense)
+            logprobs, _ = vllm_words.take_score(answer, PROMPT, 1, _nonsense)
             assert len(logprobs) == 2
 
 
@@ -681,7 +681,7 @@ def test_a_trainer_that_breaks_off_is_an_update_that_failed(
 def test_a_server_that_hangs_in_an_update_is_given_up(
     directory: Path, script: Script, library: SocketLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "UPDATE_SECONDS", 0.2)
+    monkeypatch.setattr(vllm, "UPDATE_SECONDS", 0.2)
 
     async def scenario(engine: RemoteEngine) -> None:
         script.hang.add("/update_weights")
@@ -852,7 +852,7 @@ def test_pause_and_resume(directory: Path, script: Script, library: SocketLibrar
         assert not waiting.done()
         with pytest.raises(Unsupported, match="never finish"):
             await engine.begin(1, offer_of(engine))
-            engine._arrivals._brings, engine._arrivals._joining = False, None
+            engine._arrivals._brings, engine._arrivals._joining = [], None
             await engine.commit(1, "finish")
         await engine.rollback(1)
         with publishing(engine) as publisher:
@@ -961,7 +961,7 @@ def test_a_bridge_syncs_and_generates_through_an_engine_process_that_ends_with_t
 def test_a_chunk_is_closed_by_the_tensor_that_exceeds_it(
     sizes: list[int], limit: int, expected: list[list[int]]
 ) -> None:
-    assert list(vllm_nccl.chunks(sizes, limit)) == expected
+    assert list(gathering.chunks(sizes, limit)) == expected
 
 
 @given(st.binary(max_size=200) | st.just(b'{"transport": "vllm-nccl", "server": "s", "world_size": 1}'))

@@ -260,7 +260,7 @@ def test_weights_that_someone_else_changed_are_noticed(subject: Subject, url: st
     """The last one, as it ends the engine."""
 
     async def scenario() -> Any:
-        await subject.engine._client.post("/update_weight_version", {"new_version": "someone else's"})  # type: ignore[attr-defined]
+        await subject.engine._dialect.put_label("someone else's")  # type: ignore[attr-defined]
         return await collected(subject, request("r", subject.prompts[4]))
 
     (failure,) = subject.runner.run(scenario())

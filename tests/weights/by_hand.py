@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.types import Berths, Offer
-from slipstream.weights import source
+from slipstream.weights import source, transports
 from slipstream.weights.plan import make_plan
 from slipstream.weights.transfer import Outbox
 
@@ -18,7 +18,7 @@ class HandUpdate:
     ) -> None:
         self.tensors, self.version = source.named_tensors(params), version
         self.plan = make_plan(source.describe(self.tensors), specs, parameters, dtype)
-        self.offer = Offer(self.plan.to_bytes(), self.plan.fingerprint, transport)
+        self.offer = Offer(self.plan.to_bytes(), self.plan.fingerprint, transports.invitation(transport))
         self.outbox = Outbox(self.plan, parameters, 0, True)
 
     def send(self, berths: Berths, unchanged: set[str] = frozenset()) -> list[list[bytes]]:

@@ -39,6 +39,11 @@ class Errands:
             job.deliver([Failed(sample.ticket, error) for sample in tasks.values()])
             self.cancel(job)
 
+    async def over(self, seconds: float) -> None:
+        """Returns when nothing is unfinished any more, or after so long."""
+        if tasks := [task for tasks in self._tasks.values() for task in tasks]:
+            await asyncio.wait(tasks, timeout=seconds)
+
     async def _run(self, sample: Sample) -> None:
         raise NotImplementedError
 

@@ -114,6 +114,10 @@ class _Route:
             )
         return set()
 
+    def close(self) -> None:
+        self.outbox.close()
+        transports.withdraw(self._offered)
+
     def committed(self, tensors: Mapping[str, Tensor], unchanged: set[str]) -> None:
         self._known = True
         self.outbox.committed(unchanged)
@@ -361,4 +365,4 @@ class Publisher:
     def _drop(self, *names: str) -> None:
         for name in names:
             if (route := self._routes.pop(name, None)) is not None:
-                route.outbox.close()
+                route.close()

@@ -1,1 +1,1 @@
-"""A `vllm serve` that somebody else started, as an engine. Speaks HTTP to it; needs neither vLLM nor torch."""
+"""A vLLM or SGLang server that somebody else started, as an engine. Speaks HTTP to it; needs neither vLLM nor torch."""

@@ -1,8 +1,8 @@
-"""A `vllm serve` behind the engine contract, as far as its HTTP interface goes.
+"""A server that somebody else started behind the engine contract, as far as its HTTP interface goes.
 
-    this process       RemoteEngine: requests, versions, the order of an update
-    the server         vLLM >= 0.30, with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'
-    the trainer        broadcasts weights to the server's workers (`weights/transports/vllm_nccl.py`)
+    this process       RemoteEngine: requests, versions, the order of an update; a dialect: the server's words
+    the server         vLLM (`vllm.py`) or SGLang (`sglang.py`)
+    the trainer        sends weights to the server's workers (`weights/transports/gathering.py`)
 
 What differs from other engines: weights are replaced in place and with the commit, so a commit that fails leaves none, and a
 sync with every tensor must follow; checksums are not compared; `keep` does what `recompute` does, because nobody can tell at
@@ -24,8 +24,10 @@ from slipstream.engines.checks import check_in_flight, check_not_dropped, check_
 from slipstream.engines.desk import Desk
 from slipstream.engines.intake import Intake, Room, read_tokenizer
 from slipstream.engines.remote.client import Client
+from slipstream.engines.remote.dialect import Dialect, Label
 from slipstream.engines.remote.runs import Runs
-from slipstream.engines.remote.server import Label, Server, look
+from slipstream.engines.remote.sglang import SglangDialect
+from slipstream.engines.remote.vllm import VllmDialect
 from slipstream.engines.remote.weights import Arrivals
 from slipstream.errors import (
     DeadlineExceeded,
@@ -54,33 +56,37 @@ from slipstream.types import (
 )
 from slipstream.weights import families
 from slipstream.weights.image import num_bytes
-from slipstream.weights.transports import host_identity, vllm_nccl
+from slipstream.weights.transports import host_identity
 
 log = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 5.0
 """Between two looks at the server."""
-PAUSE = "/pause?mode=keep&clear_cache=false"
+CLOSE_SECONDS = 10.0
+"""Within which requests have been ended in the server, or are left to it."""
 
 
 class RemoteEngine:
     """See `engines.base.Engine`.
 
     engine = await RemoteEngine.start("my-model", options=EngineConfig(kind="remote", url="http://localhost:8000"))
+
+    For an SGLang server, `dialect="sglang"`.
     """
 
     def __init__(
-        self, model: ModelConfig, client: Client, server: Server, *, name: str, tokenizer: Any, options: EngineConfig
+        self, model: ModelConfig, dialect: Dialect, *, name: str, tokenizer: Any, options: EngineConfig
     ) -> None:
-        self._model, self._client, self._server, self._name = model, client, server, name
+        server = dialect.server
+        self._model, self._dialect, self._server, self._name = model, dialect, server, name
         self._max_length = min(server.max_model_len, options.max_model_len or server.max_model_len)
         self._max_concurrency = options.max_concurrency
         self._tensors, self._parameters = families.tensors(model), families.parameters(model, 1)
-        self._label = Label(client)
-        self._runs = Runs(client, server, options.max_concurrency, self._label.of, self._verify, self._lose)
+        self._label = Label(dialect)
+        self._runs = Runs(dialect, options.max_concurrency, self._label.of, self._verify, self._lose)
         room = Room(self._max_length, server.block_size, server.num_blocks)
         self._desk = Desk(Intake(model, tokenizer, room, name), self._runs.start, self._runs.cancel, self._check_ready)
-        self._arrivals = Arrivals(client, server, self._parameters, name)
+        self._arrivals = Arrivals(dialect, self._parameters, name)
         self._turn = asyncio.Lock()
         """Of whatever stops the server's steps."""
         self._paused = False
@@ -104,12 +110,11 @@ class RemoteEngine:
         model, tokenizer = ModelConfig.read(Path(directory)), read_tokenizer(Path(directory))
         client = Client(options, seconds)
         try:
-            server = await look(client, model)
-            engine = cls(model, client, server, name=name, tokenizer=tokenizer, options=options)
-            if server.is_paused:
-                if server.can_sleep:
-                    await client.post("/wake_up")
-                await client.post(PAUSE)
+            meet = SglangDialect.meet if options.dialect == "sglang" else VllmDialect.meet
+            dialect: Dialect = await meet(client, model)
+            engine = cls(model, dialect, name=name, tokenizer=tokenizer, options=options)
+            await dialect.settle()
+            server = dialect.server
             if server.has_weights:
                 engine._runs.version = 0
                 await engine._label.put("checkpoint")
@@ -118,8 +123,8 @@ class RemoteEngine:
             raise
         engine._watch = asyncio.create_task(engine._look_after())
         log.info(
-            "engine %s: vLLM %s at %s, %d worker(s), %s%s",
-            *(name, server.version, client.url, server.num_workers, server.logprobs_mode),
+            "engine %s: %s %s at %s, %d worker(s)%s",
+            *(name, dialect.maker, server.version, client.url, server.num_workers),
             "" if server.has_weights else "; its weights are not those of a checkpoint, so a sync must bring all",
         )
         return engine
@@ -133,7 +138,7 @@ class RemoteEngine:
             num_ranks=1,
             tensors=self._tensors,
             parameters=self._parameters,
-            transports=(vllm_nccl.NAME,),
+            transports=self._dialect.transports,
             host=host_identity(),
             max_model_len=self._max_length,
             max_concurrency=self._max_concurrency,
@@ -151,15 +156,19 @@ class RemoteEngine:
 
     def _check_ready(self) -> None:
         if self.ended.is_set():
-            raise EngineLost(f"engine {self._name!r} is closed, or the vLLM server at {self._client.url} is gone")
+            raise EngineLost(f"engine {self._name!r} is closed, or {self._dialect.where} is gone")
         if self._empty:
             raise self._not_ready()
 
     def _not_ready(self) -> NotReady:
         return NotReady(f"engine {self._name!r} {self._empty}; sync a policy to it")
 
-    async def _verify(self) -> None:
-        """The server still holds our weights: asked after a request has ended, and once for all that end meanwhile."""
+    async def _verify(self, carried: str | None) -> None:
+        """The server still holds our weights: by the label that its answer carried, or asked for after a request has ended,
+        once for all that end meanwhile."""
+        if carried is not None:
+            self._label.check(carried)
+            return
         if self._proof is None:
             self._proof = asyncio.create_task(self._prove())
             self._proof.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -168,7 +177,7 @@ class RemoteEngine:
     async def _prove(self) -> None:
         async with self._proving:
             self._proof = None  # whoever comes from now on needs another one
-            await self._label.check()
+            await self._label.ask()
 
     # --- weights ---
 
@@ -178,13 +187,13 @@ class RemoteEngine:
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         start = time.perf_counter()
         try:
-            num_bytes = await self._arrivals.stage(version, manifests)
+            num_bytes, is_all = await self._arrivals.stage(version, manifests)
         except DeadlineExceeded as error:
             self._lose(
                 EngineLost(f"engine {self._name!r}: {error}: its workers wait for a trainer. Restart the server")
             )
             raise
-        if not num_bytes and (self._empty or self._asleep.get("weights") == 2):
+        if not is_all and (self._empty or self._asleep.get("weights") == 2):
             raise FleetChanged(f"engine {self._name!r} {self._empty or 'dropped its weights'} and needs every tensor")
         return StageReport(num_bytes, time.perf_counter() - start)
 
@@ -233,15 +242,14 @@ class RemoteEngine:
     async def _replace(self, version: int) -> None:
         try:
             await self._wake_weights()
-            await self._arrivals.replace(self._label.of(version))
+            await self._arrivals.replace(version, self._label.of(version))
             self._label.was_put(version)
-            await self._arrivals.forget_prefixes()
         except SlipstreamError as error:
             self._empty = (
-                f"lost its weights when the vLLM server at {self._client.url} failed to take version {version} ({error}); "
+                f"lost its weights when {self._dialect.where} failed to take version {version} ({error}); "
                 "the server stays paused until a sync brings every tensor"
             )
-            self._arrivals.disconnect()
+            await self._arrivals.disconnect()
             self._runs.fail(self._not_ready())
             if isinstance(error, (EngineLost, DeadlineExceeded)):  # a worker that waits for a trainer waits for ever
                 self._lose(EngineLost(f"engine {self._name!r} {self._empty}. Restart the server"))
@@ -249,8 +257,9 @@ class RemoteEngine:
 
     async def _wake_weights(self) -> None:
         if self._asleep.pop("weights", None):
-            await self._client.post("/wake_up?tags=weights")
-            await self._client.post(PAUSE)  # a server that is all awake steps again
+            await self._dialect.wake(("weights",))
+            if self._dialect.steps_when_awake:
+                await self._dialect.pause()
 
     async def rollback(self, version: int) -> None:
         self._arrivals.end(version)
@@ -260,8 +269,7 @@ class RemoteEngine:
 
     async def checksums(self) -> Checksums:
         raise Unsupported(
-            f"engine {self._name!r} cannot tell what it holds: the vLLM server at {self._client.url} has no call that reads "
-            "its weights back"
+            f"engine {self._name!r} cannot tell what it holds: {self._dialect.where} has no call that reads its weights back"
         )
 
     # --- control ---
@@ -278,19 +286,28 @@ class RemoteEngine:
 
     async def forget_prefixes(self) -> None:
         async with self._turn:
-            await self._arrivals.forget_prefixes()
+            await self._dialect.forget_prefixes()
 
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._arrivals.is_updating)
-        if not self._server.can_sleep:
-            raise Unsupported(f"the vLLM server at {self._client.url} was started without --enable-sleep-mode")
+        self._dialect.check_sleep(level)
         async with self._turn:
             if level > self._asleep.get("weights", 0):
-                if self._asleep:  # vLLM goes to sleep from being awake
-                    await self._client.post("/wake_up")
-                await self._client.post(f"/sleep?level={level}&mode=keep")
-                self._is_still, self._asleep = True, {"weights": level, "kv_cache": level}
+                try:
+                    if self._dialect.idle_to_sleep:
+                        await self._hand_back()
+                    await self._dialect.sleep(level, tuple(self._asleep))
+                    self._is_still, self._asleep = True, {"weights": level, "kv_cache": level}
+                finally:
+                    self._runs.gate.set()
+                    await self._go_on()  # unless it sleeps
             return await self.memory()
+
+    async def _hand_back(self) -> None:
+        """What runs is taken out of the server's hands, and taken up again when it can."""
+        await self._stop()
+        self._runs.gate.clear()
+        await self._runs.cut_off(keep=True)
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         check_tags(tags)
@@ -300,13 +317,14 @@ class RemoteEngine:
             named = [tag for tag in (self._asleep if tags is None else tags) if tag in self._asleep]
             wanted = [tag for tag in named if not (tag == "weights" and dropped)]
             if wanted:
-                await self._client.post("/wake_up?" + "&".join(f"tags={tag}" for tag in wanted))
+                await self._dialect.wake(wanted)
                 for tag in wanted:
                     del self._asleep[tag]
-                if not self._asleep:  # it steps again by itself
+                if not self._asleep and self._dialect.steps_when_awake:
                     self._is_still = False
-                    if self._paused:
-                        await self._stop()
+                if self._paused:
+                    await self._stop()
+                await self._go_on()
             return await self.memory()
 
     async def memory(self) -> MemoryReport:
@@ -323,22 +341,24 @@ class RemoteEngine:
         if self._watch is not None:
             self._watch.cancel()
         self._runs.fail(EngineLost(f"engine {self._name!r} was closed before this was finished"))
+        await self._runs.over(CLOSE_SECONDS)
         await self._arrivals.close()
         if not was_lost and self._is_still and not self._empty and not self._asleep:
-            with contextlib.suppress(SlipstreamError):
-                await self._client.post("/resume", seconds=HEALTH_SECONDS)
-        await self._client.close()
+            with contextlib.suppress(SlipstreamError, TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._dialect.resume()
+        await self._dialect.client.close()
 
     # --- steps ---
 
     async def _stop(self) -> None:
         if not self._is_still:
-            await self._client.post(PAUSE)
+            await self._dialect.pause()
             self._is_still = True
 
     async def _go_on(self) -> None:
         if self._is_still and not (self._paused or self._asleep or self._empty):
-            await self._client.post("/resume")
+            await self._dialect.resume()
             self._is_still = False
 
     async def _look_after(self) -> None:
@@ -346,7 +366,7 @@ class RemoteEngine:
         while not self.ended.is_set():
             await asyncio.sleep(HEALTH_SECONDS)
             try:
-                await self._client.get("/health")
+                await self._dialect.check_alive()
             except SlipstreamError as error:
                 self._lose(EngineLost(f"engine {self._name!r}: {error}"))
 

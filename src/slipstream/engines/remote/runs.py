@@ -6,15 +6,11 @@ what was drawn and had not come yet is drawn anew."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from slipstream.engines.errands import Errands
-from slipstream.engines.remote import words
-from slipstream.engines.remote.client import Client
-from slipstream.engines.remote.server import Server
+from slipstream.engines.remote.dialect import Dialect, Scores, is_plain
 from slipstream.engines.sequence import Failed, Sample
 from slipstream.errors import EngineFailure, EngineLost, SlipstreamError
 
@@ -29,28 +25,26 @@ class Run:
     def cut_off(self, keep: bool) -> None:
         """It is taken up again later; from where it is, if so asked and if that changes nothing."""
         ticket = self.sample.ticket
-        goes_on = keep and not ticket.is_scoring and words.is_plain(ticket.sampling)
+        goes_on = keep and not ticket.is_scoring and is_plain(ticket.sampling)
         self.cut = "go on" if goes_on else "begin anew"
         self.task.cancel()
 
 
 class Runs(Errands):
     """`salt` names a version as nobody else would: a prompt that carries it finds nothing in the prefix cache that another
-    version has put there. `verify` raises unless the server still has the weights that we think it has; `lose` hears of a
-    server that is gone."""
+    version has put there. `verify` raises unless the server still has the weights that we think it has, by the label that its
+    answer carried, if it did; `lose` hears of a server that is gone."""
 
     def __init__(
         self,
-        client: Client,
-        server: Server,
+        dialect: Dialect,
         limit: int,
         salt: Callable[[int], str],
-        verify: Callable[[], Awaitable[None]],
+        verify: Callable[[str | None], Awaitable[None]],
         lose: Callable[[EngineLost], None],
     ) -> None:
         super().__init__()
-        self._client, self._server, self._salt = client, server, salt
-        self._verify, self._lose = verify, lose
+        self._dialect, self._salt, self._verify, self._lose = dialect, salt, verify, lose
         self._slots = asyncio.Semaphore(limit)
         self.running: set[Run] = set()
 
@@ -74,7 +68,7 @@ class Runs(Errands):
                 self._lose(error)
             job.deliver([Failed(sample.ticket, error)])
         except Exception as error:
-            failure = EngineFailure(f"generating at {self._client.url} failed: {type(error).__name__}: {error}")
+            failure = EngineFailure(f"generating at {self._dialect.where} failed: {type(error).__name__}: {error}")
             job.deliver([Failed(sample.ticket, failure)])
 
     async def _attempt(self, sample: Sample) -> bool:
@@ -85,11 +79,7 @@ class Runs(Errands):
         run = Run(sample, task, self.version)
         self.running.add(run)
         try:
-            if sample.ticket.is_scoring:
-                await self._score(run)
-            else:
-                await self._draw(run)
-            await self._verify()
+            await self._verify(await (self._score(run) if sample.ticket.is_scoring else self._draw(run)))
             return True
         except asyncio.CancelledError:
             if not run.cut or task.uncancel():  # what is left then is a real cancellation
@@ -100,34 +90,29 @@ class Runs(Errands):
         finally:
             self.running.discard(run)
 
-    async def _draw(self, run: Run) -> None:
-        sample, sampling = run.sample, run.sample.ticket.sampling
-        scored = words.needs_score(sampling, self._server)
+    async def _draw(self, run: Run) -> str | None:
+        sample, sampling, label = run.sample, run.sample.ticket.sampling, None
+        scored = await self._dialect.needs_score(sampling)
         count = 0 if scored else sampling.top_logprobs
         if sample.finish_reason is None:
-            body = words.completion_request(sample, self._server, self._salt(run.version))
-            async with contextlib.aclosing(self._client.events(words.PATH, body)) as events:
-                async for event in events:
-                    if words.take_event(sample, event, run.version, count, self._client.nonsense) or sample.stopped:
-                        break
+            label = await self._dialect.draw(sample, run.version, self._salt(run.version), count)
         if sample.finish_reason is None:
             raise EngineFailure(
-                f"the vLLM server at {self._client.url} ended a request after {len(sample.tokens)} of "
-                f"{sample.ticket.limit} tokens"
+                f"{self._dialect.where} ended a request after {len(sample.tokens)} of {sample.ticket.limit} tokens"
             )
         if scored:
-            raw, tops = await self._scores(run, sample.ids, sampling.top_logprobs)
+            raw, tops, label = await self._scores(run, sample.ids, sampling.top_logprobs)
             count = len(sample.tokens)
             sample.raw_logprobs, sample.tops = raw[-count:], tops[-count:]
             if sampling.temperature == 0:
                 sample.logprobs = raw[-count:]
+        return label
 
-    async def _score(self, run: Run) -> None:
+    async def _score(self, run: Run) -> str | None:
         sample = run.sample
-        raw, tops = await self._scores(run, sample.ticket.prompt, sample.ticket.sampling.top_logprobs)
+        raw, tops, label = await self._scores(run, sample.ticket.prompt, sample.ticket.sampling.top_logprobs)
         sample.raw_logprobs, sample.tops, sample.versions = raw, tops, [(run.version, 0)]
+        return label
 
-    async def _scores(self, run: Run, tokens: tuple[int, ...], top_k: int):  # type: ignore[no-untyped-def]
-        body = words.score_request(tokens, top_k, self._server, self._salt(run.version), run.sample.ticket.priority)
-        answer = await self._client.post(words.PATH, body, math.inf)
-        return words.take_score(answer, tokens, top_k, self._client.nonsense)
+    async def _scores(self, run: Run, tokens: tuple[int, ...], top_k: int) -> Scores:
+        return await self._dialect.scores(tokens, top_k, self._salt(run.version), run.sample.ticket.priority)

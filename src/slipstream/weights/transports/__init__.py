@@ -13,7 +13,7 @@ import numpy as np
 from slipstream.errors import TransferError
 from slipstream.weights.image import Image
 from slipstream.weights.plan import Move
-from slipstream.weights.transports import vllm_nccl
+from slipstream.weights.transports import checkpoint, sglang_gloo, vllm_nccl
 from slipstream.weights.transports.base import Landing, Sender, unpack_link
 from slipstream.weights.transports.disk import DiskLanding, DiskSender
 from slipstream.weights.transports.memory import MemoryLanding, memory_sender
@@ -22,8 +22,8 @@ from slipstream.weights.transports.shm import ShmLanding, shm_sender
 from slipstream.weights.transports.tcp import Listen, TcpLanding, TcpSender
 
 TRANSPORTS = ("memory", "shm", "tcp", "disk")
-"""Those that bring pieces from one half of ours to the other. `vllm-nccl` has one half: its other end is a `vllm serve`;
-`shared` brings nothing, and is never chosen: a trainer asks for it (`bridge.share`)."""
+"""Those with two halves of ours. `vllm-nccl` and `sglang-gloo` have one: at the other end is somebody else's server. `shared`
+brings nothing, and is never chosen: a trainer asks for it (`bridge.share`)."""
 
 SMALL_BYTES = 8 << 20
 
@@ -35,7 +35,18 @@ def is_quick(transport: str, num_bytes: int) -> bool:
 
 def invitation(transport: str) -> str:
     """A chosen transport as an offer names it: where the trainer has something to say first, with that."""
-    return vllm_nccl.invitation() if transport == vllm_nccl.NAME else transport
+    match transport:
+        case vllm_nccl.NAME:
+            return vllm_nccl.invitation()
+        case sglang_gloo.NAME:
+            return sglang_gloo.invitation()
+    return transport
+
+
+def withdraw(invited: str) -> None:
+    """Whoever took the invitation and has not been joined need not wait any longer."""
+    if invited.startswith(f"{sglang_gloo.NAME}:"):
+        sglang_gloo.withdraw(invited)
 
 
 def takes_all(transport: str) -> bool:
@@ -80,6 +91,10 @@ def open_sender(link: bytes, image: Image, moves: dict[int, Move], hashed: bool 
             return DiskSender(link, dict.fromkeys(moves, image.dtype), hashed)
         case vllm_nccl.NAME:
             return vllm_nccl.VllmNcclSender(link, image, moves)
+        case sglang_gloo.NAME:
+            return sglang_gloo.SglangGlooSender(link, image, moves)
+        case checkpoint.LINK:
+            return checkpoint.CheckpointSender(link, image, moves)
     raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
 
 
@@ -102,7 +117,8 @@ def choose(
     on_gpu: bool = False,
 ) -> str:
     """`memory` in one process, on one host `cuda` from GPU to GPU or else `shm`, between hosts `nccl` from GPU to GPU or else
-    `tcp`. `forced` insists on one (`disk:/path` is never chosen by itself), and says so when it cannot work."""
+    `tcp`, to somebody else's server what it knows. `forced` insists on one (`disk:/path` is never chosen by itself), and says
+    so when it cannot work."""
     here = engine_host == host_identity()
     possible = [
         ("memory", engine_pid == os.getpid()),
@@ -112,6 +128,7 @@ def choose(
         ("tcp", True),
         ("disk", True),
         (vllm_nccl.NAME, True),
+        (sglang_gloo.NAME, sglang_gloo.is_possible()),
     ]
     usable = [name for name, works in possible if works and name in offered]
     if forced is not None:
@@ -127,7 +144,9 @@ def choose(
         return forced
     usable = [name for name in usable if name != "disk"]
     if not usable:
+        needs = f"{sglang_gloo.NAME} needs torch here" if sglang_gloo.NAME in offered else "shm needs both on one host"
+        where = "; disk works where you say where: transport='disk:/directory'" if "disk" in offered else ""
         raise TransferError(
-            f"no transport reaches engine {engine!r} (it offers {list(offered)}) from here: shm needs both on one host"
+            f"no transport reaches engine {engine!r} (it offers {list(offered)}) from here: {needs}{where}"
         )
     return usable[0]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import xxhash
 
+from slipstream.engines.remote.dialect import is_plain
 from slipstream.engines.remote.server import Server
 from slipstream.engines.sequence import Sample
 from slipstream.errors import EngineFailure, ProtocolMismatch, Unsupported
@@ -22,21 +24,20 @@ _NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, Overfl
 """What comes of reading an answer that has another shape."""
 
 Nonsense = Callable[[str, str, Any], ProtocolMismatch]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
-def is_plain(sampling: SamplingParams) -> bool:
-    """Whether the distribution that is sampled is the model's own, or its likeliest token is taken: then both kinds of
-    logprobs are the same, and it does not matter where a completion began."""
-    return (
-        sampling.temperature in (0, 1)
-        and (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
-        and not sampling.logit_bias
-        and (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
-        and not sampling.min_tokens
-    )
+@dataclass(frozen=True, slots=True)
+class VllmServer(Server):
+    model: str
+    """The name that requests carry."""
+    logprobs_mode: LogprobsMode
+    has_priorities: bool
+    nccl: str
+    """Version, where it says."""
 
 
-def needs_score(sampling: SamplingParams, server: Server) -> bool:
+def needs_score(sampling: SamplingParams, server: VllmServer) -> bool:
     """Whether raw logprobs must be asked for afterwards. Raises `Unsupported` where the others cannot be known."""
     if is_plain(sampling):
         return False
@@ -50,7 +51,7 @@ def needs_score(sampling: SamplingParams, server: Server) -> bool:
     )
 
 
-def completion_request(sample: Sample, server: Server, salt: str) -> dict[str, Any]:
+def completion_request(sample: Sample, server: VllmServer, salt: str) -> dict[str, Any]:
     """From the prompt, or from what there is of the completion."""
     ticket, sampling, drawn = sample.ticket, sample.ticket.sampling, len(sample.tokens)
     body = {
@@ -84,7 +85,7 @@ def completion_request(sample: Sample, server: Server, salt: str) -> dict[str, A
     return body
 
 
-def score_request(tokens: tuple[int, ...], top_k: int, server: Server, salt: str, priority: int) -> dict[str, Any]:
+def score_request(tokens: tuple[int, ...], top_k: int, server: VllmServer, salt: str, priority: int) -> dict[str, Any]:
     body = {
         "model": server.model,
         "prompt": list(tokens),
