@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream import cli_hosts
+from slipstream import cli_hosts, cli_launch
 from slipstream.errors import ConfigError, SlipstreamError
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _command in (cli_hosts.certificates, cli_hosts.slurm, cli_hosts.role):
+for _command in (cli_launch.launch, cli_hosts.certificates, cli_hosts.slurm, cli_hosts.role):
     app.command()(_command)
 
 RunDir = Annotated[Path, typer.Option("--run-dir", help="Directory of the run: logs, the gateway's address and token.")]
