@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 
 from slipstream.config import LOOPBACK, EngineConfig, GatewayConfig, HttpConfig, RayConfig
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
+from slipstream.tls import host_of
 from slipstream.topology import certificates, read_run_dir
 from slipstream.topology.certificates import Certificates
 from slipstream.topology.local import STOP_SECONDS
@@ -28,6 +30,7 @@ try:
 except ImportError as error:
     raise ConfigError(f"Ray cannot be imported ({error}); pip install 'slipstream-rl[ray]'") from None
 
+CONNECT_SECONDS = 5.0
 KILL_SECONDS = 2 * STOP_SECONDS
 
 
@@ -139,6 +142,7 @@ def _join(address: str) -> bool:
     """Connects to the cluster; whether that was left to us."""
     if ray.is_initialized():
         return False
+    _check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is made here
     try:
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.WARNING)
@@ -146,3 +150,18 @@ def _join(address: str) -> bool:
         where = f"at {address!r}" if address else "(RAY_ADDRESS, or one of this machine)"
         raise LaunchFailed(f"no Ray cluster {where} can be joined: {error}") from None
     return True
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{address} is for Ray's clients, and the gateway runs beside the trainer: start it on a node of the cluster "
+            "(ray job submit)"
+        )
+    if ":" not in address:  # auto, local
+        return
+    try:
+        socket.create_connection(host_of(address), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(f"there is no Ray cluster at {address!r}: {error}; `ray status` says where it is") from None

@@ -56,7 +56,7 @@ class Host(ABC):
         try:
             self._start()
         except BaseException:
-            self._group.close()
+            self.stop()
             raise
         threading.Thread(target=self._watch, name="slipstream-watch", daemon=True).start()
 
@@ -125,9 +125,9 @@ class EngineHost(Host):
         start_seconds: float,
     ) -> None:
         self._model, self._engine, self._joins, self._patience = model, config, joins, patience
+        self._files = run_dir / f"{name}.joins"
         # Of each attempt its own, so that the log of the one before stays.
-        self._directory = run_dir / f"{name}-{os.getpid()}"
-        super().__init__(name, self._directory, start_seconds)
+        super().__init__(name, run_dir / f"{name}-{os.getpid()}", start_seconds)
 
     def _start(self) -> None:
         here = node_address()
@@ -136,7 +136,7 @@ class EngineHost(Host):
                 f"{self._name} is on node {here}, and the gateway listens on loopback of node {self._joins.node}, because the "
                 "cluster had no other when it was started; start the fleet again now that it has"
             )
-        files = self._directory / "gateway"
+        files = self._files
         self._joins.leave(files)
         config = self._engine
         if (
@@ -148,7 +148,7 @@ class EngineHost(Host):
 
     def stop(self) -> None:
         super().stop()
-        shutil.rmtree(self._directory / "gateway", ignore_errors=True)  # what is left are logs
+        shutil.rmtree(self._files, ignore_errors=True)
 
 
 def node_address() -> str:
