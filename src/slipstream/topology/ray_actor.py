@@ -55,9 +55,14 @@ class RolloutActor:
                 f"update_weights takes the directory of a checkpoint, got {type(checkpoint).__name__}; weights in memory do "
                 "not travel through Ray's object store: `with ray_actor.join(actor) as bridge: bridge.sync(params)`"
             )
+        return await asyncio.to_thread(self._update, checkpoint)
+
+    def _update(self, checkpoint: str | Path) -> SyncReport:
         from slipstream.weights.stored import stored_tensors
 
-        return await asyncio.to_thread(lambda: self._bridge.sync(stored_tensors(checkpoint)))
+        # By a connection of its own: whoever syncs holds the fleet's updates while connected, and a trainer may join later.
+        with connect(self._bridge.run_dir) as trainer:
+            return trainer.sync(stored_tensors(checkpoint))
 
     async def sleep(self, level: int = 1) -> dict[str, MemoryReport]:
         return await asyncio.to_thread(self._bridge.sleep, level)

@@ -136,12 +136,10 @@ class EngineHost(Host):
                 f"{self._name} is on node {here}, and the gateway listens on loopback of node {self._joins.node}, because the "
                 "cluster had no other when it was started; start the fleet again now that it has"
             )
-        files = self._files
+        files, config = self._files, self._engine
         self._joins.leave(files)
-        config = self._engine
-        if (
-            self._joins.certificate and config.kind == "embedded"
-        ):  # the others take weights over NCCL, and listen for none
+        # The others take weights over NCCL, and listen for none.
+        if self._joins.certificate and config.kind == "embedded":
             config = replace(config, listen=here, certificate=str(files / "engine.pem"), key=str(files / "engine.key"))
         self._group.start_engine(self._name, self._model, config, self._patience, joins=files)
         self._group.wait_for_engines(1)
