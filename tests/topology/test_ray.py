@@ -25,6 +25,8 @@ from slipstream.model import checkpoint
 from slipstream.topology import read_run_dir
 from slipstream.types import SamplingParams
 from tests.tiny import random_params, tiny_config, write_config
+from tests.topology import ray_driver
+from tests.topology.lan import environment, lan
 
 CONFIG = tiny_config("llama", max_position_embeddings=1024)
 OPTIONS = EngineConfig(max_concurrency=8)
@@ -271,3 +273,35 @@ def test_how_to_place_is_for_ray_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.cli", "launch", "--model", str(tmp_path), "--place", "gpus=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "there is none without --ray" in done.stderr
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    """The trainer on one, the engine on the other, and nothing but TLS between them."""
+    with lan(tmp_path, "node1", "node2") as (node1, node2), tempfile.TemporaryDirectory(prefix="ray-") as home:
+        over = {
+            "RAY_TMPDIR": home,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        }
+        model = write_config(tmp_path / "model", tiny_config("llama"))
+        command = node1.command(sys.executable, ray_driver.__file__, str(model), str(tmp_path / "run"), node1.address)
+        driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(over))
+        assert driver.stdout is not None
+        cluster = driver.stdout.readline().strip()
+        join = ["-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", f"--object-store-memory={80 << 20}"]
+        join += [f"--address={cluster}", f"--node-ip-address={node2.address}"]
+        other = node2.start(node2.command(sys.executable, *join), tmp_path / "node2.log", **over)
+        try:
+            facts = json.loads(driver.stdout.read())
+            assert driver.wait(30) == 0
+        finally:  # Ray's own processes would outlive their network
+            for process in (*psutil.Process(other.pid).children(recursive=True), other, driver):
+                process.kill()
+            driver.wait()
+            other.wait()
+    assert facts["hosts"] == [node1.address, node2.address] and facts["gateway"].startswith(f"{node1.address}:")
+    assert facts["transports"] == ["tcp"]
+    with slipstream.inprocess(model, engine=OPTIONS) as bridge:
+        bridge.sync(random_params(tiny_config("llama"), 1))
+        assert facts["tokens"] == list(bridge.generate([(1, 2, 3)], GREEDY)[0].token_ids)
