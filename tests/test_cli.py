@@ -15,7 +15,9 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "gateway", "engine", "fanout", "status", "doctor", "plan"])
+@pytest.mark.parametrize(
+    "command", ["demo", "train", "launch", "gateway", "engine", "fanout", "status", "doctor", "plan", "slurm", "role"]
+)
 def test_every_command_has_help(command):
     result = run(command, "--help")
     assert result.exit_code == 0 and "Usage" in result.output

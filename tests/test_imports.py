@@ -76,6 +76,7 @@ def test_public_names():
         "Failure",
         "GatewayConfig",
         "HttpConfig",
+        "RayConfig",
         "SamplingParams",
         "Score",
         "SlipstreamError",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from slipstream.config import EngineConfig as EngineConfig
     from slipstream.config import GatewayConfig as GatewayConfig
     from slipstream.config import HttpConfig as HttpConfig
+    from slipstream.config import RayConfig as RayConfig
     from slipstream.engines.library import Engine as Engine
     from slipstream.errors import SlipstreamError as SlipstreamError
     from slipstream.topology import connect as connect
@@ -34,6 +35,7 @@ _HOME = {
     "Failure": "slipstream.types",
     "GatewayConfig": "slipstream.config",
     "HttpConfig": "slipstream.config",
+    "RayConfig": "slipstream.config",
     "SamplingParams": "slipstream.types",
     "Score": "slipstream.types",
     "SlipstreamError": "slipstream.errors",

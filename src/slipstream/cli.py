@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream import cli_hosts
+from slipstream import cli_hosts, cli_launch
 from slipstream.errors import ConfigError, SlipstreamError
 
 app = typer.Typer(
@@ -408,7 +408,7 @@ def plan(
         print("Say what there is (device=gpu hosts=2 devices=8 …) to hear which topology and transport fit it.")
 
 
-for _command in (cli_hosts.certificates, cli_hosts.slurm, cli_hosts.role):
+for _command in (cli_launch.launch, cli_hosts.certificates, cli_hosts.slurm, cli_hosts.role):
     app.command()(_command)
 
 

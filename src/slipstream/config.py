@@ -160,6 +160,27 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RayConfig:
+    """Gateway and engines as actors of a Ray cluster (docs/ray.md)."""
+
+    address: str = ""
+    """Of the cluster, as `ray.init` takes it; empty takes what RAY_ADDRESS names, a cluster of this machine, or makes one."""
+    cpus: float = 1.0
+    """Of an engine: what Ray sets aside for it. So are `gpus`, of which it sees no others."""
+    gpus: float = 0.0
+    strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
+    """Engines on as many nodes as possible, or on as few; strictly: each on its own, or all on one, or not at all."""
+    max_restarts: int = -1
+    """How often Ray starts an actor again that has died; -1 as often as it takes. One that does not come up is not tried
+    again."""
+
+    def __post_init__(self) -> None:
+        at_least(self, cpus=0, gpus=0, max_restarts=-1)
+        if not self.cpus and not self.gpus:
+            raise ConfigError("an engine on Ray needs cpus or gpus; both are 0")
+
+
+@dataclass(frozen=True, slots=True)
 class HttpConfig:
     """The HTTP front of a gateway: OpenAI's interface, vLLM's for RL, and a plain one for local trainers (docs/http.md)."""
 

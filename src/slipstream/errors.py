@@ -6,6 +6,7 @@
     │   ├── InvalidPrompt
     │   ├── InvalidSampling
     │   ├── UnknownEngine
+    │   ├── NameInUse             an engine of this name is in the fleet; it may be one that has died unseen
     │   ├── UnknownVersion        a step of an update names a version that is not under way
     │   ├── MessageTooLarge
     │   ├── OutOfPages            the sequence cannot fit into the KV cache, however empty
@@ -64,6 +65,9 @@ class InvalidSampling(RequestError): ...
 
 
 class UnknownEngine(RequestError): ...
+
+
+class NameInUse(RequestError): ...
 
 
 class UnknownVersion(RequestError): ...

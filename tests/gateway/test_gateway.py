@@ -19,6 +19,7 @@ from slipstream.errors import (
     InvalidSampling,
     MappingError,
     MessageTooLarge,
+    NameInUse,
     NotReady,
     ProtocolMismatch,
     RequestError,
@@ -769,6 +770,25 @@ async def test_engines_that_do_not_fit_are_refused_with_the_reason(address, flee
         with pytest.raises(ProtocolMismatch, match="protocol 0"):
             async with attached(old, address, TOKEN):
                 pass
+
+
+@on_the_loop
+async def test_an_engine_waits_for_the_name_of_its_predecessor(address, fleet):
+    """One that was started again on another machine may come before the gateway knows that the first is gone."""
+    import dataclasses
+
+    successor = ScriptedEngine("a", version=2)
+    elsewhere = dataclasses.replace(successor.describe(), pid=successor.describe().pid + 1)
+    successor.describe = lambda: elsewhere
+    async with contextlib.AsyncExitStack() as stack:
+        async with attached(ScriptedEngine("a", version=2), address, TOKEN):
+            with pytest.raises(NameInUse, match=r"'a' is registered already"):
+                async with attached(successor, address, TOKEN, patience=0.3):
+                    pass
+            coming = asyncio.create_task(stack.enter_async_context(attached(successor, address, TOKEN, patience=20)))
+            assert not (await asyncio.wait({coming}, timeout=0.5))[0]
+        await asyncio.wait_for(coming, 10)
+        assert [(e.info.pid, e.state) for e in (await fleet.status()).engines] == [(elsewhere.pid, "ready")]
 
 
 def test_an_engine_looks_for_a_gateway_that_restarts():

@@ -24,6 +24,7 @@ from slipstream.errors import (
     DeadlineExceeded,
     EngineLost,
     GatewayLost,
+    NameInUse,
     ProtocolMismatch,
     SlipstreamError,
     TlsError,
@@ -130,17 +131,21 @@ async def serve_engine(
     ca: str = "",
 ) -> None:
     """Keeps an engine attached to its gateway until cancelled. A gateway that restarts within `patience` seconds finds
-    the engine again, and so does one that gave it up for lost; after that, `GatewayLost`. One that is there and has another
-    token or CA is not tried again."""
+    the engine again, and so does one that gave it up for lost; after that, `GatewayLost`. As long, it waits for its name, which
+    is still that of its predecessor where a machine went down unseen. One that is there and has another token or CA is not
+    tried again."""
     last_contact = time.monotonic()
     async with wire.channel(address, ca, max_message_bytes) as channel:
         while True:
             session = EngineSession(engine, GatewayStub(channel), token, address, on_registered)
             try:
                 await session.run()
-            except (GatewayLost, EngineLost) as lost:  # no gateway, or one that gave up on us: a stopped engine goes on
+            # No gateway, or one that gave up on us (a stopped engine goes on), or has not yet given up our predecessor.
+            except (GatewayLost, EngineLost, NameInUse) as lost:
                 last_contact = max(last_contact, session.last_contact)
                 if time.monotonic() - last_contact > patience:
+                    if isinstance(lost, NameInUse):
+                        raise
                     raise GatewayLost(
                         f"engine {engine.describe().name!r} gives up after {patience:g} s: {lost}"
                     ) from None

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from slipstream.errors import NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
+from slipstream.errors import NameInUse, NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
 from slipstream.gateway.breaker import Breaker
 from slipstream.types import PROTOCOL_VERSION, EngineInfo, EngineState, EngineStatus, MemoryTag
 
@@ -64,7 +64,7 @@ class Registry:
         present = self._members.get(info.name)
         again = present is not None and info.pid and (present.info.host, present.info.pid) == (info.host, info.pid)
         if present is not None and not present.lost and not again:  # again: it saw its connection break before we did
-            raise RequestError(f"an engine named {info.name!r} is registered already (pid {present.info.pid})")
+            raise NameInUse(f"an engine named {info.name!r} is registered already (pid {present.info.pid})")
         for other in self.alive():
             if (other.info.model, other.info.tensors) != (info.model, info.tensors):
                 raise RequestError(

@@ -1,4 +1,4 @@
-"""Where trainer, gateway and engines run: one process, several on one machine, or a fleet that is up already.
+"""Where trainer, gateway and engines run: one process, several on one machine, a Ray cluster, or a fleet that is up already.
 
 The three ways to a `Bridge`; what the trainer does with it is the same in all."""
 
@@ -10,11 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from slipstream.bridge import Bridge
-from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig, GatewayConfig, HttpConfig
+from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig, GatewayConfig, HttpConfig, RayConfig
 from slipstream.errors import ConfigError, GatewayLost, Unauthorized
 from slipstream.topology.local import ProcessGroup, new_run_dir
+
+if TYPE_CHECKING:
+    from slipstream.topology.ray_cluster import ActorGroup
 
 SYNC_SECONDS = 120.0
 START_SECONDS = 120.0
@@ -36,9 +40,10 @@ def launch(
     start_timeout: float = START_SECONDS,
     keep_alive: bool = False,
     http: bool | HttpConfig = False,
+    cluster: Literal["local", "ray"] | RayConfig = "local",
 ) -> Bridge:
-    """Starts a gateway and `engines` engine processes on this machine, and connects to them. Several configs in `engine` are
-    an engine each: servers that are up already at several addresses, say.
+    """Starts a gateway and `engines` engine processes on this machine, or on a Ray cluster, and connects to them. Several
+    configs in `engine` are an engine each: servers that are up already at several addresses, say.
 
     `model` is an HF model directory: `config.json`, a `tokenizer.json` if prompts are text, and weights unless the first
     `sync` brings them. Logs, address and token are in `run_dir`. The processes end with the bridge, and also when this
@@ -46,7 +51,9 @@ def launch(
     (`shm`, `tcp`, `disk:/directory`); `checksums=False` trusts it. A trainer of several JAX processes launches in one of
     them and connects in the others, each with `trainer=(jax.process_index(), jax.process_count())`; all call `sync`. With
     `keep_alive`, a gateway or an engine that dies is started again (see `bridge.rollouts` and `bridge.repair`). With `http`,
-    the gateway speaks HTTP too, at `bridge.http_url`: OpenAI's interface and vLLM's calls for RL (docs/http.md)."""
+    the gateway speaks HTTP too, at `bridge.http_url`: OpenAI's interface and vLLM's calls for RL (docs/http.md). With
+    `cluster="ray"`, or a `RayConfig`, they are actors that Ray places and always starts again (docs/ray.md); `model` is then a
+    path on every node."""
     configs = [engine or EngineConfig()] * engines if not isinstance(engine, Sequence) else list(engine)
     if not configs:
         raise ConfigError(f"engines must be at least 1, got {engines}; slipstream.inprocess needs no engine process")
@@ -55,10 +62,9 @@ def launch(
         raise ConfigError(f"{servers[0]} is one server and so one engine; engines is {len(servers)}")
     gateway = gateway or GatewayConfig()
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
-    group = ProcessGroup(directory, start_timeout)
+    keep_alive = keep_alive or cluster != "local"  # Ray always does
+    group = _group(cluster, directory, start_timeout, len(configs), keep_alive)
     try:
-        if keep_alive:
-            group.keep_alive()
         group.start_gateway(gateway, _front(http, Path(model)))
         for index, config in enumerate(configs):
             patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
@@ -85,6 +91,21 @@ def launch(
     except BaseException:
         group.close()
         raise
+
+
+def _group(
+    cluster: Literal["local", "ray"] | RayConfig, run_dir: Path, start_timeout: float, engines: int, keep_alive: bool
+) -> ProcessGroup | ActorGroup:
+    if cluster == "local":
+        group = ProcessGroup(run_dir, start_timeout)
+        if keep_alive:
+            group.keep_alive()
+        return group
+    if cluster != "ray" and not isinstance(cluster, RayConfig):
+        raise ConfigError(f"cluster must be 'local', 'ray' or a RayConfig, got {cluster!r}")
+    from slipstream.topology.ray_cluster import ActorGroup
+
+    return ActorGroup(run_dir, start_timeout, engines, RayConfig() if cluster == "ray" else cluster)
 
 
 def _front(http: bool | HttpConfig, model: Path) -> HttpConfig | None:

@@ -1,0 +1,167 @@
+"""Gateway and engines as actors of a Ray cluster: the driver's half. What runs on the nodes is in `ray_hosts.py`.
+
+Ray places processes and starts them again. It carries neither weights nor rollouts: those go as they do without it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import LOOPBACK, EngineConfig, GatewayConfig, HttpConfig, RayConfig
+from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
+from slipstream.tls import host_of
+from slipstream.topology import certificates, read_run_dir
+from slipstream.topology.certificates import Certificates
+from slipstream.topology.local import STOP_SECONDS
+from slipstream.topology.ray_hosts import EngineHost, GatewayHost, Pass
+
+try:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ConfigError(f"Ray cannot be imported ({error}); pip install 'slipstream-rl[ray]'") from None
+
+CONNECT_SECONDS = 5.0
+KILL_SECONDS = 2 * STOP_SECONDS
+
+
+class ActorGroup:
+    """The actors of one run, in the place of a `ProcessGroup`. They end with this process, however it ends."""
+
+    def __init__(self, run_dir: Path, start_timeout: float, num_engines: int, config: RayConfig) -> None:
+        self._run_dir, self._config, self._num_engines = run_dir.absolute(), config, num_engines
+        self._deadline, self._start_timeout = time.monotonic() + start_timeout, start_timeout
+        self._gateway: Any = None
+        self._engines: dict[str, Any] = {}
+        self._placement: Any = None
+        self._files: Certificates | None = None
+        self._is_ours = _join(config.address)
+        try:
+            self._driver = ray.get_runtime_context().get_node_id()
+            nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+            self._node, self._is_spread = nodes[self._driver], len(set(nodes.values())) > 1
+            self._place()
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self) -> None:
+        """Room for all engines, or none."""
+        bundle = {kind: amount for kind, amount in (("CPU", self._config.cpus), ("GPU", self._config.gpus)) if amount}
+        self._placement = placement_group([bundle] * self._num_engines, strategy=self._config.strategy)
+        if not self._placement.wait(self._start_timeout):
+            free = {kind: amount for kind, amount in ray.available_resources().items() if kind in ("CPU", "GPU")}
+            raise DeadlineExceeded(
+                f"waited {self._start_timeout:g} s for Ray to make room for {self._num_engines} engine(s) with {bundle} each "
+                f"({self._config.strategy}); the cluster has {free or 'nothing'} free"
+            )
+
+    def start_gateway(self, config: GatewayConfig, http: HttpConfig | None = None) -> None:
+        """On the node of this process, and there again if it dies: the run directory has its token and its journal. It listens
+        on loopback if all nodes of the cluster have one address, else with a certificate that is made here."""
+        if self._is_spread and config.host in LOOPBACK:
+            names = [self._node, *(f"engine-{index}" for index in range(self._num_engines))]
+            self._files = certificates.make(self._run_dir / "certificates", names)
+            certificate, key = self._files.of(self._node)
+            config = replace(config, host=self._node, certificate=certificate, key=key, ca=self._files.ca)
+        here = NodeAffinitySchedulingStrategy(self._driver, soft=False)
+        self._gateway = (
+            ray.remote(GatewayHost)
+            .options(num_cpus=0, max_restarts=self._config.max_restarts, scheduling_strategy=here)
+            .remote(self._run_dir, config, http, self._start_timeout)
+        )
+        self._wait_for([self._gateway], "the gateway")
+
+    def start_engine(self, name: str, model: Path, config: EngineConfig, patience: float) -> None:
+        place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=len(self._engines))
+        options = {"num_cpus": self._config.cpus, "num_gpus": self._config.gpus, "scheduling_strategy": place}
+        self._engines[name] = (
+            ray.remote(EngineHost)
+            .options(max_restarts=self._config.max_restarts, **options)
+            .remote(name, model.absolute(), config, self._pass(name), self._run_dir, patience, self._start_timeout)
+        )
+
+    def _pass(self, name: str) -> Pass:
+        address, token, ca = read_run_dir(self._run_dir)
+        if not ca:
+            return Pass(address, self._node, token)
+        files = self._files or certificates.make(self._run_dir / "certificates", [name])
+        return Pass(address, self._node, token, Path(ca).read_text(), *(Path(f).read_text() for f in files.of(name)))
+
+    def wait_for_engines(self, count: int) -> None:
+        self._wait_for(list(self._engines.values())[:count], f"{count} engine(s) to register")
+
+    def _wait_for(self, actors: Sequence[Any], what: str) -> None:
+        try:
+            ray.get([actor.up.remote() for actor in actors], timeout=max(0.0, self._deadline - time.monotonic()))
+        except GetTimeoutError:
+            raise DeadlineExceeded(
+                f"waited {self._start_timeout:g} s for {what}; logs are in {self._run_dir}, on the node of the one that is "
+                "missing (`ray list actors`)"
+            ) from None
+        except RayError as error:
+            raise LaunchFailed(f"an actor ended while waiting for {what}: {error}") from None
+
+    def close(self) -> None:
+        """Engines first, so that the gateway sees them go. May be called twice, and after Ray has been shut down."""
+        engines, self._engines = list(self._engines.values()), {}
+        gateway, self._gateway = self._gateway, None
+        placement, self._placement = self._placement, None
+        if not ray.is_initialized():
+            return
+        for actors in (engines, [gateway] if gateway is not None else []):
+            _end(actors)
+        if placement is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(placement)
+        if self._is_ours:
+            self._is_ours = False
+            ray.shutdown()
+
+
+def _end(actors: Sequence[Any]) -> None:
+    """One that does not end its process in time is killed, and then the process ends because its parent is gone."""
+    stopping = [actor.stop.remote() for actor in actors]
+    if stopping:
+        ray.wait(stopping, num_returns=len(stopping), timeout=KILL_SECONDS)
+    for actor in actors:
+        with contextlib.suppress(RayError):
+            ray.kill(actor, no_restart=True)
+
+
+def _join(address: str) -> bool:
+    """Connects to the cluster; whether that was left to us."""
+    if ray.is_initialized():
+        return False
+    _check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is made here
+    try:
+        ray.init(address=address or None, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"at {address!r}" if address else "(RAY_ADDRESS, or one of this machine)"
+        raise LaunchFailed(f"no Ray cluster {where} can be joined: {error}") from None
+    return True
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{address} is for Ray's clients, and the gateway runs beside the trainer: start it on a node of the cluster "
+            "(ray job submit)"
+        )
+    if ":" not in address:  # auto, local
+        return
+    try:
+        socket.create_connection(host_of(address), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(f"there is no Ray cluster at {address!r}: {error}; `ray status` says where it is") from None
