@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> Run:
     cluster = make_cluster(make_model(), engine, arguments.steps)
     try:
         run.before = greedy(cluster)
-        batch = {"prompts": PROMPTS}
+        batch = {"prompts": np.array(PROMPTS)}
         GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), vowels).train([batch] * arguments.steps)
         run.after = greedy(cluster)
     finally:
@@ -120,7 +120,7 @@ def make_cluster(model: nnx.Module, rollout_engine: Any, steps: int) -> RLCluste
         max_tokens_to_generate=ANSWER_TOKENS,
         kv_cache_size=32,
         temperature=1.0,
-        seed=jax.random.PRNGKey(0),
+        seed=0,
     )
     best = RolloutConfig(
         max_prompt_length=PROMPT_TOKENS,
