@@ -125,8 +125,9 @@ class SlipstreamRollout(BaseRollout):
         anew, so that row and call enter into it."""
         if seed is None:
             return [None] * count
-        words = jax.random.key_data(seed) if isinstance(seed, jax.Array) and seed.ndim else seed
-        base = f"{np.asarray(words).tolist()}/{next(self._calls)}/"
+        if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+            seed = jax.random.key_data(seed)
+        base = f"{np.asarray(seed).tolist()}/{next(self._calls)}/"
         hashes = (hashlib.blake2b(f"{base}{row}".encode(), digest_size=8) for row in range(count))
         return [int.from_bytes(h.digest(), "big") >> 1 for h in hashes]
 

@@ -47,36 +47,38 @@ def model_config(model: Any, max_length: int) -> ModelConfig:
 
 
 def _llama(model: Any) -> dict[str, Any]:
-    """Up to Tunix 0.1.7, attention takes the default of `apply_rope`, whatever rotary base the config has."""
-    attention = type(model.layers[0].attn).block
-    if "rope_theta" in attention.__code__.co_names:
-        theta = model.config.rope_theta
-    else:
-        theta = inspect.signature(attention.__globals__["apply_rope"]).parameters["rope_theta"].default
-    return _plain(model.config, "llama", model.config.weight_tying) | {"rope_theta": float(theta)}
+    return _plain(model, "llama", model.config.weight_tying)
 
 
 def _qwen2(model: Any) -> dict[str, Any]:
-    theirs = model.config
-    return _plain(theirs, "qwen2", theirs.use_tied_embedding)
+    return _plain(model, "qwen2", model.config.use_tied_embedding)
 
 
 def _qwen3(model: Any) -> dict[str, Any]:
     theirs = model.config
     if theirs.num_experts is None:
-        return _plain(theirs, "qwen3", theirs.use_tied_embedding)
+        return _plain(model, "qwen3", theirs.use_tied_embedding)
     moe = MoeConfig(theirs.num_experts, theirs.num_experts_per_tok, theirs.hidden_dim)
-    return _plain(theirs, "qwen3_moe", theirs.use_tied_embedding) | {"moe": moe}
+    return _plain(model, "qwen3_moe", theirs.use_tied_embedding) | {"moe": moe}
 
 
-def _plain(theirs: Any, family: str, tied: bool) -> dict[str, Any]:
+def _plain(model: Any, family: str, tied: bool) -> dict[str, Any]:
     return dict(
         family=family,
-        vocab_size=theirs.vocab_size,
-        rope_theta=float(theirs.rope_theta),
-        rms_norm_eps=theirs.norm_eps,
+        vocab_size=model.config.vocab_size,
+        rope_theta=float(_rotary_base(model)),
+        rms_norm_eps=model.config.norm_eps,
         tie_word_embeddings=tied,
     )
+
+
+def _rotary_base(model: Any) -> Any:
+    """Up to Tunix 0.1.7, the attention of Llama and Qwen3 takes the default of `apply_rope`, whatever the config says."""
+    attention = type(model.layers[0].attn).block
+    rope = attention.__globals__.get("apply_rope")
+    if rope is None or "rope_theta" in attention.__code__.co_names:
+        return model.config.rope_theta
+    return inspect.signature(rope).parameters["rope_theta"].default
 
 
 def _gemma2(model: Any) -> dict[str, Any]:
