@@ -111,8 +111,9 @@ def main(argv: list[str] | None = None) -> Run:
         run.after = greedy(cluster)
     finally:
         if isinstance(cluster.rollout, SlipstreamRollout):
-            run.version = cluster.rollout.bridge.version
-            print(f"weights synced {run.version} times; the last time it took {cluster.rollout.last_sync.total_seconds * 1e3:.1f} ms")
+            last = cluster.rollout.last_sync
+            run.version = last.version
+            print(f"weights synced {last.version} times, the last time in {last.total_seconds * 1e3:.1f} ms")
             cluster.rollout.close()
     for prompt, before, after in zip(PROMPTS, run.before, run.after):
         print(f"{prompt:6s} → {Letters().decode(list(before)):8s} → {Letters().decode(list(after))}")

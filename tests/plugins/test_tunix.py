@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-tunix = pytest.importorskip("tunix", reason="google-tunix is not installed; `make test` installs it")
-
 from flax import nnx
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl.common import compute_per_token_logps
 from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
@@ -19,6 +17,7 @@ import slipstream
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, InvalidPrompt, MappingError
 from slipstream.plugins.tunix import SlipstreamRollout
+from slipstream.plugins.tunix_models import model_config
 from tests.plugins import tunix_tiny
 from tests.tiny import tiny_config, write_config
 
@@ -126,8 +125,6 @@ def test_logprobs_are_those_after_temperature(actor, rollout):
     rollout.update_params(nnx.state(actor, nnx.Param))
     output = rollout.generate(PROMPTS, SAMPLED)
     graph, state = nnx.split(actor)
-    from tunix.rl.common import compute_per_token_logps
-
     expected = compute_per_token_logps(
         graph,
         state,
@@ -166,6 +163,18 @@ def test_of_an_actor_with_lora_only_adapters_come_and_kernels_change(actor):
         made.close()
     with pytest.raises(ConfigError, match="lora_alpha"):
         rollout_of(adapted)
+
+
+def test_a_fleet_that_is_up_is_joined_and_left_running(actor, rollout, tmp_path):
+    model = write_config(tmp_path / "model", model_config(actor, 32))
+    with slipstream.launch(model, engine=EngineConfig(max_concurrency=8), run_dir=tmp_path / "run") as fleet:
+        joined = rollout_of(actor, fleet=fleet.run_dir)
+        rollout.update_params(nnx.state(actor, nnx.Param))
+        assert [t.tolist() for t in joined.generate(PROMPTS, GREEDY).tokens] == [
+            t.tolist() for t in rollout.generate(PROMPTS, GREEDY).tokens
+        ]
+        joined.close()
+        assert [engine.state for engine in fleet.status().engines] == ["ready"]
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs(actor, rollout, tmp_path):

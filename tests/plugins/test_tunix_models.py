@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-tunix = pytest.importorskip("tunix", reason="google-tunix is not installed; `make test` installs it")
-
 from flax import nnx
 
 from slipstream.errors import ConfigError
@@ -82,7 +79,7 @@ def test_a_rotary_base_is_the_one_that_tunix_computes_with(kind):
 
     class Later:
         config = model.config
-        layers = [type("Layer", (), {"attn": Heeding()})]
+        layers = (type("Layer", (), {"attn": Heeding()}),)
 
     assert model_config(Later(), 64).rope_theta == model.config.rope_theta
 

@@ -58,8 +58,8 @@ class SlipstreamRollout(BaseRollout):
 
         Engines are started by `start` (`slipstream.launch`, or `slipstream.inprocess` for an engine in this process), which
         gets `engine` and the `options`; with `fleet`, a run directory or an address, those that are up are joined by
-        `slipstream.connect` instead. Their model is the actor's, unless `model` names an HF directory, for a model that
-        Tunix does not have; it then needs its own `mapping`, too. `lora_alpha` is that of the actor's adapters, if it has any."""
+        `slipstream.connect` instead. Their model is the actor's. For one that is none of Tunix's, give its HF directory as
+        `model`, and the `mapping` of its tree. `lora_alpha` is that of the actor's adapters, if it has any."""
         self._actor, self._tokenizer, self._lora_alpha = rollout_actor, tokenizer, lora_alpha
         self._calls = itertools.count()
         self._directory = tempfile.TemporaryDirectory(prefix="slipstream-tunix-")
@@ -76,7 +76,6 @@ class SlipstreamRollout(BaseRollout):
             self.bridge = connect(fleet, **options)
         else:
             self.bridge = start(model or self._directory.name, engine=engine, **options)
-        """For all that Tunix does not ask for: `sleep`, `status`, …"""
         try:
             self._check_fleet(config)
             self.update_params(nnx.state(rollout_actor, nnx.Param))
@@ -132,8 +131,8 @@ class SlipstreamRollout(BaseRollout):
         return [int.from_bytes(h.digest(), "big") >> 1 for h in hashes]
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """Logprobs of the completions' tokens under the engines' policy, at temperature 1, as `VanillaRollout` has them; 0 where
-        there is padding."""
+        """Logprobs of the completions' tokens under the engines' policy, at temperature 1, as `VanillaRollout` has them; 0 for
+        padding."""
         prompts, completions, pad = np.asarray(prompt_tokens), np.asarray(completion_tokens), self.pad_id()
         found = np.zeros(completions.shape, np.float32)
         asked = [row for row in range(len(completions)) if (completions[row] != pad).any()]

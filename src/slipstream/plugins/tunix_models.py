@@ -25,7 +25,7 @@ _GEMMA3_PERIOD = 6
 def model_config(model: Any, max_length: int) -> ModelConfig:
     """What an engine must compute to be this model. `ConfigError` where it is none of `tunix.models` that we know, or has parts
     that engines do not."""
-    theirs = getattr(model, "config", None)
+    theirs: Any = getattr(model, "config", None)
     kind = type(theirs).__module__.removeprefix("tunix.models.").removesuffix(".model")
     if kind not in _KINDS:
         raise ConfigError(
@@ -134,7 +134,9 @@ def with_adapters(model: Any, leaves: Mapping[str, Any], alpha: float | None) ->
         if not name.endswith(_LORA_A):
             continue
         if alpha is None:
-            raise ConfigError(f"the actor has LoRA adapters ({name}, …): pass lora_alpha=, the alpha of its LoraProvider")
+            raise ConfigError(
+                f"the actor has LoRA adapters ({name}, …): pass lora_alpha=, the alpha of its LoraProvider"
+            )
         kernel = name.removesuffix(_LORA_A)
         a, b = leaves[name], leaves[kernel + _LORA_B]
         plain[kernel] = _merged(plain[kernel], a, b, alpha / a.shape[-1], _equation(model, kernel))
