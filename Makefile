@@ -30,10 +30,12 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 # torch and transformers are the reference that the decoder is tested against. The version is pinned because an
-# unpinned torch may bring gigabytes of CUDA libraries along.
+# unpinned torch may bring gigabytes of CUDA libraries along. Of google-tunix's own requirements the tests need a few
+# small ones, which the extra names; the others are a gigabyte, and older releases of what is there.
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) 'torch==2.13.0'
 	$(PIP) -e '.[plot,bench,test]'
+	$(PIP) --no-deps 'google-tunix==0.1.7'
 	@touch $@
 
 $(VENV)/.installed-check: $(VENV)/.installed

@@ -71,7 +71,19 @@ class Extension:
         start = time.perf_counter()
         self.slipstream_grow("weights")
         self.reload_weights(weights_iterator=self._slipstream_weights(tensors, getattr(torch, dtype)))  # type: ignore[attr-defined]
+        self._slipstream_pack_tied()
         return time.perf_counter() - start
+
+    def _slipstream_pack_tied(self) -> None:
+        """A head that is tied to the embedding has no weight of its own to load, so vLLM would leave it with the packed copy of
+        the old one."""
+        seen: set[int] = set()
+        for module in self.model_runner.get_model().modules():
+            if (weight := getattr(module, "weight", None)) is None:
+                continue
+            if id(weight) in seen and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+            seen.add(id(weight))
 
     def _slipstream_weights(
         self, tensors: Sequence[Sequence[Any]], dtype: torch.dtype

@@ -1,0 +1,160 @@
+"""GRPO with Tunix: its learner, its model, its loss; rollouts by Tunix itself, or by Slipstream's engines in other processes.
+
+    pip install google-tunix
+    python examples/tunix_grpo.py --rollout vanilla
+    python examples/tunix_grpo.py --rollout slipstream [--engine vllm] [--engines 2] [--steps 20]
+
+A small Qwen3 with random weights learns to answer in vowels. The two differ in one argument of `ClusterConfig`. Prints the
+reward of every step, and what greedy decoding makes of some prompts before and after: before, both say the same."""
+
+from __future__ import annotations
+
+import argparse
+import string
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from tunix.models.qwen3.model import ModelConfig, Qwen3
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rl_cluster import ClusterConfig, Mode, RLCluster, RLTrainingConfig, Role
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from slipstream.config import EngineConfig
+from slipstream.plugins.tunix import SlipstreamRollout
+
+PROMPTS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+PROMPT_TOKENS, ANSWER_TOKENS = 8, 8
+
+
+class Letters:
+    """A tokenizer as Tunix wants one. 0 pads, 1 ends, 2 begins."""
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + string.ascii_lowercase.index(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(string.ascii_lowercase[i - 3] for i in ids if i >= 3)
+
+    def pad_id(self) -> int:
+        return 0
+
+    def eos_id(self) -> int:
+        return 1
+
+    def bos_id(self) -> int:
+        return 2
+
+
+def make_model(seed: int = 6) -> Qwen3:
+    """With random weights. Of this seed, greedy decoding ends some answers early and never pads: Tunix does not see a padding
+    token again that the model itself has drawn."""
+    config = ModelConfig(
+        num_layers=2,
+        vocab_size=3 + len(string.ascii_lowercase),
+        embed_dim=64,
+        hidden_dim=128,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,  # vLLM's attention on CPU takes multiples of 32
+        rope_theta=10_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+    )
+    return Qwen3(config, rngs=nnx.Rngs(seed))
+
+
+@dataclass
+class Run:
+    """What a run of this script has seen."""
+
+    rewards: list[float] = field(default_factory=list)
+    """Mean of each step."""
+    before: list[np.ndarray] = field(default_factory=list)
+    """Tokens that greedy decoding makes of `PROMPTS`, without the one that ends them."""
+    after: list[np.ndarray] = field(default_factory=list)
+    version: int = -1
+    """Of the engines' policy in the end: how often weights were synced after the first time."""
+
+
+def main(argv: list[str] | None = None) -> Run:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollout", choices=("vanilla", "slipstream"), default="slipstream")
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--python", default="", help="interpreter of an environment with vLLM")
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args(argv)
+
+    run = Run()
+
+    def vowels(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        shares = [sum(letter in "aeiou" for letter in text) / ANSWER_TOKENS for text in completions]
+        run.rewards.append(float(np.mean(shares)))
+        print(f"step {len(run.rewards):3d}  reward {run.rewards[-1]:.3f}", flush=True)
+        return shares
+
+    engine: Any = "vanilla"
+    if arguments.rollout == "slipstream":
+        settings = EngineConfig(kind=arguments.engine, python=arguments.python)
+        engine = partial(SlipstreamRollout, engine=settings, engines=arguments.engines, start_timeout=300)
+    cluster = make_cluster(make_model(), engine, arguments.steps)
+    try:
+        run.before = greedy(cluster)
+        batch = {"prompts": np.array(PROMPTS)}
+        if arguments.steps:
+            GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), vowels).train([batch] * arguments.steps)
+        run.after = greedy(cluster)
+    finally:
+        if isinstance(cluster.rollout, SlipstreamRollout):
+            last = cluster.rollout.last_sync
+            run.version = last.version
+            print(f"weights synced {last.version} times, the last time in {last.total_seconds * 1e3:.1f} ms")
+            cluster.rollout.close()
+    for prompt, before, after in zip(PROMPTS, run.before, run.after):
+        print(f"{prompt:6s} → {Letters().decode(list(before)):8s} → {Letters().decode(list(after))}")
+    return run
+
+
+def make_cluster(model: nnx.Module, rollout_engine: Any, steps: int) -> RLCluster:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    sampled = RolloutConfig(
+        max_prompt_length=PROMPT_TOKENS,
+        max_tokens_to_generate=ANSWER_TOKENS,
+        kv_cache_size=32,
+        temperature=1.0,
+        seed=0,
+    )
+    best = RolloutConfig(
+        max_prompt_length=PROMPT_TOKENS,
+        max_tokens_to_generate=ANSWER_TOKENS,
+        kv_cache_size=32,
+        temperature=0.0,
+        top_p=None,  # Tunix's own rollout is greedy without a top_p only
+    )
+    return RLCluster(
+        actor=model,
+        tokenizer=Letters(),
+        cluster_config=ClusterConfig(
+            role_to_mesh={Role.ACTOR: mesh, Role.ROLLOUT: mesh},
+            rollout_engine=rollout_engine,
+            training_config=RLTrainingConfig(
+                actor_optimizer=optax.adam(3e-3), eval_every_n_steps=steps + 1, max_steps=steps
+            ),
+            rollout_config={Mode.TRAIN: sampled, Mode.EVAL: best},
+        ),
+    )
+
+
+def greedy(cluster: RLCluster) -> list[np.ndarray]:
+    """Tunix's own rollout leaves the last token out where it is the one that ends a completion; Slipstream's keeps it."""
+    output = cluster.generate(PROMPTS, mode=Mode.EVAL)
+    return [tokens[tokens != Letters().eos_id()] for tokens in output.tokens]
+
+
+if __name__ == "__main__":
+    main()
