@@ -696,7 +696,7 @@ def test_offers_that_cannot_be_taken_are_refused_before_anything_moves(server: S
 
 
 def test_a_trainer_on_loopback_is_not_looked_for_from_another_host() -> None:
-    client = type("Client", (), {"url": "https://gpu-host:30000"})()
+    client = type("Client", (), {"url": "https://gpu-host:30000", "who": "the server"})()
     dialect = sglang.SglangDialect(client, type("Server", (), {"can_join": True})())  # type: ignore[arg-type]
     with pytest.raises(TransferError, match="SLIPSTREAM_RENDEZVOUS"):
         dialect.way("sglang-gloo:127.0.0.1:1234:slipstream-0123456789abcdef")
