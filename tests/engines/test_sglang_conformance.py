@@ -70,3 +70,18 @@ def test_truncation_keeps_the_likeliest_and_renormalises(subject: Subject, trunc
         for row, token, logprob in zip(rows, completion.token_ids, completion.logprobs, strict=True):
             kept = naive_truncation(np.exp(row / 0.9) / np.exp(row / 0.9).sum(), **truncation)
             assert logprob == pytest.approx(np.log(kept[token]), abs=subject.tolerance)
+
+
+def test_penalties_are_subtracted(subject: Subject) -> None:
+    """The suite's also has one that divides, which SGLang applies to the completion only."""
+    completion = subject.complete(
+        subject.prompts[5], temperature=0, max_tokens=16, presence_penalty=0.7, frequency_penalty=1.1
+    )
+    tokens, drawn = list(completion.prompt_token_ids), list[int]()
+    for token in completion.token_ids:
+        logits = subject.logits(tokens)[-1].copy()
+        for seen in set(drawn):
+            logits[seen] -= 0.7 + 1.1 * drawn.count(seen)
+        assert token == int(logits.argmax())
+        tokens.append(token)
+        drawn.append(token)

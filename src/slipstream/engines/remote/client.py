@@ -67,9 +67,9 @@ class Client:
     of the environment are not used: the key is for the server."""
 
     def __init__(self, options: EngineConfig, seconds: float = CALL_SECONDS) -> None:
-        self.url, self._seconds, self._maker = options.url.rstrip("/"), seconds, MAKERS[options.dialect]
-        self._who = f"the {self._maker.name} server at {self.url}"
-        token = _token(options, self._maker)
+        self.url, self._seconds, self.maker = options.url.rstrip("/"), seconds, MAKERS[options.dialect]
+        self.who = f"the {self.maker.name} server at {self.url}"
+        token = _token(options, self.maker)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # A connection for each call: a server closes those that rest, or that saw an error, just as the next call uses them.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -119,7 +119,7 @@ class Client:
                 async with asyncio.timeout(None if math.isinf(seconds) else seconds):
                     answer = await self._http.request(method, path, json=body)
             except TimeoutError:
-                raise DeadlineExceeded(f"{self._who} did not answer {call} within {seconds:g} s") from None
+                raise DeadlineExceeded(f"{self.who} did not answer {call} within {seconds:g} s") from None
         if answer.status_code != 200:
             raise self._refused(call, answer)
         return answer
@@ -132,7 +132,7 @@ class Client:
         try:
             yield
         except httpx.HTTPError as error:
-            raise EngineLost(f"{self._who} cannot be reached for {call}: {type(error).__name__}: {error}") from None
+            raise EngineLost(f"{self.who} cannot be reached for {call}: {type(error).__name__}: {error}") from None
 
     def _parsed(self, call: str, text: str) -> Any:
         try:
@@ -142,19 +142,19 @@ class Client:
 
     def _refused(self, call: str, answer: httpx.Response) -> SlipstreamError:
         status, said = answer.status_code, _message(answer.text)
-        what = f"{self._who} answered {call} with {status} instead of 200: {said}"
+        what = f"{self.who} answered {call} with {status} instead of 200: {said}"
         if status in (401, 403):
-            return Unauthorized(f"{what}; its API key goes into {self._maker.token}, or a file named by token_file")
+            return Unauthorized(f"{what}; its API key goes into {self.maker.token}, or a file named by token_file")
         if status == 404 and "/v1/" not in call:
-            return ConfigError(f"{what}; {self._maker.unknown}")
-        if status in (400, 422) and self._maker.generation in call:
+            return ConfigError(f"{what}; {self.maker.unknown}")
+        if status in (400, 422) and self.maker.generation in call:
             return InvalidSampling(what)
         if status == 429:
             return NotReady(f"{what}; it is busy, and another engine may not be")
         return EngineFailure(what)
 
     def nonsense(self, call: str, expected: str, found: Any) -> ProtocolMismatch:
-        return ProtocolMismatch(f"{self._who} answered {call} with {str(found)[:_SHOWN]!r}; expected {expected}")
+        return ProtocolMismatch(f"{self.who} answered {call} with {str(found)[:_SHOWN]!r}; expected {expected}")
 
 
 def _message(text: str) -> str:

@@ -55,7 +55,6 @@ class Way(Protocol):
 class Dialect(ABC):
     """One server, in its words."""
 
-    maker: ClassVar[str]
     takes_all: ClassVar[bool]
     """An update brings every tensor or none."""
     idle_to_sleep: ClassVar[bool]
@@ -68,7 +67,8 @@ class Dialect(ABC):
 
     @property
     def where(self) -> str:
-        return f"the {self.maker} server at {self.client.url}"
+        """For messages."""
+        return self.client.who
 
     @property
     @abstractmethod

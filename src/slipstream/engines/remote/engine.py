@@ -124,7 +124,7 @@ class RemoteEngine:
         engine._watch = asyncio.create_task(engine._look_after())
         log.info(
             "engine %s: %s %s at %s, %d worker(s)%s",
-            *(name, dialect.maker, server.version, client.url, server.num_workers),
+            *(name, client.maker.name, server.version, client.url, server.num_workers),
             "" if server.has_weights else "; its weights are not those of a checkpoint, so a sync must bring all",
         )
         return engine

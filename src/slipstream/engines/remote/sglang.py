@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from slipstream.config import LOOPBACK
 from slipstream.engines.remote import sglang_words as words
 from slipstream.engines.remote.client import Client
-from slipstream.engines.remote.dialect import FRESH, Dialect, Scores, Way
+from slipstream.engines.remote.dialect import FRESH, Dialect, Scores, Way, is_plain
 from slipstream.engines.remote.server import Asked
 from slipstream.engines.remote.sglang_words import SglangServer
 from slipstream.engines.sequence import Sample
@@ -49,7 +49,6 @@ _DTYPES = {"half": "float16", "float": "float32"}
 
 
 class SglangDialect(Dialect):
-    maker = "SGLang"
     takes_all, idle_to_sleep, steps_when_awake = False, True, False
     server: SglangServer
 
@@ -82,7 +81,7 @@ class SglangDialect(Dialect):
 
     async def needs_score(self, sampling: SamplingParams) -> bool:
         words.check_sampling(sampling, self.server)
-        if not words.needs_score(sampling):
+        if is_plain(sampling):
             return False
         if sampling.temperature != 0 and not words.is_truncated(sampling) and not await self._probed():
             raise Unsupported(

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from slipstream.engines.remote.dialect import Scores, is_plain
+from slipstream.engines.remote.dialect import Scores
 from slipstream.engines.remote.server import Server
 from slipstream.engines.sequence import Sample
 from slipstream.errors import EngineFailure, InvalidSampling, ProtocolMismatch, Unsupported
@@ -161,10 +161,6 @@ def tells_processed(answer: Any, server: SglangServer, nonsense: Nonsense) -> bo
         return abs(_logprob(value) + math.log(server.num_tokens)) < 0.01
     except _NONSENSE:
         raise nonsense(f"POST {PATH}", "the logprob of one token", answer) from None
-
-
-def needs_score(sampling: SamplingParams) -> bool:
-    return not is_plain(sampling)
 
 
 def _extend(

@@ -31,7 +31,6 @@ RESET_SECONDS = 30.0
 
 
 class VllmDialect(Dialect):
-    maker = "vLLM"
     takes_all, idle_to_sleep, steps_when_awake = True, False, True
     transports = (vllm_nccl.NAME,)
     server: VllmServer

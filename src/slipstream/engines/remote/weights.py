@@ -68,7 +68,7 @@ class Arrivals(Reception):
         if pieces and not is_all and self._dialect.takes_all:
             raise ChecksumMismatch(
                 f"engine {self._name!r}: {len(pieces)} of {len(update.plan.moves)} pieces are announced; a "
-                f"{self._dialect.maker} server takes all tensors or none"
+                f"{self._dialect.client.maker.name} server takes all tensors or none"
             )
         self._check_whole(update, sent)
         if self._joining is not None:

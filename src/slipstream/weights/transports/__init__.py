@@ -144,7 +144,9 @@ def choose(
         return forced
     usable = [name for name in usable if name != "disk"]
     if not usable:
-        needs = f"{sglang_gloo.NAME} needs torch here" if sglang_gloo.NAME in offered else "shm needs both on one host"
+        needs = "shm needs both on one host"
+        if sglang_gloo.NAME in offered:
+            needs = f"{sglang_gloo.NAME} needs torch here (pip install 'slipstream-rl[sglang]')"
         where = "; disk works where you say where: transport='disk:/directory'" if "disk" in offered else ""
         raise TransferError(
             f"no transport reaches engine {engine!r} (it offers {list(offered)}) from here: {needs}{where}"
