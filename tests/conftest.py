@@ -1,5 +1,6 @@
 import gc
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ _cache = tempfile.TemporaryDirectory(prefix="slipstream-tests-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Before Ray is imported, by whomever: nobody else joins the clusters of the tests, and nobody is told of them.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 # Tests that run beside each other do not see each other's segments: some make sure that none is left.
 _segments = None
