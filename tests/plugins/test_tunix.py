@@ -151,8 +151,8 @@ def test_many_threads_with_a_prompt_each_and_more_sampling_parameters(rollout):
     assert long.left_padded_prompt_tokens.shape == (1, 16)  # as Tunix: the next power of two
 
 
-def test_of_an_actor_with_lora_only_adapters_come_and_kernels_change(actor):
-    adapted = tunix_tiny.with_lora(actor, rank=2, alpha=4.0)
+def test_of_an_actor_with_lora_only_adapters_come_and_kernels_change():
+    adapted = tunix_tiny.with_lora(tunix_tiny.make("qwen3", seed=8), rank=2, alpha=4.0)
     made = rollout_of(adapted, lora_alpha=4.0)
     try:
         nnx.update(adapted, tunix_tiny.shaken(nnx.state(adapted, nnx.LoRAParam), seed=9))
