@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import grpc
@@ -53,7 +54,7 @@ class GatewayFleet:
         signed the gateway's certificate; without one there is no TLS, and no way beyond loopback."""
         self.address, self._timeout, self._ca = address, timeout, ca
         self._metadata = wire.metadata(token)
-        self._trainer = (*self._metadata, (wire.TRAINER, f"{trainer[0]}/{trainer[1]}"))
+        self._trainer = (*self._metadata, (wire.TRAINER, f"{trainer[0]}/{trainer[1]}/{secrets.token_hex(8)}"))
         self._channel = wire.channel(address, ca, max_message_bytes)
         self._stub = GatewayStub(self._channel)
         self._engines: tuple[EngineInfo, ...] | None = None

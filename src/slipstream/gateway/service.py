@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 HEARTBEATS_PER_LEASE = 4
 SCORE_SECONDS = 600.0
 MAX_TRAINERS = 1 << 16
+LEAVE_SECONDS = 10.0
+"""How long a trainer's new stream waits for the end of its old one."""
 MAX_TAKE_SECONDS = 3600.0
 
 
@@ -47,6 +49,8 @@ class Service(GatewayServicer):
             self._registry.version = self._desk.version
         self._links: dict[str, EngineLink] = {}
         self._trainers: TrainerGroup | None = None
+        self._left = asyncio.Event()
+        """Set whenever a trainer's stream has ended."""
         self._affinity = Affinity()
         self._num_completions = self._num_retried = 0
         self._started = time.monotonic()
@@ -107,20 +111,30 @@ class Service(GatewayServicer):
 
     async def Update(self, steps: AsyncIterator[pb.UpdateStep], context: grpc.aio.ServicerContext) -> None:
         async with _typed_errors(context):
-            rank, world = _trainer_of(context)
-            group = self._join(rank, world, context.peer())
+            rank, world, who = _trainer_of(context)
+            group = await self._join(rank, world, who, context.peer())
             try:
                 async for step in steps:
                     await context.write(await group.step(rank, step))
             finally:
-                await asyncio.shield(group.leave(rank))
-                if group.is_empty and self._trainers is group:
-                    self._trainers = None
+                await asyncio.shield(self._leave(group, rank))
 
-    def _join(self, rank: int, world: int, peer: str) -> TrainerGroup:
+    async def _leave(self, group: TrainerGroup, rank: int) -> None:
+        await group.leave(rank)
+        if group.is_empty and self._trainers is group:
+            self._trainers = None
+        self._left.set()
+
+    async def _join(self, rank: int, world: int, who: str, peer: str) -> TrainerGroup:
+        """Of one trainer, a new stream may come before the end of its old one is known here: that is waited for."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                while self._trainers is not None and self._trainers.has(rank, who):
+                    self._left.clear()
+                    await self._left.wait()
         if self._trainers is None:
             self._trainers = TrainerGroup(FleetUpdate(self._registry, self._links, self._desk.synced), world, peer)
-        if self._trainers.world != world or not self._trainers.join(rank):
+        if self._trainers.world != world or not self._trainers.join(rank, who):
             raise UpdateInProgress(
                 f"another trainer ({self._trainers.peer}, {self._trainers.world} process(es)) holds this fleet's updates; "
                 "close it first"
@@ -210,13 +224,13 @@ class Service(GatewayServicer):
         self._affinity.forget(name)
 
 
-def _trainer_of(context: grpc.aio.ServicerContext) -> tuple[int, int]:
-    """`(rank, world)` of the trainer's process; 0 of 1 unless it says otherwise."""
+def _trainer_of(context: grpc.aio.ServicerContext) -> tuple[int, int, str]:
+    """`(rank, world, who)` of the trainer's process; 0 of 1 unless it says otherwise. `who` is the same for all its streams."""
     text = next((v for k, v in context.invocation_metadata() or () if k == wire.TRAINER), "0/1")
-    rank, _, world = str(text).partition("/")
+    rank, world, who = [*str(text).split("/", 2), "", ""][:3]
     if not (rank.isdigit() and world.isdigit() and int(rank) < int(world) <= MAX_TRAINERS):
         raise ProtocolMismatch(f"a trainer calls itself {text!r}; expected its rank and the number of ranks, like 0/1")
-    return int(rank), int(world)
+    return int(rank), int(world), who
 
 
 async def _write(link: EngineLink, context: grpc.aio.ServicerContext) -> None:

@@ -24,28 +24,38 @@ class TrainerGroup:
     def __init__(self, update: FleetUpdate, world: int, peer: str) -> None:
         self.world, self.peer = world, peer
         self._update = update
-        self._present: set[int] = set()
+        self._present: dict[int, str] = {}
+        """Who it is, by rank."""
+        self._leaving: list[tuple[int, str]] = []
         self._waiting: _Waiting = {}
 
     @property
     def is_empty(self) -> bool:
         return not self._present
 
-    def join(self, rank: int) -> bool:
+    def has(self, rank: int, who: str) -> bool:
+        return bool(who) and (self._present.get(rank) == who or (rank, who) in self._leaving)
+
+    def join(self, rank: int, who: str) -> bool:
         """False when this rank is here already."""
-        fresh = rank not in self._present
-        self._present.add(rank)
-        return fresh
+        if rank in self._present:
+            return False
+        self._present[rank] = who
+        return True
 
     async def leave(self, rank: int) -> None:
         """Its stream ended. What it took part in cannot be finished."""
-        self._present.discard(rank)
+        leaves = (rank, self._present.pop(rank, ""))
+        self._leaving.append(leaves)
         self._waiting.pop(rank, None)
-        if self._update.under_way:
-            await asyncio.shield(self._update.rollback())
-            self._fail(PeerError(f"trainer rank {rank} of {self.world} is gone; the update is rolled back"))
-        if self.is_empty:
-            await asyncio.shield(self._update.release())
+        try:
+            if self._update.under_way:
+                await asyncio.shield(self._update.rollback())
+                self._fail(PeerError(f"trainer rank {rank} of {self.world} is gone; the update is rolled back"))
+            if self.is_empty:
+                await asyncio.shield(self._update.release())
+        finally:
+            self._leaving.remove(leaves)
 
     async def step(self, rank: int, step: pb.UpdateStep) -> pb.UpdateReply:
         """The answer to a step, an error among them; after an error the fleet is rolled back."""
