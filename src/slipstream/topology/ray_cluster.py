@@ -43,7 +43,6 @@ class ActorGroup:
         self._gateway: Any = None
         self._engines: dict[str, Any] = {}
         self._placement: Any = None
-        self._files: Certificates | None = None
         self._is_ours = _join(config.address)
         try:
             self._driver = ray.get_runtime_context().get_node_id()
@@ -69,10 +68,9 @@ class ActorGroup:
         """On the node of this process, and there again if it dies: the run directory has its token and its journal. It listens
         on loopback if all nodes of the cluster have one address, else with a certificate that is made here."""
         if self._is_spread and config.host in LOOPBACK:
-            names = [self._node, *(f"engine-{index}" for index in range(self._num_engines))]
-            self._files = certificates.make(self._run_dir / "certificates", names)
-            certificate, key = self._files.of(self._node)
-            config = replace(config, host=self._node, certificate=certificate, key=key, ca=self._files.ca)
+            files = self._certified(self._node)
+            certificate, key = files.of(self._node)
+            config = replace(config, host=self._node, certificate=certificate, key=key, ca=files.ca)
         here = NodeAffinitySchedulingStrategy(self._driver, soft=False)
         self._gateway = (
             ray.remote(GatewayHost)
@@ -94,8 +92,11 @@ class ActorGroup:
         address, token, ca = read_run_dir(self._run_dir)
         if not ca:
             return Pass(address, self._node, token)
-        files = self._files or certificates.make(self._run_dir / "certificates", [name])
-        return Pass(address, self._node, token, Path(ca).read_text(), *(Path(f).read_text() for f in files.of(name)))
+        files = (ca, *self._certified(name).of(name))
+        return Pass(address, self._node, token, *(Path(file).read_text() for file in files))
+
+    def _certified(self, name: str) -> Certificates:
+        return certificates.make(self._run_dir / "certificates", [name])
 
     def wait_for_engines(self, count: int) -> None:
         self._wait_for(list(self._engines.values())[:count], f"{count} engine(s) to register")

@@ -81,8 +81,9 @@ class Host(ABC):
         try:
             self._group.wait_until(self._ending.is_set, "the run to end", deadline=math.inf)
         except LaunchFailed as ended:
-            print(ended, file=sys.stderr, flush=True)
-            os._exit(1)  # one that ends in order would not be started again
+            if not self._ending.is_set():
+                print(ended, file=sys.stderr, flush=True)
+                os._exit(1)  # one that ends in order would not be started again
 
 
 class GatewayHost(Host):
