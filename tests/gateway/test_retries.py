@@ -8,6 +8,7 @@ import pytest
 from slipstream.errors import EngineFailure, InvalidPrompt, NotReady
 from slipstream.gateway import dispatch
 from slipstream.gateway.breaker import FAULTS
+from slipstream.gateway.staleness import Bound
 from slipstream.observe.doctor import examine_fleet
 from slipstream.types import Failure, Score
 from tests.gateway.scripted import ScriptedEngine, attached
@@ -200,3 +201,15 @@ async def test_an_engine_that_dies_of_its_requests_is_left_alone_when_it_comes_b
                 assert {r.engine for r in await task} == {"b"}
         async with attached(ScriptedEngine("a"), address, TOKEN):
             assert await circuits(fleet) == {"a": "open", "b": "closed"}
+
+
+@on_the_loop
+async def test_prompts_of_a_run_that_start_together_are_shared_out(address, fleet):
+    """Each is a call of its own, and all are made in one turn of the gateway's event loop."""
+    async with pair(address) as (a, b):
+        await fleet.refresh()
+        bound = Bound(max_staleness=0, batch=8)
+        await fleet.submit(bound, [request(f"prompt-{i}", n=2) for i in range(8)])
+        groups = await fleet.take(bound, 0, 8, 10.0)
+        assert sorted(g.id for g in groups) == [f"prompt-{i}" for i in range(8)]
+        assert len(a.seen) == len(b.seen) == 4

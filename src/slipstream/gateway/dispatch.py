@@ -111,18 +111,25 @@ class Dispatch:
         self._holders.update(dict.fromkeys(share.ids, share))
         if share.is_probe:
             self._registry.get(share.name).breaker.tried()
-        task = asyncio.create_task(self._follow(share))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _follow(self, share: _Share) -> None:
-        """Runs a share on one engine and reports how it ended."""
         link, member = self._links[share.name], self._registry.get(share.name)
         work = sum(self._weights[id] for id in share.ids)
-        message = pb.GenerateRequest(sampling=self._samplings, requests=[self._asked[id] for id in share.ids])
-        ended = _Ended(share, None)
+        # At once: who routes the next request, in this turn of the event loop even, is to see it.
         link.load += work
         member.num_requests += len(share.ids)
+
+        def over(task: asyncio.Task[None]) -> None:
+            link.load -= work
+            member.num_requests -= len(share.ids)
+            self._tasks.discard(task)
+
+        task = asyncio.create_task(self._follow(share, link, member))
+        self._tasks.add(task)
+        task.add_done_callback(over)
+
+    async def _follow(self, share: _Share, link: EngineLink, member: Member) -> None:
+        """Runs a share on one engine and reports how it ended."""
+        message = pb.GenerateRequest(sampling=self._samplings, requests=[self._asked[id] for id in share.ids])
+        ended = _Ended(share, None)
         try:
             async with contextlib.aclosing(link.results(message)) as batches:
                 async for results in batches:
@@ -133,13 +140,9 @@ class Dispatch:
             if blame(error) == "engine":
                 share.fault, share.has_completed = str(error), False
         finally:
-            link.load -= work
-            member.num_requests -= len(share.ids)
             if share.is_probe:
                 member.breaker.unanswered()
-            if (
-                share.fault and not share.has_completed
-            ):  # also if others have done it meanwhile, and nobody waits for us
+            if share.fault and not share.has_completed:  # also if others did it meanwhile, and nobody waits for us
                 member.breaker.faulted(time.monotonic(), share.fault)
         self._arrived.put_nowait(ended)
 
