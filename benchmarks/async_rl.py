@@ -1,7 +1,7 @@
 """What it is worth that engines do not wait for the trainer: iterations per minute of asynchronous training beside synchronous,
 with generations whose lengths have a long tail.
 
-    python benchmarks/async_rl.py [--steps 300] [--max-staleness 2] [--json benchmarks/results/async_rl.json]
+    python benchmarks/async_rl.py [--steps 500] [--max-staleness 2] [--json benchmarks/results/async_rl.json]
 
 A real trainer (GRPO on reversing digits) and a real engine in another process, each on a core of its own, as they would have a
 device of their own. Every prompt's samples run on to a length drawn from a long-tailed distribution (half are short, a few are
@@ -84,7 +84,7 @@ class Loop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="steps measured of each mode")
+    parser.add_argument("--steps", type=int, default=500, help="steps measured of each mode")
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--warm-up", type=int, default=40, help="supervised steps before")
     parser.add_argument("--json", type=Path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engines.embedded.pace import SHORTEST_SECONDS, TICK_SECONDS, Pace
+from slipstream.engines.embedded.pace import SHORTEST_SECONDS, TICK_SECONDS, Pace, worthwhile
 
 SECONDS = st.floats(0, 10, allow_subnormal=False)
 
@@ -13,10 +13,10 @@ SECONDS = st.floats(0, 10, allow_subnormal=False)
 def test_as_many_steps_as_fit() -> None:
     pace = Pace()
     assert pace.steps(16) == 16  # nothing is known yet
-    pace.stepped(10, 0.1)
-    assert pace.steps(16) == 3
+    pace.stepped(10, 0.1, 0.02)
+    assert pace.steps(16) == 3 and pace.overhead == 2
     for _ in range(50):
-        pace.stepped(1, 1.0)
+        pace.stepped(1, 1.0, 0.5)
     assert pace.steps(16) == 1
 
 
@@ -49,6 +49,22 @@ def test_round_trips_become_long_again() -> None:
     run(pace, 30, interval=0.07, idle=0.02)
     run(pace, 30, interval=10.0, idle=5.0)
     assert pace.tick_seconds == TICK_SECONDS
+
+
+def test_where_others_wait_a_round_trip_ends_when_places_are_empty() -> None:
+    assert worthwhile([6] * 24 + [80] * 8, 16, overhead=1) == 6
+    assert worthwhile([80] * 32, 16, overhead=1) == 16  # none becomes free
+    assert worthwhile([1] + [80] * 31, 16, overhead=1) == 16  # one empty place costs less than a round trip
+    assert worthwhile([], 16, overhead=1) == 16
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=40), st.integers(1, 32), st.floats(0, 20))
+def test_no_other_number_of_steps_gives_more_tokens_for_the_time(rooms: list[int], most: int, overhead: float) -> None:
+    def rate(steps: int) -> float:
+        return sum(min(room, steps) for room in rooms) / (steps + overhead)
+
+    found = worthwhile(rooms, most, overhead)
+    assert 1 <= found <= most and rate(found) >= max(rate(steps) for steps in range(1, most + 1)) - 1e-9
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS)))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from slipstream.engines.embedded.pace import worthwhile
 from slipstream.engines.embedded.pages import PagePool
 from slipstream.engines.embedded.queue import FairQueue
 from slipstream.engines.embedded.radix import PrefixTree
@@ -133,9 +134,10 @@ class Scheduler:
 
     # --- the plan ---
 
-    def plan(self, steps: int, admit: bool = True) -> Tick:
-        """`steps` is how far to decode when nobody else waits for the device; where somebody does, one step. Without
-        `admit` none starts, and those that lost their pages still come back."""
+    def plan(self, steps: int, admit: bool = True, overhead: float = 1.0) -> Tick:
+        """`steps` is how far to decode when nobody else waits for the device. Where somebody does who could start now, one
+        step; where somebody waits for a place, as many as are worth it (`overhead` is what a round trip costs besides, in
+        steps). Without `admit` none starts, and those that lost their pages still come back."""
         tick = Tick()
         self._grow(steps)
         budget = self._shapes.blocks[-1]
@@ -143,9 +145,13 @@ class Scheduler:
             if budget > 0:
                 budget -= self._prefill(sample, tick, budget)
         hurried = self._admit(tick, budget, admit)
-        tick.steps = 1 if hurried or self.prefilling else steps
         tick.decode = list(self.running)
         tick.room = [self._room(sample) for sample in tick.decode]
+        if hurried or self.prefilling:
+            tick.steps = 1
+        else:
+            left = [sample.end - sample.length for sample in tick.decode] if self.waiting and admit else ()
+            tick.steps = worthwhile(left, steps, overhead)
         return tick
 
     def _grow(self, steps: int) -> None:

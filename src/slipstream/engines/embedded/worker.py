@@ -200,7 +200,8 @@ class Worker:
             return
         try:
             policy, started = self._serving, time.perf_counter()
-            tick = scheduler.plan(self._pace.steps(self._executor.max_steps), admit=not self._waiting_swaps)
+            steps = self._pace.steps(self._executor.max_steps)
+            tick = scheduler.plan(steps, admit=not self._waiting_swaps, overhead=self._pace.overhead)
             if tick.is_empty:
                 raise RuntimeError("requests wait, nothing runs, and nothing could be admitted")
             flight = self._executor.dispatch(policy, tick)
@@ -216,7 +217,7 @@ class Worker:
 
     def _count(self, tick: Tick, outcome: Outcome, host_seconds: float) -> None:
         if outcome.num_steps:
-            self._pace.stepped(outcome.num_steps, outcome.decode_seconds)
+            self._pace.stepped(outcome.num_steps, outcome.decode_seconds, host_seconds)
         self._seconds["prefill"] += outcome.prefill_seconds
         self._seconds["decode"] += outcome.decode_seconds
         self._seconds["host"] += host_seconds
