@@ -22,13 +22,13 @@ within() {
 "$venv/bin/slipstream" setup vllm --cpu --into "$vllm" > "$log" 2>&1 &
 making=$!
 # Two at a time, file by file: most of them wait for processes half of the time. What JAX compiles is shared.
-within 50m "$venv/bin/python" -m pytest --ignore=tests/vllm --durations=15 \
+within 60m "$venv/bin/python" -m pytest --ignore=tests/vllm --durations=15 \
     -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --max-worker-restart=0
 others=$?
 echo "waiting for the environment with vLLM ($log) ..."
 if wait "$making"; then
     export SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python"
-    within 25m "$venv/bin/python" -m pytest tests/vllm --durations=15
+    within 22m "$venv/bin/python" -m pytest tests/vllm --durations=15
     real=$?
 else
     tail -n 20 "$log"
