@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from slipstream import cli_hosts, cli_launch
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.observe.stderr import log_to_stderr
 
 app = typer.Typer(
     name="slipstream",
@@ -134,7 +134,7 @@ def gateway(
     from slipstream.topology.lifeline import follow
     from slipstream.weights.transports import shm
 
-    _log_to_stderr()
+    log_to_stderr()
     config = GatewayConfig(host, port, lease_seconds, max_message_bytes, certificate, key, ca)
     front = None
     if http is not None:
@@ -188,7 +188,7 @@ def engine(
     up already (kind=remote url=https://host:8000, and dialect=sglang). Run as many as fit."""
     from slipstream.config import EngineConfig, load
 
-    _log_to_stderr()
+    log_to_stderr()
     config = load(EngineConfig, overrides=options or ())
     if (
         config.kind == "embedded" and config.tp > 1
@@ -428,10 +428,6 @@ def _gateway_of(run_dir: Path | None, address: str, token_file: Path | None, ca:
             "SLIPSTREAM_TOKEN"
         )
     return address, token, ca
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
 
 
 def main() -> None:

@@ -65,15 +65,13 @@ def role(
     start_seconds: Annotated[float, typer.Option(help="How long engines and gateway may take to come up.")] = 900.0,
 ) -> None:
     """Do this node's part of a SLURM job; see [b]slipstream slurm[/b], whose script runs it on every node."""
-    import logging
-    import sys
-
     from slipstream.config import EngineConfig, load
     from slipstream.errors import ConfigError
+    from slipstream.observe.stderr import log_to_stderr
     from slipstream.topology.role import Part
     from slipstream.topology.slurm import role_of
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     if not command:
         raise ConfigError("say what the trainer is: slipstream role … -- python train.py")
     config = load(EngineConfig, overrides=engine or ())

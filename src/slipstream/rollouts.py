@@ -88,12 +88,12 @@ class Rollouts:
         before the sync that makes it, this saves a round trip: the answer comes with the sync's. Their prompts must have been
         submitted. Whatever comes in between (a sync that fails, a gateway that dies), `take` gives what it would have
         given."""
-        self.unexpect()
+        self._unexpect()
         wanted = self.bound.batch if count is None else count
         asked = self._fleet.take(self.bound, self.position, wanted, EXPECT_SECONDS, saved=self._saved, version=version)
         self._expected = wanted, portal.start(asked)
 
-    def unexpect(self) -> None:
+    def _unexpect(self) -> None:
         """Nobody waits for it any more."""
         if self._expected is not None:
             self._expected[1].cancel()
@@ -102,7 +102,7 @@ class Rollouts:
     def _answer(self, wanted: int, timeout: float) -> list[RolloutGroup] | None:
         """To what was asked ahead; None if nothing was, or if it must be asked again."""
         if self._expected is None or self._expected[0] != wanted:
-            self.unexpect()
+            self._unexpect()
             return None
         try:
             return self._expected[1].result(timeout)
@@ -113,7 +113,7 @@ class Rollouts:
         except (SlipstreamError, CancelledError):
             return None
         finally:
-            self.unexpect()
+            self._unexpect()
 
     def saved(self, position: int) -> None:
         """Nobody will go on from before this position: what was made of the groups up to it is safe. Their completions are

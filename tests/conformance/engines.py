@@ -182,6 +182,10 @@ def test_logprobs_are_those_of_the_reference(subject: Subject, temperature: floa
 
 @pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 10, "top_p": 0.5}])
 def test_truncation_keeps_the_likeliest_and_renormalises(subject: Subject, truncation: dict[str, Any]) -> None:
+    assert_truncated(subject, truncation)
+
+
+def assert_truncated(subject: Subject, truncation: dict[str, Any]) -> None:
     for completion in subject.generate(request("r", subject.prompts[3], n=6, temperature=0.9, **truncation)):
         assert isinstance(completion, Completion)
         tokens = completion.prompt_token_ids + completion.token_ids

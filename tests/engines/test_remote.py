@@ -48,6 +48,7 @@ from slipstream.weights.checksum import pack_manifest
 from slipstream.weights.plan import Plan
 from slipstream.weights.publisher import Publisher
 from slipstream.weights.transports import gathering, vllm_nccl
+from tests.engines.nonsense import anything, refusal
 from tests.engines.sockets import SocketLibrary
 from tests.engines.vllm_server import VOCABULARY, Script, serving
 from tests.tiny import random_params, tiny_config, write_config, write_tokenizer
@@ -347,24 +348,7 @@ def test_an_answer_that_makes_no_sense_fails_its_request(
     assert isinstance(good, Completion)
 
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                ("choices", "token_ids", "logprobs", "token_logprobs", "top_logprobs", "prompt_logprobs", "6", "7")
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=12,
-)
-
-
-def _nonsense(call: str, expected: str, found: Any) -> ProtocolMismatch:
-    return ProtocolMismatch(f"{call}: expected {expected}")
+ANYTHING = anything("choices", "token_ids", "logprobs", "token_logprobs", "top_logprobs", "prompt_logprobs", "6", "7")
 
 
 @given(ANYTHING, st.sampled_from(("event", "choice", "columns", "tops")))
@@ -377,7 +361,7 @@ def test_whatever_an_event_holds_it_is_read_or_refused(found: Any, where: str) -
     }[where]
     sample = Sample(Ticket("r", PROMPT, SamplingParams(), 1, 4, (), None), 0)  # type: ignore[arg-type]
     with contextlib.suppress(SlipstreamError):
-        vllm_words.take_event(sample, event, 0, 1, _nonsense)
+        vllm_words.take_event(sample, event, 0, 1, refusal)
         assert all(isinstance(value, float) and value <= 1e-3 for value in sample.logprobs)
 
 
@@ -389,7 +373,7 @@ def test_whatever_a_score_holds_it_is_read_or_refused(found: Any) -> None:
         {"choices": [{"prompt_logprobs": [None, found, found]}]},
     ):
         with contextlib.suppress(SlipstreamError):
-            logprobs, _ = vllm_words.take_score(answer, PROMPT, 1, _nonsense)
+            logprobs, _ = vllm_words.take_score(answer, PROMPT, 1, refusal)
             assert len(logprobs) == 2
 
 

@@ -44,6 +44,7 @@ from slipstream.weights.publisher import Publisher
 from slipstream.weights.transports import checkpoint as on_disk
 from slipstream.weights.transports import choose, gathering, sglang_gloo
 from tests.conformance.engines import Subject, greedy_reference, update_of
+from tests.engines.nonsense import anything, refusal
 from tests.engines.sglang_stand_in import StandIn, standing_in
 from tests.tiny import random_params, tiny_config
 
@@ -351,27 +352,10 @@ def test_an_answer_that_makes_no_sense_fails_its_request(
     assert isinstance(good, Completion)
 
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                (
-                    *("output_ids", "meta_info", "finish_reason", "weight_version", "output_token_logprobs", "type"),
-                    *("output_top_logprobs", "input_token_logprobs", "input_top_logprobs", "error", "code"),
-                )
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=12,
+ANYTHING = anything(
+    *("output_ids", "meta_info", "finish_reason", "weight_version", "output_token_logprobs", "type"),
+    *("output_top_logprobs", "input_token_logprobs", "input_top_logprobs", "error", "code"),
 )
-
-
-def _nonsense(call: str, expected: str, found: Any) -> ProtocolMismatch:
-    return ProtocolMismatch(f"{call}: expected {expected}")
 
 
 @given(ANYTHING, st.sampled_from(("event", "reason", "rows", "tops")))
@@ -384,7 +368,7 @@ def test_whatever_an_event_holds_it_is_read_or_refused(found: Any, where: str) -
     }[where]
     sample = Sample(Ticket("r", PROMPT, SamplingParams(), 1, 4, (), None), 0)  # type: ignore[arg-type]
     with contextlib.suppress(SlipstreamError):
-        words.take_event(sample, one, 0, 1, _nonsense)
+        words.take_event(sample, one, 0, 1, refusal)
         assert all(isinstance(value, float) and -math.inf < value <= 1e-3 for value in sample.logprobs)
 
 
@@ -393,7 +377,7 @@ def test_whatever_a_score_holds_it_is_read_or_refused(found: Any) -> None:
     meta = {"finish_reason": None, "weight_version": "v", "input_token_logprobs": found, "input_top_logprobs": found}
     for answer in (found, {"meta_info": found}, {"meta_info": meta}):
         with contextlib.suppress(SlipstreamError):
-            scores = words.take_score(answer, PROMPT, 1, _nonsense)
+            scores = words.take_score(answer, PROMPT, 1, refusal)
             assert len(scores.logprobs) == len(scores.tops) == 2
 
 

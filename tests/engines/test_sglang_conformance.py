@@ -6,17 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.engines.remote.engine import RemoteEngine
 from slipstream.model import checkpoint
-from slipstream.types import Completion
 from tests.conformance.engines import (
     Subject,
-    naive_truncation,
-    request,
+    assert_truncated,
     # Those of the suite that need no memory of ours to land in.
     test_a_bad_prompt_fails_alone,  # noqa: F401
     test_a_bias_makes_tokens_come_or_stay_away,  # noqa: F401
@@ -63,13 +60,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 @pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.4}])
 def test_truncation_keeps_the_likeliest_and_renormalises(subject: Subject, truncation: dict[str, Any]) -> None:
     """The suite's also has both at once, which SGLang takes to mean something else: see docs/sglang.md."""
-    for completion in subject.generate(request("r", subject.prompts[3], n=6, temperature=0.9, **truncation)):
-        assert isinstance(completion, Completion)
-        tokens = completion.prompt_token_ids + completion.token_ids
-        rows = subject.logprobs(tokens)[len(completion.prompt_token_ids) - 1 : -1]
-        for row, token, logprob in zip(rows, completion.token_ids, completion.logprobs, strict=True):
-            kept = naive_truncation(np.exp(row / 0.9) / np.exp(row / 0.9).sum(), **truncation)
-            assert logprob == pytest.approx(np.log(kept[token]), abs=subject.tolerance)
+    assert_truncated(subject, truncation)
 
 
 def test_penalties_are_subtracted(subject: Subject) -> None:
