@@ -195,7 +195,7 @@ def waiting(stack: contextlib.ExitStack, root: Path, rounds: int) -> dict[str, f
         group = ProcessGroup(root / f"waiting-{count}", 60.0)
         stack.callback(group.close)
         group.start_gateway(GatewayConfig())
-        address, token = read_run_dir(group.run_dir)
+        address, token, _ = read_run_dir(group.run_dir)
         stack.enter_context(attached([WaitingEngine(f"waiting-{i}") for i in range(count)], address, token))
         bridges[count] = stack.enter_context(connect(group.run_dir))
     return rates(bridges, rounds, "engines that wait")

@@ -28,7 +28,7 @@ from tests.weights.fake_nccl import FakeNccl
 from tests.weights.nccl_by_hand import Model, Piece, same, staged
 
 SMALL = 8 << 10  # buckets of this size: of the tiny model, some moves are large, and some alone in a bucket
-SOON = 0.4
+SOON = 2.0  # the deadline where one is meant to pass
 
 
 @pytest.fixture
@@ -324,18 +324,18 @@ def test_nothing_is_posted_while_no_update_is_under_way(nccl):
 # --- what goes wrong ---
 
 
-def receiver_of(model, nccl, deadline=SOON, senders=(0,)):
+def receiver_of(model, nccl, deadline=20.0, senders=(0,)):
     return NcclReceiver(model.plan, 0, senders, -1, model.parameters, deadline, library=nccl)
 
 
-def sender_of(model, link, nccl, deadline=SOON, trainer=0, **over):
+def sender_of(model, link, nccl, deadline=20.0, trainer=0, **over):
     moves = model.plan.stream(trainer, 0)
     return NcclSender(link, model.plan, moves, "engine 'e0' rank 0", SMALL, deadline, library=nccl, **over)
 
 
 def test_a_trainer_that_never_comes_is_named(nccl):
     model = Model(trainers=2)
-    receiver = receiver_of(model, nccl, senders=(0, 1))
+    receiver = receiver_of(model, nccl, SOON, senders=(0, 1))
     receiver.start()
     sender = sender_of(model, receiver.links[0], nccl)
     receiver.expect(1)
@@ -353,13 +353,13 @@ def test_a_receiver_that_never_comes_is_named(nccl):
     for server in nccl._servers.values():
         server.close()
     with pytest.raises(TransferError, match="engine 'e0' rank 0"):
-        sender_of(model, link, nccl)
+        sender_of(model, link, nccl, SOON)
 
 
 def test_a_trainer_that_stays_silent_is_named(nccl):
     """It met the receiver, and then sends nothing."""
     model = Model()
-    receiver = receiver_of(model, nccl)
+    receiver = receiver_of(model, nccl, SOON)
     receiver.start()
     sender = sender_of(model, receiver.links[0], nccl)
     receiver.expect(3)
@@ -376,7 +376,7 @@ def test_a_receiver_that_stays_silent_is_named(nccl):
     model = Model(config=None, source="float32", dtype="float32")
     receiver = receiver_of(model, nccl)
     receiver.start()
-    sender = sender_of(model, receiver.links[0], nccl)
+    sender = sender_of(model, receiver.links[0], nccl, SOON)
     big = Model(dtype="float32", config=model.config)
     with pytest.raises(TransferError, match="engine 'e0' rank 0"):
         for version in range(100):  # what the socket buffers is soon full

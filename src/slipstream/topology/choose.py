@@ -40,7 +40,7 @@ SYNC = {
 memory and TCP with checksums (weight_sync.json), from a JAX trainer into vLLM on one H200 (weight_sync_gpu.json)."""
 DISK_GBPS = 1.0
 """Of a checkpoint that is written and read. Assumed: disks and network file systems differ by more than any default."""
-REQUEST_SECONDS = {"in-process": 0.000294, "one machine": 0.000426, "fan-out": 0.000426, "ray": 0.000426}
+REQUEST_SECONDS = {"in-process": 0.000191, "one machine": 0.000307, "fan-out": 0.000307, "ray": 0.000307}
 """Of a request in a batch of 64 for one token, by the library and through the gateway (topologies.json)."""
 APART = 1.10
 """A step with the engine in a process of its own over one with it inside, on the same two cores (loop.json)."""
