@@ -48,7 +48,7 @@ SIGMA = 2.0
 """Of the lengths' logarithm: half of them are the shortest, and the longest of eight is about 75 tokens."""
 ROWS = range(1, 17)
 """Of packed batches: the programs for these are compiled before the first step."""
-SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_layers": 3, "num_kv_heads": 1}
+SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_layers": 3, "num_kv_heads": 1}
 SPEEDUP_TARGET = 1.8
 BLOCK, WARMUP_BLOCKS = 10, 5
 LAST = 10
@@ -154,8 +154,8 @@ def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) ->
     params = init_small(model, 0)
     for warmed, _ in supervised.warm_up(params, model, task, codec, steps=warm_up, seed=(0,)):
         params = warmed
-    for rows in ROWS:
-        make_train_step(model, config)(init_state(params, model, config), nothing(rows))
+    for num_rows in ROWS:
+        make_train_step(model, config)(init_state(params, model, config), nothing(num_rows))
     learner = Learner(config, model, params, seed=0)
     rollouts = bridge.rollouts(loop.bound, PROMPTS)
     texts: dict[str, str] = {}

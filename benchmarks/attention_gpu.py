@@ -77,7 +77,7 @@ def section_in_process(section: str, tiny: bool, folder: Path, left: float) -> d
     print(f"== {section}", flush=True)
     try:
         code = subprocess.run(command, env=environment, timeout=left, check=False).returncode
-        how = {} if code == 0 else {"exit": code}
+        how: dict[str, float] = {} if code == 0 else {"exit": code}
     except subprocess.TimeoutExpired:
         how = {"timeout_s": left}
     found = json.loads(path.read_text()) if path.exists() else {}
@@ -630,7 +630,7 @@ def measure_matmul() -> Iterator[None]:
     import jax.numpy as jnp
 
     widths = [(2048, 2048), (2048, 512), (2048, 8192), (8192, 2048), (2048, 3072), (2048, 16384), (2048, 128256)]
-    rows = (64, 512, 1024)
+    rows: tuple[int, ...] = (64, 512, 1024)
     if interpret:
         widths, rows = [(64, 32)], (8,)
     random = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)

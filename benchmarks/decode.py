@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -163,7 +163,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[st
     """The results so far, after each side."""
     small, device = arguments.small, "cpu" if arguments.cpu else "gpu"
     config = cpu_model(small) if arguments.cpu else gpu_model(small)
-    dtype = "float32" if arguments.cpu or small else "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "float32" if arguments.cpu or small else "bfloat16"
     cases = pick_cases(cpu_cases(small) if arguments.cpu else gpu_cases(small), arguments.cases)
     rounds = arguments.rounds or (3 if arguments.cpu else 2)
     sides: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from decode_job import Case, Job, Round, run_rounds, say, serve
 import slipstream
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded.engine import EmbeddedEngine
-from slipstream.types import Completion, Request, SamplingParams
+from slipstream.types import Completion, Failure, Request, SamplingParams
 
 LEVELS = ("num_programs", "compile_seconds", "cached_pages", "free_pages", "num_pages")
 """Statistics that say how things are now; all others count up and are told as a round's own."""
@@ -55,9 +55,10 @@ async def collect(engine: EmbeddedEngine, requests: list[Request]) -> list[Compl
     found: dict[str, Completion] = {}
     async for batch in engine.generate(requests):
         for answer in batch:
-            if not isinstance(answer, Completion):
+            if isinstance(answer, Failure):
                 raise answer.error
-            found[answer.request_id] = answer
+            if isinstance(answer, Completion):
+                found[answer.request_id] = answer
     return [found[request.id] for request in requests]
 
 

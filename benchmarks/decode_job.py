@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 SAID = "decode> "
 """Begins the lines that are meant for people; whatever else a side prints is shown only if it fails."""
@@ -50,7 +50,7 @@ class Case:
 class Job:
     directory: str
     """HF directory of the model."""
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     vocab_size: int
     rounds: int
     """Measured ones; one more goes before them to compile and warm up."""

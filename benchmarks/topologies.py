@@ -183,8 +183,8 @@ def computing(
 ) -> dict[str, float]:
     bridges = {}
     for count in FLEETS:
-        options = {"engines": count, "engine": engine, "run_dir": root / f"fleet-{count}"}
-        bridges[count] = stack.enter_context(slipstream.launch(model, **options))
+        fleet = slipstream.launch(model, engines=count, engine=engine, run_dir=root / f"fleet-{count}")
+        bridges[count] = stack.enter_context(fleet)
         bridges[count].sync(params)
     return rates(bridges, rounds, "engines that compute")
 

@@ -145,7 +145,8 @@ def by_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    found: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    model, loaded = found
     if wrong := {key: loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if loaded[key]}:
         sys.exit(f"transformers does not find what it expects: {wrong}")
     model = model.to(device)

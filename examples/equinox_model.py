@@ -8,6 +8,8 @@ greedy tokens are compared with the model's own. Needs equinox."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import counting
 import equinox as eqx
 import jax
@@ -147,7 +149,7 @@ def main() -> None:
         for step in range(counting.STEPS + 1):
             if step % 10 == 0:
                 tensors = MAPPING.tensors(eqx.filter(model, eqx.is_array))
-                counting.compare(bridge, tensors, lambda ids, model=model: logits(model, ids))
+                counting.compare(bridge, tensors, partial(logits, model))
             model, state = train_step(model, state, counting.batch(step))
 
 

@@ -9,6 +9,8 @@ engine's greedy tokens are compared with the model's own. Needs nothing beside J
 
 from __future__ import annotations
 
+from functools import partial
+
 import counting
 import jax
 import jax.numpy as jnp
@@ -116,7 +118,7 @@ def main() -> None:
     with counting.engine() as bridge:
         for step in range(counting.STEPS + 1):
             if step % 10 == 0:
-                counting.compare(bridge, MAPPING.tensors(params), lambda ids, params=params: logits_of(params, ids))
+                counting.compare(bridge, MAPPING.tensors(params), partial(logits_of, params))
             params, state = train_step(params, state, counting.batch(step))
 
 
