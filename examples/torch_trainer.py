@@ -1,6 +1,6 @@
-"""A PyTorch trainer whose module and whose engine are one copy of the weights, on CPU.
+"""A PyTorch trainer whose module and whose engine are one copy of the weights, on CPU or on a GPU.
 
-    python examples/torch_trainer.py [--steps 40]
+    python examples/torch_trainer.py [--steps 40] [--device cuda]
 
 A tiny Hugging Face model learns to count; an engine in a process of its own serves from the very memory of the module's
 parameters, so that a step of the optimiser is a new version without a byte being sent. Every few steps the engine's greedy
@@ -25,16 +25,20 @@ GREEDY = slipstream.SamplingParams(max_tokens=SHOWN, temperature=0.0, ignore_eos
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
-    steps = parser.parse_args().steps
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="of the module; the engine is where JAX is"
+    )
+    arguments = parser.parse_args()
+    steps = arguments.steps
     torch.manual_seed(0)
-    module = LlamaForCausalLM(tiny_config())
+    module = LlamaForCausalLM(tiny_config()).to(arguments.device)
     optimiser = torch.optim.AdamW(module.parameters(), lr=3e-3)
     with tempfile.TemporaryDirectory() as model:
         module.config.save_pretrained(model)  # no weights: the engine gets its own from the trainer
         with slipstream.launch(model, engine=slipstream.EngineConfig(max_concurrency=8)) as bridge:
             shared = share_weights(bridge, module)
             for step in range(1, steps + 1):
-                loss = loss_of(module, batch())
+                loss = loss_of(module, batch().to(arguments.device))
                 optimiser.zero_grad()
                 loss.backward()
                 with shared.updating():  # the engine stands still, and goes on with the next version
@@ -76,7 +80,7 @@ def loss_of(module: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 def generated(module: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """By transformers itself."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=module.device)
     found = module.generate(
         ids,
         attention_mask=torch.ones_like(ids),

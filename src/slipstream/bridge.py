@@ -177,16 +177,17 @@ class Bridge:
             f"the fleet changed during each of {MAX_LOOKS} attempts to sync; see `slipstream status`. The last time: {why}"
         )
 
-    def share(self, params: Any) -> SharedWeights:
+    def share(self, params: Any, device: int = 0) -> SharedWeights:
         """Makes `params` the policy of every engine, as the next version, in memory that this process and the engines share:
         one copy for all. The versions that follow are written where they are served from; see `SharedWeights`.
 
-        For engines on this host that can (the embedded one, on CPU, with tp=1); `Unsupported` says what is in the way. `params`
-        must have the engines' dtype. A `sync` ends the sharing."""
+        For engines on this host that can (the embedded one, with tp=1); `Unsupported` says what is in the way. `params` must
+        have the engines' dtype. Where engines are on a GPU, the memory is that of `device`, which they must see, too. A `sync`
+        ends the sharing."""
         if self._how[1]:
             raise Unsupported("a trainer of several processes cannot share its weights; bridge.sync brings them")
         shared = SharedWeights(self._fleet, self._syncing, self._shared_commit, self._how[2])
-        shared.start(params)
+        shared.start(params, device)
         return shared
 
     def _shared_commit(self, version: int) -> None:

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from slipstream import portal
 from slipstream.errors import FleetChanged, NotReady, Unsupported, UpdateInProgress, VersionError
 from slipstream.types import InFlight, SyncReport
@@ -45,15 +43,16 @@ class SharedWeights:
         self.report: SyncReport | None = None
         """Of the last update."""
 
-    def start(self, params: Any) -> None:
+    def start(self, params: Any, device: int = 0) -> None:
         """Puts `params` into memory of their own, and makes that the engines' policy."""
         with self._exclusive():
-            portal.run(self._begin(source.named_tensors(params)))
+            portal.run(self._begin(source.named_tensors(params), device))
         self.notify_update()
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The weights by their names in the checkpoint. Written to only between `hold` and `notify_update`."""
+    def arrays(self) -> dict[str, Any]:
+        """The weights by their names in the checkpoint: numpy's arrays, or, where engines are on a GPU, what
+        `torch.from_dlpack` makes tensors of without a copy. Written to only between `hold` and `notify_update`."""
         return self._started.arrays
 
     @property
@@ -104,7 +103,7 @@ class SharedWeights:
         if self._sharing is not None:
             self._sharing.close()
 
-    async def _begin(self, tensors: Any = None) -> None:
+    async def _begin(self, tensors: Any = None, device: int = 0) -> None:
         for _ in range(MAX_LOOKS):
             engines, version = await self._fleet.refresh()
             if not engines:
@@ -112,7 +111,7 @@ class SharedWeights:
                     "no engine has registered, so there is nobody to share weights with; see `slipstream status`"
                 )
             if self._sharing is None:
-                self._sharing = await asyncio.to_thread(Sharing, self._fleet, tensors, engines, self._checksums)
+                self._sharing = await asyncio.to_thread(Sharing, self._fleet, tensors, engines, self._checksums, device)
             try:
                 return await self._sharing.begin(engines, version + 1)
             except FleetChanged as changed:

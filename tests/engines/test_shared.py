@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import os
 import re
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.engines.local import LocalFleet
 from slipstream.errors import (
@@ -26,10 +28,12 @@ from slipstream.model.tree import flatten, unflatten
 from slipstream.types import Completion, Failure, Offer, VersionSpan
 from slipstream.weights.publisher import Publisher
 from slipstream.weights.sharing import Sharing
+from slipstream.weights.transports import shared_cuda
 from slipstream.weights.transports.shared import SharedMemory
 from tests.conformance.engines import Subject, request
 from tests.engines.subjects import CONFIG, Hold, collect, opened, publish, stats
 from tests.tiny import random_params
+from tests.weights.memfd import Memfd, stand_in
 
 PROMPT = [7, 8, 9, 10]
 GREEDY = request("greedy", PROMPT, max_tokens=24, temperature=0.0)
@@ -40,6 +44,15 @@ def numpy_params(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 OTHER = numpy_params(seed=1)
+
+
+@pytest.fixture(params=["host", "device"])
+def memory(request, monkeypatch):
+    """Whose memory is shared: the host's, or what stands in for a GPU's."""
+    driver = stand_in(monkeypatch) if request.param == "device" else None
+    yield
+    gc.collect()
+    assert driver is None or not (driver.mapped or driver.owned), "what nobody needs any longer is given back"
 
 
 class Trainer:
@@ -60,7 +73,7 @@ class Trainer:
 
     def write(self, weights: dict[str, np.ndarray]) -> None:
         for name, array in weights.items():
-            self.sharing.arrays[name][...] = array
+            torch.from_dlpack(self.sharing.arrays[name])[...] = torch.from_numpy(array.copy())
 
 
 def greedy(subject: Subject, prompt: list[int], weights: dict[str, np.ndarray], count: int) -> tuple[int, ...]:
@@ -71,7 +84,7 @@ def greedy(subject: Subject, prompt: list[int], weights: dict[str, np.ndarray], 
     return tuple(tokens[len(prompt) :])
 
 
-def test_what_is_written_is_what_serves_and_what_was_cached_is_forgotten():
+def test_what_is_written_is_what_serves_and_what_was_cached_is_forgotten(memory):
     with opened() as subject:
         trainer = Trainer(subject)
         assert subject.runner.run(trainer.update()) == 1
@@ -148,7 +161,7 @@ def test_no_step_runs_while_the_trainer_writes_whoever_resumes_the_engine():
         subject.runner.run(run(subject, Trainer(subject)))
 
 
-def test_half_a_version_is_none_and_the_next_update_brings_the_engine_back():
+def test_half_a_version_is_none_and_the_next_update_brings_the_engine_back(memory):
     async def run(subject: Subject, trainer: Trainer) -> None:
         await trainer.update()
         hold = Hold(subject, tick=5)
@@ -176,7 +189,7 @@ def test_half_a_version_is_none_and_the_next_update_brings_the_engine_back():
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_slept_shares_again(level):
+def test_an_engine_that_slept_shares_again(memory, level):
     async def run(subject: Subject, trainer: Trainer) -> None:
         await trainer.update()
         await subject.engine.sleep(level)
@@ -194,7 +207,7 @@ def test_an_engine_that_slept_shares_again(level):
         subject.runner.run(run(subject, Trainer(subject)))
 
 
-def test_a_sync_ends_the_sharing_and_must_bring_everything():
+def test_a_sync_ends_the_sharing_and_must_bring_everything(memory):
     with opened() as subject:
         trainer = Trainer(subject)
         subject.runner.run(trainer.update())
@@ -214,7 +227,7 @@ def test_a_sync_ends_the_sharing_and_must_bring_everything():
         )
 
 
-def test_an_engine_whose_trainer_is_gone_keeps_a_copy_of_what_it_served():
+def test_an_engine_whose_trainer_is_gone_keeps_a_copy_of_what_it_served(memory):
     with opened() as subject:
         trainer = Trainer(subject)
         subject.runner.run(trainer.update(OTHER))
@@ -233,7 +246,7 @@ def test_an_engine_whose_trainer_is_gone_keeps_a_copy_of_what_it_served():
         assert subject.complete(PROMPT, max_tokens=24, temperature=0.0).token_ids == old.token_ids
 
 
-def test_what_a_new_engine_finds_in_the_memory_is_compared_with_what_the_trainer_has(monkeypatch):
+def test_what_a_new_engine_finds_in_the_memory_is_compared_with_what_the_trainer_has(memory, monkeypatch):
     with opened() as subject:
         trainer = Trainer(subject)
         hashes = Sharing._checksums
@@ -255,7 +268,10 @@ def test_engines_that_cannot_share_say_why():
         with pytest.raises(MappingError, match=r"not in the model: value_head.weight"):
             Trainer(subject, **{"value_head.weight": np.ones((1, 32), np.float32)})
         trainer = Trainer(subject)
-        for change, words in (({"host": "elsewhere"}, "another host"), ({"transports": ("shm",)}, "on CPU, with tp=1")):
+        for change, words in (
+            ({"host": "elsewhere"}, "another host"),
+            ({"transports": ("shm",)}, "on a GPU, with tp=1"),
+        ):
             with pytest.raises(Unsupported, match=words):
                 subject.runner.run(trainer.sharing.begin((replace(subject.engine.describe(), **change),), 1))
         publisher = Publisher(LocalFleet(subject.engine), "shared")
@@ -294,6 +310,45 @@ def test_an_engine_maps_nothing_but_the_memory_that_is_offered(tmp_path):
         assert subject.complete(PROMPT).version == 0
     for number in (file, reading, writing):
         os.close(number)
+
+
+def test_an_engine_maps_no_memory_of_a_device_but_what_is_offered(monkeypatch):
+    driver = Memfd()
+    monkeypatch.setattr(shared_cuda, "Vmm", lambda device=0: driver)
+    small = shared_cuda.DeviceMemory(1000, 0)
+    door, nonce, device = small.transport.removeprefix("shared-cuda:").split("/")
+    offers = {
+        "nonsense": "cannot be read",
+        f"{door}/../{device}": "cannot be read",
+        f"{door}/{nonce}/{1:032x}": "not among those that this process sees",
+        f"{door}/{nonce[::-1]}/{device}": "no longer shares|cannot be reached",
+        f"slipstream-{0:032x}/{nonce}/{device}": "cannot be reached.*is it alive",
+        f"{door}/{nonce}/{device}": "holds 1,000 bytes, the engine's parameters 5,000",
+    }
+    for where, words in offers.items():
+        with pytest.raises(TransferError, match=words):
+            shared_cuda.device_landing(where, 5000)
+    assert shared_cuda.device_landing(f"{door}/{nonce}/{device}", 1000).buffer.size == 1000
+    small.close()
+    small.close()
+    with pytest.raises(TransferError, match=r"no longer shares|cannot be reached"):
+        shared_cuda.device_landing(f"{door}/{nonce}/{device}", 1000)
+    with opened() as subject:  # on this CPU: a GPU's memory is not for it
+        trainer = Trainer(subject)
+        plan = trainer.sharing._plan
+        with pytest.raises(Unsupported, match="memory of this kind: it takes the host's on CPU"):
+            offer = Offer(plan.to_bytes(), plan.fingerprint, small.transport)
+            subject.runner.run(subject.engine.begin(1, offer))
+
+
+def test_engines_of_one_fleet_share_one_kind_of_memory():
+    with opened() as subject:
+        trainer = Trainer(subject)
+        other = replace(subject.engine.describe(), transports=("shared-cuda",))
+        with pytest.raises(
+            Unsupported, match=r"memory of another kind \(shared-cuda\) than the first engine \(shared\)"
+        ):
+            subject.runner.run(trainer.sharing.begin((other,), 1))
 
 
 def test_nobody_else_can_write_to_the_memory():

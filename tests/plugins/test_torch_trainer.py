@@ -16,6 +16,7 @@ from slipstream.errors import MappingError, NotReady, Unsupported, VersionError
 from slipstream.plugins.torch_trainer import share_weights, update_weights
 from slipstream.types import SamplingParams
 from tests.tiny import hf_model, tiny_config, variant, write_config
+from tests.weights.memfd import stand_in
 
 PROMPT = (5, 7, 11, 13, 17)
 COUNT = 12
@@ -67,8 +68,10 @@ def opened(tmp_path):
         bridge.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_a_step_of_the_optimiser_is_what_the_engine_serves(opened, name):
+@pytest.mark.parametrize("name, memory", [("llama", "host"), ("llama-tied", "host"), ("llama-tied", "device")])
+def test_a_step_of_the_optimiser_is_what_the_engine_serves(opened, monkeypatch, name, memory):
+    if memory == "device":
+        stand_in(monkeypatch)
     bridge, module = opened(name)
     optimiser = torch.optim.AdamW(module.parameters(), lr=0.05)  # made before the parameters move
     before = by_transformers(module)
@@ -153,7 +156,10 @@ def test_modules_that_cannot_be_shared_are_refused_by_name(opened):
         by_engine(bridge)
 
 
-def test_bfloat16_is_shared_as_it_is(opened):
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_bfloat16_is_shared_as_it_is(opened, monkeypatch, memory):
+    if memory == "device":
+        stand_in(monkeypatch)
     bridge, module = opened(engine=EngineConfig(max_concurrency=8, max_model_len=64, dtype="bfloat16"))
     module.bfloat16()
     shared = share_weights(bridge, module)

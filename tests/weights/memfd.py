@@ -12,14 +12,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.errors import TransferError
+from slipstream.weights.dlpack import CPU
 from slipstream.weights.strided import Strided
+from slipstream.weights.transports import shared_cuda
 from slipstream.weights.transports.vmm import NotExportable, Region
 
 _identities = itertools.count(1)
 
 
 class Memfd:
-    """`exportable`: whether memory that it did not allocate can be shown."""
+    kind = CPU
 
     def __init__(self) -> None:
         self.owned: dict[Region, tuple[int, mmap.mmap]] = {}
@@ -64,6 +68,22 @@ class Memfd:
     def unmap(self, address: int, size: int) -> None:
         del self.mapped[address]
 
+    def upload(self, target: int, values: np.ndarray) -> None:
+        ctypes.memmove(target, values.ctypes.data, values.nbytes)
+
+    def download(self, source: int, size: int) -> np.ndarray:
+        return np.frombuffer(ctypes.string_at(source, size), np.uint8)
+
+    def settle(self) -> None: ...
+
+    def identity(self, device: int) -> str:
+        return f"{device:032x}"
+
+    def index(self, identity: str) -> int:
+        if int(identity, 16) != 0:
+            raise TransferError(f"GPU {identity} is not among those that this process sees")
+        return 0
+
 
 class HostMemory:
     """Mapped memory, for the reader."""
@@ -88,6 +108,15 @@ class FakeArray:
 
     def unsafe_buffer_pointer(self) -> int:
         return self._pointer
+
+
+def stand_in(monkeypatch: Any) -> Memfd:
+    """Embedded engines take a device's memory from trainers, whose driver this is: JAX and torch adopt it as they would a GPU's,
+    by its address alone."""
+    driver = Memfd()
+    monkeypatch.setattr(shared_cuda, "Vmm", lambda device=0: driver)
+    monkeypatch.setattr(EmbeddedEngine, "_shares", (shared_cuda.CUDA_NAME,))
+    return driver
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -22,6 +22,7 @@ from slipstream.bridge import Bridge
 from slipstream.errors import MappingError, Unsupported, VersionError
 from slipstream.shared import SharedWeights
 from slipstream.types import InFlight, SyncReport
+from slipstream.weights.dlpack import Foreign
 from slipstream.weights.source import named_tensors
 
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -50,16 +51,16 @@ def share_weights(
     `weights` (a directory of safetensors, or a state dict) gives other values than the module's own. With parameters on the
     `meta` device there is then never a second copy of the model, not even while it is loaded.
 
-    The module must be on the CPU, in the engines' dtype; see `Bridge.share`."""
+    The module must be where the engines are, on the CPU or on their GPU, in their dtype; see `Bridge.share`."""
     parameters = {_plain(name): parameter for name, parameter in module.named_parameters()}
-    _check_devices(module, has_weights=weights is not None)
+    device = _device_of(module, has_weights=weights is not None)
     tensors = named_tensors({n: p.detach() for n, p in parameters.items()} if weights is None else weights)
     if strangers := sorted(tensors.keys() ^ parameters.keys()):
         raise MappingError(
             f"{strangers[0]} and {len(strangers) - 1} more are not both in the module and in the weights for it. (A head "
             "that is tied to the embedding must be the same parameter: module.tie_weights())"
         )
-    return SharedModule(module, parameters, bridge.share(tensors))
+    return SharedModule(module, parameters, bridge.share(tensors, device.index or 0), device)
 
 
 class SharedModule:
@@ -70,11 +71,22 @@ class SharedModule:
     refused at the next `hold`. (Writing to `parameter.data` is not counted.)"""
 
     def __init__(
-        self, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], shared: SharedWeights
+        self,
+        module: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        shared: SharedWeights,
+        device: torch.device,
     ) -> None:
         self.module, self._parameters, self._shared = module, parameters, shared
-        for name, array in shared.arrays.items():
-            _lay(parameters[name], array)
+        tensors = {name: _tensor_over(array) for name, array in shared.arrays.items()}
+        self._places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if tensor.device.type != device.type:
+                raise Unsupported(
+                    f"the engines serve from memory on {tensor.device}, and {name} is on {parameters[name].device}: move the "
+                    "module there before it is shared, or start engines where it is"
+                )
+            _lay(parameters[name], tensor)
         self._changes = self._count()
 
     @property
@@ -137,8 +149,8 @@ class SharedModule:
                 )
 
     def _check_places(self) -> None:
-        for name, array in self._shared.arrays.items():
-            if self._parameters[name].data_ptr() != array.ctypes.data:
+        for name, place in self._places.items():
+            if self._parameters[name].data_ptr() != place:
                 raise MappingError(
                     f"{name} has got memory of its own, which engines do not see (by module.to(), a cast, or load_state_dict("
                     "assign=True)?): keep the parameters where they are, or call share_weights anew"
@@ -151,27 +163,34 @@ def _plain(name: str) -> str:
     return name
 
 
-def _check_devices(module: torch.nn.Module, has_weights: bool) -> None:
-    """Everything is on the CPU, but for parameters that will get their values."""
+def _device_of(module: torch.nn.Module, has_weights: bool) -> torch.device:
+    """On which everything is, but for parameters that will get their values."""
+    found: dict[torch.device, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta and not (has_weights and isinstance(tensor, torch.nn.Parameter)):
             raise Unsupported(
                 f"{name} is on the meta device and has no value: pass weights= for parameters, and make buffers on the CPU, as "
                 "accelerate's init_empty_weights does"
             )
-        if tensor.device.type not in ("cpu", "meta"):
-            raise Unsupported(
-                f"{name} is on {tensor.device}, and weights are shared in host memory, with engines on CPU. What is missing "
-                "for a GPU: arrays of the engine's over CUDA memory of another process. update_weights brings a copy from there"
-            )
+        if not tensor.is_meta:
+            found.setdefault(tensor.device, name)
+    if len(found) > 1:
+        (one, name), (other, stranger), *_ = found.items()
+        raise Unsupported(f"{name} is on {one}, {stranger} on {other}: weights are shared on one device")
+    return next(iter(found), torch.device("cpu"))
 
 
-def _lay(parameter: torch.nn.Parameter, array: np.ndarray) -> None:
-    """The parameter's values are the array's memory from now on."""
+def _tensor_over(array: np.ndarray | Foreign) -> torch.Tensor:
+    """A tensor whose values are the array's memory."""
+    if isinstance(array, Foreign):
+        return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":  # which torch does not know of numpy's
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _lay(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    """The parameter's values are the tensor's memory from now on."""
     if parameter.is_meta:
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
     else:

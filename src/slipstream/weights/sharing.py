@@ -18,8 +18,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from slipstream.errors import MappingError, UnknownVersion, Unsupported
 from slipstream.types import EngineInfo, EngineSync, InFlight, Offer, Parameter, SyncReport
@@ -30,7 +29,8 @@ from slipstream.weights.plan import Plan, make_plan
 from slipstream.weights.publisher import Fleet
 from slipstream.weights.source import Tensor, describe, dtype_name, read
 from slipstream.weights.transports import host_identity
-from slipstream.weights.transports.shared import NAME, SharedMemory
+from slipstream.weights.transports.shared import CUDA_NAME, NAME, Memory, SharedMemory
+from slipstream.weights.transports.shared_cuda import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,24 @@ class Sharing:
     """The trainer's half. Not for concurrent use: `begin`, then `commit` or `rollback`."""
 
     def __init__(
-        self, fleet: Fleet, tensors: Mapping[str, Tensor], engines: Sequence[EngineInfo], hashed: bool
+        self, fleet: Fleet, tensors: Mapping[str, Tensor], engines: Sequence[EngineInfo], hashed: bool, device: int = 0
     ) -> None:
-        """Memory for an engine's parameters, holding `tensors`; engines come into it with the first `begin`."""
+        """Memory for an engine's parameters, holding `tensors`; engines come into it with the first `begin`. It is the host's,
+        or, where engines are on a GPU, that of this process's GPU `device`."""
         self._fleet, self._hashed = fleet, hashed
         model = engines[0]
         _check_dtypes(tensors, model)
-        self._parameters = model.parameters
+        self._parameters, self._kind = model.parameters, _kind(model)
         self._plan: Plan = make_plan(describe(tensors), model.tensors, model.parameters, model.dtype)
         for engine in engines:
             self._check(engine)
         image: Image = image_of(model.parameters, 0, model.dtype)
-        self._memory = SharedMemory(image.num_bytes)
-        self.arrays: dict[str, np.ndarray] = {name: image.view(self._memory.buffer, name) for name in image.places}
-        for name, array in self.arrays.items():
-            array[...] = read(tensors[name], whole(array.shape))
+        self._memory = _memory_for(model, image.num_bytes, device)
+        self._views = {name: image.view(self._memory.buffer, name) for name in image.places}
+        self.arrays: dict[str, Any] = {name: self._memory.array(view) for name, view in self._views.items()}
+        """For the trainer: numpy's on the host; of a GPU's memory, what PyTorch adopts (`torch.from_dlpack`)."""
+        for name, view in self._views.items():
+            self._memory.write(view, read(tensors[name], whole(view.shape)))
         self._attached: set[tuple[str, str, int]] = set()
         """Engines, as processes, that serve from the memory."""
         self._under_way: _UnderWay | None = None
@@ -99,6 +102,7 @@ class Sharing:
         update, self._under_way = self._under_way, None
         version, written = update.version, time.perf_counter()
         try:
+            self._memory.settle()
             sums = await asyncio.to_thread(self._checksums) if update.new else {}
             manifests = {
                 e.name: [[pack_manifest(version, sums if e.name in update.new else {})]] for e in update.engines
@@ -113,6 +117,7 @@ class Sharing:
             await self._roll_back(version)
             raise
         committed = time.perf_counter()
+        kind = self._kind or ""
         self._attached = {_process(e) for e in update.engines if e.name in commits}
         return SyncReport(
             version=version,
@@ -122,7 +127,7 @@ class Sharing:
             stage_seconds=staged - hashed,
             commit_seconds=committed - staged,
             total_seconds=committed - update.started,
-            engines=tuple(EngineSync(name, NAME, stages[name], commits[name]) for name in commits),
+            engines=tuple(EngineSync(name, kind, stages[name], commits[name]) for name in commits),
             lost=tuple(e.name for e in update.engines if e.name not in commits),
         )
 
@@ -144,18 +149,24 @@ class Sharing:
         """Of all pieces, as an engine that is new will find them."""
         found = {}
         for index, move in enumerate(self._plan.incoming[0]):
-            piece = self.arrays[move.parameter][slices(move.local_box)]
-            found[index] = checksum(piece) if self._hashed else 0
+            piece = self._views[move.parameter][slices(move.local_box)]
+            found[index] = checksum(self._memory.read(piece)) if self._hashed else 0
         return found
 
     def _check(self, engine: EngineInfo) -> None:
-        if problem := _problem(engine) or (
-            "" if engine.parameters == self._parameters else "it holds other parameters"
-        ):
+        if problem := _problem(engine) or self._difference(engine):
             raise Unsupported(
                 f"engine {engine.name!r} ({engine.kind}, {engine.dtype}, {engine.num_ranks} rank(s)) cannot share weights: "
                 f"{problem}. bridge.sync brings it a copy"
             )
+
+    def _difference(self, engine: EngineInfo) -> str:
+        """Why it cannot have the memory that the first engine has."""
+        if engine.parameters != self._parameters:
+            return "it holds other parameters"
+        if _kind(engine) != self._kind:
+            return f"it serves from memory of another kind ({_kind(engine)}) than the first engine ({self._kind})"
+        return ""
 
 
 def _process(engine: EngineInfo) -> tuple[str, str, int]:
@@ -168,12 +179,21 @@ def _problem(engine: EngineInfo) -> str:
         return "it runs on another host"
     if engine.num_ranks > 1 or not all(map(_is_whole, engine.parameters)):
         return "a module holds whole tensors, and its ranks hold parts of them, or several in one"
-    if NAME not in engine.transports:
+    if _kind(engine) is None:
         return (
-            "it does not take foreign memory for its own. The embedded engine does on CPU, with tp=1 and without a draft "
-            "model; on a GPU, arrays over CUDA memory of another process are missing"
+            "it does not take foreign memory for its own. The embedded engine does, on CPU and on a GPU, with tp=1 and "
+            "without a draft model"
         )
     return ""
+
+
+def _kind(engine: EngineInfo) -> str | None:
+    """Of memory that an engine serves from."""
+    return next((name for name in (NAME, CUDA_NAME) if name in engine.transports), None)
+
+
+def _memory_for(engine: EngineInfo, size: int, device: int) -> Memory:
+    return DeviceMemory(size, device) if _kind(engine) == CUDA_NAME else SharedMemory(size)
 
 
 def _is_whole(parameter: Parameter) -> bool:

@@ -31,13 +31,14 @@ from slipstream.errors import (
 )
 from slipstream.types import Berths, Offer, Parameter, StageReport
 from slipstream.weights.checksum import pack_manifest, unpack_manifest
+from slipstream.weights.dlpack import Foreign
 from slipstream.weights.image import Image, image_of
 from slipstream.weights.layout import shape_of, slices
 from slipstream.weights.plan import Move, Plan, check_cover, lacks_tensor
 from slipstream.weights.source import Tensor, read
 from slipstream.weights.transports import SMALL_BYTES, make_landing, open_sender
 from slipstream.weights.transports.base import Landing, Sender
-from slipstream.weights.transports.shared import is_shared
+from slipstream.weights.transports.shared import SharedLanding, is_shared
 from slipstream.weights.transports.shm import ShmLanding
 from slipstream.weights.transports.tcp import Listen
 
@@ -305,6 +306,13 @@ class Inbox(Reception):
             for name, slot in self._live.items()
             if slot in held.landings
         }
+
+    def foreign(self, names: Iterable[str]) -> dict[str, Foreign]:
+        """Parameters of rank 0 in memory that a trainer shares, as JAX adopts them."""
+        held = self._ranks[0]
+        landing = held.landings[0]
+        assert isinstance(landing, SharedLanding), "other landings are the engine's own"
+        return {name: landing.array(held.image.view(landing.buffer, name)) for name in names}
 
     def files(self) -> list[str]:
         """The files of shared memory in which weights land, for an engine whose own processes read them there. They may be

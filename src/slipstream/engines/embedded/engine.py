@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
 from slipstream.config import EngineConfig
@@ -76,8 +75,7 @@ from slipstream.weights.image import num_bytes
 from slipstream.weights.publisher import DRAFT
 from slipstream.weights.transfer import Inbox
 from slipstream.weights.transports import TRANSPORTS, host_identity, is_quick
-from slipstream.weights.transports.shared import NAME as SHARED
-from slipstream.weights.transports.shared import is_shared
+from slipstream.weights.transports.shared import CUDA_NAME, NAME, is_shared
 from slipstream.weights.transports.tcp import Listen
 from slipstream.weights.verify import hash_parameters
 
@@ -192,7 +190,7 @@ class EmbeddedEngine:
             num_ranks=self._options.tp,
             tensors=self._tensors,
             parameters=self._parameters,
-            transports=(*TRANSPORTS, SHARED) if self._can_share else TRANSPORTS,
+            transports=(*TRANSPORTS, *self._shares),
             host=host_identity(),
             max_model_len=self._shapes.max_length,
             max_concurrency=self._options.max_concurrency,
@@ -229,15 +227,18 @@ class EmbeddedEngine:
             return berths
 
     @property
-    def _can_share(self) -> bool:
-        """Only on the host do arrays adopt foreign memory, and only whole tensors are what a trainer's module has."""
-        return self._placement.is_host and self._options.tp == 1 and self._draft is None
+    def _shares(self) -> tuple[str, ...]:
+        """How its arrays can be a trainer's memory. Only whole tensors are what a trainer's module has."""
+        if self._options.tp > 1 or self._draft is not None:
+            return ()
+        return {"cpu": (NAME,), "gpu": (CUDA_NAME,)}.get(self._placement.platform, ())
 
     def _check_share(self, offer: Offer) -> None:
-        if not self._can_share:
+        if offer.transport.partition(":")[0] not in self._shares:
             raise Unsupported(
-                f"engine {self._name!r} cannot serve from memory that a trainer shares: it can on CPU, with tp=1 and without a "
-                f"draft model (here: {jax.default_backend()}, tp={self._options.tp}{', with one' if self._draft else ''})"
+                f"engine {self._name!r} cannot serve from memory of this kind: it takes the host's on CPU, and a GPU's on "
+                f"that GPU, with tp=1 and without a draft model (here: {self._placement.platform}, tp={self._options.tp}"
+                f"{', with one' if self._draft else ''})"
             )
         policy, places = self._worker.policy, self._inbox.addresses()
         served = offer.transport == self._memory and policy is not None and lies_at(policy.params, places)
@@ -247,11 +248,9 @@ class EmbeddedEngine:
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         def receive() -> tuple[Policy, StageReport]:
             arrays, report = self._inbox.receive(version, manifests)
-            policy = self._assemble(arrays, version)
-            places = {name: ranks[0].ctypes.data for name, ranks in arrays.items()}
-            if places and is_shared(self._offered) and not lies_at(policy.params, places):
-                raise Unsupported(f"engine {self._name!r}: this release of JAX copies memory instead of adopting it")
-            return policy, report
+            if arrays and is_shared(self._offered):
+                return Policy(self._placement.adopt(self._inbox.foreign(arrays)), version), report
+            return self._assemble(arrays, version), report
 
         policy, report = await self._do(receive)
         self._inbox.check(version)  # a rollback may have come meanwhile

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from slipstream.errors import ConfigError, MappingError
+from slipstream.errors import ConfigError, MappingError, Unsupported
 from slipstream.model.checkpoint import check_shapes
 from slipstream.model.config import ModelConfig
 from slipstream.model.decoder import Params
 from slipstream.model.tree import flatten, unflatten
+from slipstream.weights.dlpack import Foreign
 from slipstream.weights.families import shard_dims, tensors
 
 
@@ -62,9 +63,9 @@ class Placement:
         return unflatten(jax.block_until_ready(leaves))
 
     @property
-    def is_host(self) -> bool:
-        """Whether arrays are in host memory."""
-        return all(device.platform == "cpu" for device in self._mesh.devices.flat)
+    def platform(self) -> str:
+        """Of all devices: `cpu`, `gpu`, …"""
+        return self._mesh.devices.flat[0].platform
 
     def bytes_in_use(self) -> int:
         """As the runtime counts them, over all devices; where it does not count (on CPU), of all live arrays."""
@@ -87,6 +88,21 @@ class Placement:
         leaves = kept | {name: leaf for name, leaf in adopted.items() if leaf is not None}
         leaves |= self._put({name: ranks[name] for name, leaf in adopted.items() if leaf is None})
         return unflatten({name: leaves[name] for name in self._shapes})
+
+    def adopt(self, arrays: Mapping[str, Foreign]) -> Params:
+        """A whole tree over memory that is a trainer's, on the one device that there is. Nothing is copied."""
+        if missing := self._shapes.keys() - arrays.keys():
+            raise MappingError(f"{sorted(missing)[0]} and {len(missing) - 1} more are not in the memory that is shared")
+        (device,) = self._mesh.devices.flat
+        leaves = {}
+        for name, shape in self._shapes.items():
+            leaf = jax.dlpack.from_dlpack(arrays[name])
+            if leaf.device != device:
+                raise Unsupported(f"the memory that is shared is on {leaf.device}, the engine on {device}")
+            if leaf.unsafe_buffer_pointer() != arrays[name].address:
+                raise Unsupported(f"this release of JAX copies the memory of {name} instead of adopting it")
+            leaves[name] = jax.make_array_from_single_device_arrays(shape, self._shardings[name], [leaf])
+        return unflatten(leaves)
 
     def _put(self, ranks: Mapping[str, Sequence[np.ndarray]]) -> dict[str, jax.Array]:
         """On the host, JAX adopts aligned memory instead of copying it. An array that does so shows whatever lands in that

@@ -17,7 +17,7 @@ from slipstream.weights.transports import checkpoint, sglang_gloo, vllm_nccl
 from slipstream.weights.transports.base import Landing, Sender, unpack_link
 from slipstream.weights.transports.disk import DiskLanding, DiskSender
 from slipstream.weights.transports.memory import MemoryLanding, memory_sender
-from slipstream.weights.transports.shared import SharedLanding
+from slipstream.weights.transports.shared import shared_landing
 from slipstream.weights.transports.shm import ShmLanding, shm_sender
 from slipstream.weights.transports.tcp import Listen, TcpLanding, TcpSender
 
@@ -55,7 +55,8 @@ def takes_all(transport: str) -> bool:
 
 
 def make_landing(transport: str, size: int, num_pieces: int, listen: Listen | None = None) -> Landing:
-    """The engine's half. `transport` is a name, for `disk` with its directory (`disk:/path`), for `shared` with the memory."""
+    """The engine's half. `transport` is a name, for `disk` with its directory (`disk:/path`), for memory that a trainer shares
+    with where that is."""
     name, _, where = transport.partition(":")
     match name:
         case "memory":
@@ -67,7 +68,11 @@ def make_landing(transport: str, size: int, num_pieces: int, listen: Listen | No
         case "disk":
             return DiskLanding(size, Path(where))
         case "shared":
-            return SharedLanding(where, size)
+            return shared_landing(where, size)
+        case "shared-cuda":
+            from slipstream.weights.transports.shared_cuda import device_landing
+
+            return device_landing(where, size)
     raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
 
 

@@ -10,7 +10,7 @@ the way. The trainer's arrays are kept, and unchanged, until the engine has said
               second when the version is committed and copied, with the seconds that copying took.
 
 Where memory cannot be exported (JAX's `cuda_async` allocator), arrays are first copied into a buffer of our own that can be,
-and the sync's report says so. The socket is an abstract one, of Linux: a crash leaves nothing behind."""
+and the sync's report says so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -34,6 +33,7 @@ from slipstream.errors import TransferError
 from slipstream.weights.device import DevicePiece
 from slipstream.weights.strided import Strided
 from slipstream.weights.transports.base import fact, pack_link, unpack_link
+from slipstream.weights.transports.door import Door, knock
 from slipstream.weights.transports.exports import Exports, Found
 from slipstream.weights.transports.vmm import Driver, Vmm
 
@@ -75,13 +75,9 @@ class CudaSender:
         self._unheard = -1
         """The version that the rank owes us a word on."""
         self._unreleased = -1
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(DEADLINE_SECONDS)
         try:
-            self._socket.connect("\0" + fact(facts, "name", str))
-            self._socket.sendall(bytes.fromhex(fact(facts, "nonce", str)))
+            self._socket = knock(fact(facts, "name", str), fact(facts, "nonce", str), DEADLINE_SECONDS)
         except (OSError, ValueError) as error:
-            self._socket.close()
             raise TransferError(f"engine {peer} cannot be reached for mapped weights: {error}; is it alive?") from None
 
     @property
@@ -299,11 +295,8 @@ class CudaReceiver:
         check: Shown | None = None,
     ) -> None:
         self._driver, self._wrap, self._deadline, self._check = driver, wrap, deadline, check
-        name, self._nonce = f"slipstream-{secrets.token_hex(16)}", secrets.token_bytes(32)
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._server.bind("\0" + name)
-        self._server.listen(len(senders))
-        link = pack_link("cuda", name=name, nonce=self._nonce.hex())
+        self._door = Door(self._let_in, deadline, len(senders))
+        link = pack_link("cuda", name=self._door.name, nonce=self._door.nonce)
         self.links: Mapping[int, bytes] = dict.fromkeys(senders, link)
         self._changed = threading.Condition()
         self._readers: list[_Reader] = []
@@ -318,7 +311,7 @@ class CudaReceiver:
         self._closed = False
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, name="slipstream-mapped-door", daemon=True).start()
+        self._door.open()
 
     def expect(self, version: int) -> None:
         """Nothing to prepare: an update has begun when a trainer rank shows it."""
@@ -397,9 +390,7 @@ class CudaReceiver:
             self._changed.notify_all()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes whoever waits at the door
-        self._server.close()
+        self._door.close()
         with self._changed:
             self._wait_for_copies()
             self._closed = True
@@ -407,28 +398,12 @@ class CudaReceiver:
                 reader.close()
             self._readers, self._sources = [], {}
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            try:
-                _check_user(connection)
-                connection.settimeout(self._deadline)
-                if not secrets.compare_digest(connection.recv(32, socket.MSG_WAITALL), self._nonce):
-                    raise TransferError("wrong nonce")
-                connection.settimeout(None)
-            except (OSError, TransferError):
+    def _let_in(self, connection: socket.socket) -> None:
+        with self._changed:
+            if self._closed:
                 connection.close()
-                continue
-            with self._changed:
-                if self._closed:
-                    connection.close()
-                    return
-                self._readers.append(
-                    _Reader(connection, self._driver, self._wrap, self._changed, self._shown, self._sweep)
-                )
+                return
+            self._readers.append(_Reader(connection, self._driver, self._wrap, self._changed, self._shown, self._sweep))
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -449,10 +424,3 @@ async def _exactly_soon(connection: socket.socket, size: int) -> bytes:
             raise EOFError
         parts += part
     return bytes(parts)
-
-
-def _check_user(connection: socket.socket) -> None:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    if user != os.getuid():
-        raise TransferError(f"a process of user {user} asked for the weights of user {os.getuid()}")

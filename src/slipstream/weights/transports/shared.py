@@ -1,4 +1,5 @@
-"""`shared`: the trainer's own memory is the engine's. Nothing is sent: engines map it, read-only, and serve from it.
+"""`shared`: the trainer's own memory is the engine's. Nothing is sent: engines map it, read-only, and serve from it. This is
+memory of the host; that of a GPU is in `shared_cuda.py`.
 
 The memory is an anonymous file of the trainer's (memfd): it has no name, so that nothing can be left behind, and lives as
 long as someone maps it, so that either side may die. Engines on the same host open it through the trainer's entry in
@@ -14,14 +15,16 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from slipstream.errors import TransferError, Unsupported
 from slipstream.weights.checksum import checksum
+from slipstream.weights.dlpack import Foreign
 
-NAME = "shared"
+NAME, CUDA_NAME = "shared", "shared-cuda"
 
 _LINK = re.compile(r"(?P<pid>\d+)/(?P<fd>\d+)/(?P<nonce>[0-9a-f]{64})")
 _HEAD = mmap.PAGESIZE
@@ -31,11 +34,36 @@ _F_SEAL_FUTURE_WRITE = 0x10  # from linux/fcntl.h; Python's module does not have
 
 def is_shared(transport: str) -> bool:
     """Of an offer's transport."""
-    return transport.partition(":")[0] == NAME
+    return transport.partition(":")[0] in (NAME, CUDA_NAME)
+
+
+class Memory(Protocol):
+    """The trainer's half."""
+
+    transport: str
+    """What an offer names it by."""
+    buffer: np.ndarray
+    """The image, as bytes. Its views say where things lie; only on the host can they be read."""
+
+    def array(self, view: np.ndarray) -> Any:
+        """For the trainer, to write to."""
+        ...
+
+    def write(self, view: np.ndarray, values: np.ndarray) -> None: ...
+
+    def read(self, view: np.ndarray) -> np.ndarray: ...
+
+    def settle(self) -> None:
+        """What the trainer has written is there."""
+        ...
+
+    def close(self) -> None:
+        """Nobody else can map it any more. Views stay valid, here and in engines."""
+        ...
 
 
 class SharedMemory:
-    """The trainer's half: `buffer` is the image, and `transport` is what an offer names it by."""
+    """See `Memory`."""
 
     def __init__(self, size: int) -> None:
         if not hasattr(os, "memfd_create"):
@@ -53,16 +81,32 @@ class SharedMemory:
         self.buffer = np.frombuffer(memory, np.uint8)[_HEAD:]
         self.transport = f"{NAME}:{os.getpid()}/{fd}/{nonce.hex()}"
 
+    def array(self, view: np.ndarray) -> np.ndarray:
+        return view
+
+    def write(self, view: np.ndarray, values: np.ndarray) -> None:
+        view[...] = values
+
+    def read(self, view: np.ndarray) -> np.ndarray:
+        return view
+
+    def settle(self) -> None: ...
+
     def close(self) -> None:
-        """Nobody else can map it any more. Views stay valid, here and in engines."""
         self._file.close()
 
 
 class SharedLanding:
-    """The engine's half, made from an offer's transport: what lands here has been here all along."""
+    """The engine's half: what lands here has been here all along. `read` brings a view of it to the host, `array` makes it
+    one that JAX adopts."""
 
-    def __init__(self, where: str, size: int) -> None:
-        self.buffer = _mapped(where, size)[_HEAD:]
+    def __init__(
+        self,
+        buffer: np.ndarray,
+        read: Callable[[np.ndarray], np.ndarray] = lambda view: view,
+        array: Callable[[np.ndarray], Foreign] = Foreign,
+    ) -> None:
+        self.buffer, self._read, self.array = buffer, read, array
         self.link = b""
         self._pieces: Mapping[int, np.ndarray] = {}
         self._hashed = True
@@ -71,11 +115,16 @@ class SharedLanding:
         self._pieces, self._hashed = pieces, hashed
 
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
-        return {index: checksum(self._pieces[index]) if self._hashed else 0 for index in expected}
+        return {index: checksum(self._read(self._pieces[index])) if self._hashed else 0 for index in expected}
 
     def settle(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def shared_landing(where: str, size: int) -> SharedLanding:
+    """`where` is what an offer says after the transport's name."""
+    return SharedLanding(_mapped(where, size)[_HEAD:])
 
 
 def _mapped(where: str, size: int) -> np.ndarray:

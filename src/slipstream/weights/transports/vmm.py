@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from slipstream.errors import ConfigError, TransferError
+from slipstream.weights.dlpack import CUDA
 
 
 class NotExportable(Exception):
@@ -27,6 +30,9 @@ class Region(NamedTuple):
 
 class Driver(Protocol):
     """What the two halves of a transport through mapped memory need; `Vmm`, or a stand-in in tests."""
+
+    kind: int
+    """Of its devices, as DLPack numbers them."""
 
     def region(self, pointer: int) -> Region: ...
 
@@ -52,9 +58,31 @@ class Driver(Protocol):
 
     def unmap(self, address: int, size: int) -> None: ...
 
+    def upload(self, target: int, values: np.ndarray) -> None:
+        """From the host, contiguous; done when it returns."""
+        ...
+
+    def download(self, source: int, size: int) -> np.ndarray:
+        """Bytes, to the host."""
+        ...
+
+    def settle(self) -> None:
+        """What this process has asked of the device is done."""
+        ...
+
+    def identity(self, device: int) -> str:
+        """The same in every process, whatever number it has there."""
+        ...
+
+    def index(self, identity: str) -> int:
+        """Its number here. Raises `TransferError`."""
+        ...
+
 
 class Vmm:
     """The driver itself. `device` is the one whose kernels will read what is mapped."""
+
+    kind = CUDA
 
     def __init__(self, device: int = 0) -> None:
         try:
@@ -122,6 +150,32 @@ class Vmm:
         self._use(self._device)
         self._do("cuMemUnmap", address, size)
         self._do("cuMemAddressFree", address, size)
+
+    def upload(self, target: int, values: np.ndarray) -> None:
+        self._use(self._device)
+        self._do("cuMemcpyHtoD", target, values.ctypes.data, values.nbytes)
+
+    def download(self, source: int, size: int) -> np.ndarray:
+        self._use(self._device)
+        found = np.empty(size, np.uint8)
+        self._do("cuMemcpyDtoH", found.ctypes.data, source, size)
+        return found
+
+    def settle(self) -> None:
+        self._use(self._device)
+        self._do("cuCtxSynchronize")
+
+    def identity(self, device: int) -> str:
+        return bytes(self._do("cuDeviceGetUuid", self._do("cuDeviceGet", device)).bytes).hex()
+
+    def index(self, identity: str) -> int:
+        visible = [self.identity(device) for device in range(self._do("cuDeviceGetCount"))]
+        if identity not in visible:
+            raise TransferError(
+                f"GPU {identity} is not among those that this process sees ({', '.join(visible) or 'none'}): let both see it "
+                "(CUDA_VISIBLE_DEVICES)"
+            )
+        return visible.index(identity)
 
     def _mapped(self, handle: Any, size: int, device: int, access: Any) -> int:
         """The address of a handle's memory. The mapping keeps it alive; the handle is let go."""
