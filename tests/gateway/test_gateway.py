@@ -54,6 +54,8 @@ from tests.gateway.scripted import ScriptedEngine, attached
 
 TOKEN = "secret"
 CAP = 1 << 20
+LEASE, DEADLINE = 2.5, 3.0
+"""Longer than a busy machine keeps anyone waiting."""
 
 
 def on_the_loop(test):
@@ -61,9 +63,9 @@ def on_the_loop(test):
 
     def run():
         async def main():
-            config = GatewayConfig(lease_seconds=0.8, max_message_bytes=CAP)
+            config = GatewayConfig(lease_seconds=LEASE, max_message_bytes=CAP)
             async with running(config, TOKEN) as address:
-                fleet = GatewayFleet(address, TOKEN, timeout=1.0, max_message_bytes=64 * CAP)
+                fleet = GatewayFleet(address, TOKEN, timeout=DEADLINE, max_message_bytes=64 * CAP)
                 try:
                     await asyncio.wait_for(test(address, fleet), 60)
                 finally:
@@ -215,7 +217,9 @@ async def test_a_silent_engine_loses_its_lease(address, fleet):
     await stream.write(pb.FromEngine(register=convert.engine_to_pb(ScriptedEngine("mute").describe())))
     assert (await stream.read()).HasField("registered")
     assert (await fleet.status()).engines[0].state == "ready"
-    await asyncio.sleep(1.5)
+    async with asyncio.timeout(20):
+        while (await fleet.status()).engines[0].state == "ready":
+            await asyncio.sleep(0.1)
     (engine,) = (await fleet.status()).engines
     assert engine.state == "lost" and "no heartbeat" in engine.note
     await channel.close()
@@ -339,7 +343,7 @@ async def test_one_engine_that_cannot_is_named_and_the_others_have_done_it(addre
 async def test_control_has_a_deadline_that_names_the_engine(address, fleet):
     async with pair(address) as (a, b):
         b.hang_control = True
-        with pytest.raises(DeadlineExceeded, match=r"done on a.*engine 'b' did not pause within 1 s"):
+        with pytest.raises(DeadlineExceeded, match=r"done on a.*engine 'b' did not pause within 3 s"):
             await fleet.pause()
         assert a.paused and not b.paused
 
@@ -368,7 +372,7 @@ async def test_checksums_come_from_all_engines_or_the_one_named(address, fleet):
         with pytest.raises(Unsupported, match=r"verify failed on b; done on a. \[b\] this engine cannot"):
             await fleet.checksums()
         b.fail_control, b.hang_control = False, True
-        with pytest.raises(DeadlineExceeded, match="engine 'b' did not verify within 1 s"):
+        with pytest.raises(DeadlineExceeded, match="engine 'b' did not verify within 3 s"):
             await fleet.checksums(engine="b")
         with pytest.raises(UnknownEngine, match="'zebra'"):
             await fleet.checksums(engine="zebra")
@@ -451,7 +455,7 @@ async def test_an_engine_that_hangs_is_named_within_the_deadline(address, fleet)
     async with pair(address) as (a, b):
         b.hang_stage = True
         await fleet.refresh()
-        with pytest.raises(DeadlineExceeded, match="engine 'b' did not stage version 1 within 1 s"):
+        with pytest.raises(DeadlineExceeded, match="engine 'b' did not stage version 1 within 3 s"):
             await update(fleet, 1, ["a", "b"])
         assert ("rollback", 1) in a.history
 
@@ -586,7 +590,7 @@ async def test_a_swap_has_a_deadline(address, fleet):
     a.hang_stage = True
     async with attached(a, address, TOKEN):
         await fleet.refresh()
-        with pytest.raises(DeadlineExceeded, match="engine 'a' did not swap to version 1 within 1 s"):
+        with pytest.raises(DeadlineExceeded, match="engine 'a' did not swap to version 1 within 3 s"):
             await swap(fleet, 1, ["a"])
 
 
@@ -838,7 +842,7 @@ def test_a_gateway_that_is_not_there():
 
 
 @contextlib.asynccontextmanager
-async def trainers(address, count, timeout=1.0):
+async def trainers(address, count, timeout=DEADLINE):
     fleets = [GatewayFleet(address, TOKEN, timeout, CAP, trainer=(rank, count)) for rank in range(count)]
     try:
         for one in fleets:
