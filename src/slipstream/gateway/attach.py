@@ -134,7 +134,7 @@ async def serve_engine(
     the engine again, and so does one that gave it up for lost; after that, `GatewayLost`. As long, it waits for its name, which
     is still that of its predecessor where a machine went down unseen. One that is there and has another token or CA is not
     tried again."""
-    last_contact = time.monotonic()
+    last_contact, said = time.monotonic(), ""
     async with wire.channel(address, ca, max_message_bytes) as channel:
         while True:
             session = EngineSession(engine, GatewayStub(channel), token, address, on_registered)
@@ -142,7 +142,8 @@ async def serve_engine(
                 await session.run()
             # No gateway, or one that gave up on us (a stopped engine goes on), or has not yet given up our predecessor.
             except (GatewayLost, EngineLost, NameInUse) as lost:
-                last_contact = max(last_contact, session.last_contact)
+                if session.last_contact > last_contact:
+                    last_contact, said = session.last_contact, ""
                 if time.monotonic() - last_contact > patience:
                     if isinstance(lost, NameInUse):
                         raise
@@ -153,7 +154,9 @@ async def serve_engine(
                     why := await wire.explained(lost, address, ca), TlsError
                 ):
                     raise why from None
-                log.warning("%s; trying again", lost)
+                if str(lost) != said:
+                    said = str(lost)
+                    log.warning("%s; trying again for %g s", lost, patience)
                 await asyncio.sleep(0.2)
 
 
