@@ -649,6 +649,23 @@ async def test_a_second_trainer_must_wait(address, fleet):
 
 
 @on_the_loop
+async def test_a_second_trainer_hears_why_though_it_is_still_writing(address, fleet):
+    """Its steps are more than gRPC sends before the gateway has read some of it, and all of them are taken."""
+    other, large = GatewayFleet(address, TOKEN, 5.0, CAP), {"a": replace(OFFER, plan=b"p" * (CAP - 1000))}
+    async with attached(ScriptedEngine("a"), address, TOKEN):
+        await fleet.refresh(), await other.refresh()
+        await begin(fleet, 1, ["a"])
+        for _ in range(5):
+            await other.begin(1, large, False)
+            await other.stage(1, {"a": [[b"m" * (CAP - 1000)]]})
+            with pytest.raises(UpdateInProgress, match="another trainer"):
+                await other.begun()
+        await stage(fleet, 1, ["a"])
+        await commit(fleet, 1)
+    await other.close()
+
+
+@on_the_loop
 async def test_wrong_steps_of_an_update_are_typed_errors(address, fleet):
     async with attached(ScriptedEngine("a"), address, TOKEN):
         await fleet.refresh()

@@ -155,8 +155,10 @@ def test_of_an_actor_with_lora_only_adapters_come_and_kernels_change():
     adapted = tunix_tiny.with_lora(tunix_tiny.make("qwen3", seed=8), rank=2, alpha=4.0)
     made = rollout_of(adapted, lora_alpha=4.0)
     try:
+        whole = made.last_sync.num_bytes
         nnx.update(adapted, tunix_tiny.shaken(nnx.state(adapted, nnx.LoRAParam), seed=9))
         made.update_params(nnx.state(adapted, nnx.LoRAParam), (nnx.LoRAParam,))
+        assert 0 < made.last_sync.num_bytes < whole  # what has no adapters stays where it is
         theirs, ours = vanilla(adapted).generate(PROMPTS, GREEDY), made.generate(PROMPTS, GREEDY)
         assert [t.tolist() for t in ours.tokens] == [t.tolist() for t in theirs.tokens]
     finally:

@@ -247,7 +247,7 @@ def test_clusters_that_cannot_be_joined(tmp_path: Path, before: str, address: st
 def test_the_command_holds_a_fleet_until_it_is_ended(
     nodes: Nodes, tmp_path: Path, where: str, end: signal.Signals
 ) -> None:
-    """Killed or not, it takes gateway and engines along."""
+    """Killed or not, it takes gateway and engines along, and the engines' copies of the token."""
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "slipstream.cli", "launch", "--model", str(nodes.model), "--run-dir", str(run_dir)]
     command += ["--ray", "--place", f"address={nodes.address}"] if where == "ray" else []
@@ -256,6 +256,7 @@ def test_the_command_holds_a_fleet_until_it_is_ended(
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(4)]
         assert "engine-0 (empty)" in lines[0] and f'slipstream.connect("{run_dir}")' in lines[2]
+        token = read_run_dir(run_dir)[1]
         with slipstream.connect(run_dir) as bridge:
             left = everybody(bridge) if where == "ray" else [psutil.Process(pid) for pid in pids(bridge).values()]
             bridge.sync(random_params(CONFIG, 0))
@@ -263,6 +264,9 @@ def test_the_command_holds_a_fleet_until_it_is_ended(
         process.send_signal(end)
         assert process.wait(60) == (-9 if end == signal.SIGKILL else 0)
     assert all_gone(left)
+    holding = [path for path in run_dir.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    # That of a killed gateway is for the next one in this directory. An engine may be on another machine, where nobody comes.
+    assert {path.parent for path in holding} <= ({run_dir, run_dir / "kept"} if end == signal.SIGKILL else set())
     eventually(lambda: nodes.ray.available_resources().get("CPU") == free, "Ray has its CPUs back")
 
 

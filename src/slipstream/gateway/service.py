@@ -110,14 +110,21 @@ class Service(GatewayServicer):
             self._registry.paused(name, is_paused)
 
     async def Update(self, steps: AsyncIterator[pb.UpdateStep], context: grpc.aio.ServicerContext) -> None:
-        async with _typed_errors(context):
+        try:
             rank, world, who = _trainer_of(context)
             group = await self._join(rank, world, who, context.peer())
-            try:
+        except SlipstreamError as refused:
+            # In answer to its steps, and not by ending the stream: a client that is just writing to one that ends may
+            # find gRPC's own error where our status was (https://github.com/grpc/grpc/issues/36066).
+            async for _ in steps:
+                await context.write(pb.UpdateReply(error=convert.error_to_pb(refused)))
+            return
+        try:
+            async with _typed_errors(context):
                 async for step in steps:
                     await context.write(await group.step(rank, step))
-            finally:
-                await asyncio.shield(self._leave(group, rank))
+        finally:
+            await asyncio.shield(self._leave(group, rank))
 
     async def _leave(self, group: TrainerGroup, rank: int) -> None:
         await group.leave(rank)

@@ -19,6 +19,7 @@ from pathlib import Path
 from slipstream.config import LOOPBACK, EngineConfig, GatewayConfig, HttpConfig
 from slipstream.errors import ConfigError, LaunchFailed
 from slipstream.tls import host_of
+from slipstream.topology.lent import Lent
 from slipstream.topology.local import ProcessGroup
 
 
@@ -35,16 +36,14 @@ class Pass:
     certificate: str = field(default="", repr=False)
     key: str = field(default="", repr=False)
 
-    def leave(self, directory: Path) -> None:
-        """As files, like those of a run directory: no secret is in a command line or in the environment."""
+    def leave(self, directory: Path) -> list[Lent]:
+        """As files, like those of a run directory: no secret is in a command line or in the environment, nor outlives us."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = {"address": self.address, **({"ca": str(directory / "ca.pem")} if self.ca else {})}
-        texts = {"gateway.json": json.dumps(facts), "token": self.token, "ca.pem": self.ca}
-        for name, text in {**texts, "engine.pem": self.certificate, "engine.key": self.key}.items():
-            if not text:
-                continue
-            with open(os.open(directory / name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
-                file.write(text)
+        (directory / "gateway.json").write_text(json.dumps(facts))
+        (directory / "ca.pem").write_text(self.ca)
+        (directory / "engine.pem").write_text(self.certificate)
+        return [Lent(directory / "token", self.token), Lent(directory / "engine.key", self.key)]
 
 
 class Host(ABC):
@@ -126,7 +125,7 @@ class EngineHost(Host):
         start_seconds: float,
     ) -> None:
         self._model, self._engine, self._joins, self._patience = model, config, joins, patience
-        self._files = run_dir / f"{name}.joins"
+        self._files, self._lent = run_dir / f"{name}.joins", list[Lent]()
         # Of each attempt its own, so that the log of the one before stays.
         super().__init__(name, run_dir / f"{name}-{os.getpid()}", start_seconds)
 
@@ -138,7 +137,7 @@ class EngineHost(Host):
                 "cluster had no other when it was started; start the fleet again now that it has"
             )
         files, config = self._files, self._engine
-        self._joins.leave(files)
+        self._lent = self._joins.leave(files)
         # The others take weights over NCCL, and listen for none.
         if self._joins.certificate and config.kind == "embedded":
             config = replace(config, listen=here, certificate=str(files / "engine.pem"), key=str(files / "engine.key"))
@@ -147,6 +146,8 @@ class EngineHost(Host):
 
     def stop(self) -> None:
         super().stop()
+        for secret in self._lent:
+            secret.close()
         shutil.rmtree(self._files, ignore_errors=True)
 
 

@@ -160,10 +160,11 @@ class Publisher:
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._routes: dict[str, _Route] = {}
         self._describe = source.Descriptions(rank)
-        self._sources: dict[str, Source] = {}
         self._best = 0.0
+        self._sources: dict[str, Source] = {}
         self._engines: Sequence[EngineInfo] = ()
-        """What the routes were made for."""
+        self._partial = False
+        """What the routes were made for, all three."""
 
     async def publish(
         self,
@@ -326,7 +327,8 @@ class Publisher:
     def _routes_for(
         self, sources: dict[str, Source], engines: Sequence[EngineInfo], partial: bool, tensors: Mapping[str, Tensor]
     ) -> dict[str, _Route]:
-        if self._engines is engines and self._sources == sources and len(self._routes) == len(engines):
+        is_known = self._engines is engines and self._partial == partial and self._sources == sources
+        if is_known and len(self._routes) == len(engines):
             return dict(self._routes)
         routes, on_gpu = {}, on_accelerator(tensors)
         for engine in engines:
@@ -341,7 +343,7 @@ class Publisher:
                 route = _Route(engine, plan, transport, self._rank, self._hashed)
             routes[engine.name] = route
         self._drop(*(self._routes.keys() - routes.keys()))
-        self._routes, self._sources, self._engines = routes, sources, engines
+        self._routes, self._sources, self._engines, self._partial = routes, sources, engines, partial
         return dict(routes)
 
     def _plan(self, sources: dict[str, Source], engine: EngineInfo, partial: bool) -> Plan:

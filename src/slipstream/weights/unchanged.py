@@ -1,7 +1,8 @@
 """What an engine holds already: tensors whose content did not change since its last commit are not sent again.
 
-A JAX array is immutable, so the same object is the same content, and finding that out costs nothing. Other arrays may
-have been written to; they are compared by checksum, which costs a read but saves the transfer."""
+A JAX array is immutable, so the same object is the same content, and finding that out costs nothing; a mapped tensor is the
+same if it is cut in the same way from the same objects. Other arrays may have been written to; they are compared by checksum,
+which costs a read but saves the transfer, and are always sent where they are mapped."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ import numpy as np
 from slipstream.types import TensorSpec
 from slipstream.weights.checksum import checksum
 from slipstream.weights.source import Tensor
+from slipstream.weights.trees import MappedTensor
 
 
 class Memory:
     """What one engine committed last."""
 
     def __init__(self) -> None:
-        self._objects: dict[str, weakref.ref[Any]] = {}
+        self._arrays: dict[str, list[tuple[weakref.ref[Any], object]]] = {}
+        """By tensor: the arrays that it was made of, and how it was cut from each."""
         self._hashes: dict[str, int] = {}
 
     def unchanged(self, tensors: Mapping[str, Tensor], wanted: Sequence[TensorSpec]) -> set[str]:
@@ -35,19 +38,31 @@ class Memory:
         return found
 
     def is_same(self, name: str, tensor: Tensor) -> bool:
-        """The very array that was committed last, and cannot have changed."""
-        held = self._objects.get(name)
-        return held is not None and held() is tensor
+        """Made of the very arrays that were committed last, which cannot have changed."""
+        held = self._arrays.get(name)
+        if held is None:
+            return False
+        parts = _parts(tensor)
+        return len(held) == len(parts) and all(
+            ref() is array and before == cut for (ref, before), (array, cut) in zip(held, parts)
+        )
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            if _is_of_jax(type(tensor)) and not tensor.is_deleted():  # type: ignore[attr-defined]
-                self._objects[name] = weakref.ref(tensor)
-                continue
-            self._objects.pop(name, None)
+            self._arrays.pop(name, None)
             self._hashes.pop(name, None)
-            if isinstance(tensor, np.ndarray):
+            parts = _parts(tensor)
+            if all(_is_of_jax(type(array)) and not array.is_deleted() for array, _ in parts):  # type: ignore[attr-defined]
+                self._arrays[name] = [(weakref.ref(array), cut) for array, cut in parts]
+            elif isinstance(tensor, np.ndarray):
                 self._hashes[name] = checksum(tensor)
+
+
+def _parts(tensor: Tensor) -> list[tuple[Tensor, object]]:
+    """The arrays that hold a tensor, each with the cut that makes a rectangle of the tensor out of it."""
+    if isinstance(tensor, MappedTensor):
+        return [(origin.leaf, (origin.shard, origin.held)) for origin in tensor.origins]
+    return [(tensor, None)]
 
 
 @cache

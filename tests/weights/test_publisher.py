@@ -1,0 +1,169 @@
+"""What a publisher remembers from one update to the next, against a real engine in this process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import slipstream
+from slipstream.config import EngineConfig
+from slipstream.errors import MappingError
+from slipstream.weights import families
+from slipstream.weights.source import named_tensors
+from slipstream.weights.transforms import Permute, Take, Unstack
+from slipstream.weights.trees import Rule, Target, TreeMapping, Within
+from slipstream.weights.unchanged import Memory
+from tests.tiny import random_params, tiny_config, write_config
+
+CONFIG = tiny_config()
+PARAMS = jax.tree.map(jnp.asarray, random_params(CONFIG))
+NORM = {"model.norm.weight": PARAMS["model"]["norm"]["weight"]}
+NORM_BYTES = 4 * CONFIG.hidden_size
+ALL_BYTES = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
+
+
+@pytest.fixture
+def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slipstream.Bridge]:
+    """Its engine holds nothing yet."""
+    model = write_config(tmp_path_factory.mktemp("model"), CONFIG)
+    with slipstream.inprocess(model, engine=EngineConfig(max_concurrency=8)) as bridge:
+        yield bridge
+
+
+# --- parts of a tree ---
+
+
+def test_a_part_of_the_tree_is_taken_for_the_whole_by_nobody(bridge: slipstream.Bridge) -> None:
+    bridge.sync(PARAMS)
+    for version in (1, 2):
+        part = jax.tree.map(lambda leaf: leaf * 2, NORM)
+        assert bridge.sync(part, partial=True).num_bytes == NORM_BYTES
+        with pytest.raises(MappingError, match=r"missing: lm_head\.weight"):
+            bridge.sync(part)
+        assert bridge.version == version
+
+
+def test_a_whole_tree_as_a_part_is_the_whole(bridge: slipstream.Bridge) -> None:
+    """The way to the engine stays, and with it what the engine is known to hold."""
+    sent = [bridge.sync(PARAMS, partial=partial).num_bytes for partial in (False, True, False)]
+    assert sent == [ALL_BYTES, 0, 0]
+    assert bridge.verify(PARAMS).is_same
+
+
+# --- what did not change ---
+
+LAYER = "model.layers.{layer}."
+
+
+def scanned() -> tuple[TreeMapping, dict[str, Any]]:
+    """Every tensor of the layers as one stacked leaf, the other leaves as they are; and the mapping from there."""
+    flat = named_tensors(PARAMS)
+    in_layers = [name.removeprefix("model.layers.0.") for name in flat if name.startswith("model.layers.0.")]
+    others = [name for name in flat if not name.startswith("model.layers.")]
+    rules = [Rule(f"layers.{name}", Target(LAYER + name, (Unstack(0, "layer"),))) for name in in_layers]
+    rules += [Rule(name, Target(name)) for name in others]
+    stacks = {
+        f"layers.{name}": jnp.stack([flat[LAYER.format(layer=i) + name] for i in range(CONFIG.num_layers)])
+        for name in in_layers
+    }
+    return TreeMapping(tuple(rules), families.tensors(CONFIG)), stacks | {name: flat[name] for name in others}
+
+
+def test_mapped_tensors_of_unchanged_arrays_are_not_sent(bridge: slipstream.Bridge) -> None:
+    mapping, tree = scanned()
+    assert bridge.sync(mapping.tensors(tree)).num_bytes == ALL_BYTES
+    assert bridge.sync(mapping.tensors(tree)).num_bytes == 0
+    up = tree["layers.mlp.up_proj.weight"]
+    tree["layers.mlp.up_proj.weight"] = up.at[1, 0, 0].add(1)  # both layers are cut from it
+    assert bridge.sync(mapping.tensors(tree)).num_bytes == up.nbytes
+    assert bridge.verify(mapping.tensors(tree)).is_same
+    assert bridge.sync(mapping.tensors(tree)).num_bytes == 0
+    tree["layers.mlp.up_proj.weight"] = up  # what was committed once is not what was committed last
+    assert bridge.sync(mapping.tensors(tree)).num_bytes == up.nbytes
+    assert bridge.verify(mapping.tensors(tree)).is_same
+
+
+def test_what_a_donating_step_returns_is_sent(bridge: slipstream.Bridge) -> None:
+    mapping, tree = scanned()
+    step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 1.25, tree), donate_argnums=0)
+    tree = jax.tree.map(jnp.copy, tree)  # PARAMS stay
+    for _ in range(4):
+        given = tree
+        assert bridge.sync(mapping.tensors(tree)).num_bytes == ALL_BYTES
+        tree = step(tree)
+        assert all(leaf.is_deleted() for leaf in given.values())
+    bridge.sync(mapping.tensors(tree))
+    assert bridge.verify(mapping.tensors(tree)).is_same
+
+
+FUSED = TreeMapping((Rule("kv", Target("k", (Take(0, 0, 2),)), Target("v", (Take(0, 2, 4),))),))
+SWAPPED = TreeMapping((Rule("kv", Target("v", (Take(0, 0, 2),)), Target("k", (Take(0, 2, 4),))),))
+TURNED = TreeMapping(
+    (Rule("kv", Target("k", (Take(0, 0, 2), Permute((1, 0)))), Target("v", (Take(0, 2, 4), Permute((1, 0))))),)
+)
+
+
+def unchanged(memory: Memory, tensors: Any) -> set[str]:
+    return memory.unchanged(tensors, ())
+
+
+def test_the_same_array_cut_in_another_way_is_another_tensor() -> None:
+    memory, tree = Memory(), {"kv": jnp.arange(8.0).reshape(4, 2)}
+    memory.keep(FUSED.tensors(tree))
+    assert unchanged(memory, FUSED.tensors(tree)) == {"k", "v"}
+    assert unchanged(memory, TreeMapping(FUSED.rules).tensors(tree)) == {"k", "v"}  # no matter who says how
+    for other in (SWAPPED, TURNED):
+        assert unchanged(memory, other.tensors(tree)) == set()
+    memory.keep(SWAPPED.tensors(tree))
+    assert unchanged(memory, FUSED.tensors(tree)) == set()
+
+
+def test_of_a_tensor_from_several_arrays_all_must_be_the_same() -> None:
+    """Of one that is sharded, and of one that two leaves hold."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    put = lambda array: jax.device_put(array, NamedSharding(mesh, PartitionSpec("x")))  # noqa: E731
+    halves = TreeMapping(tuple(Rule(x, Target("w", within=Within(0, 4 * i, 8))) for i, x in enumerate("ab")))
+    memory, tree = Memory(), {x: put(jnp.ones((4, 2))) for x in "ab"}
+    memory.keep(halves.tensors(tree))
+    assert unchanged(memory, halves.tensors(tree)) == {"w"}
+    assert unchanged(memory, halves.tensors({"a": tree["b"], "b": tree["a"]})) == set()
+    for x in "ab":
+        assert unchanged(memory, halves.tensors({**tree, x: put(jnp.zeros((4, 2)))})) == set()
+
+
+def test_an_array_in_the_place_of_one_that_is_gone_is_another() -> None:
+    memory, array = Memory(), jnp.zeros((4, 2))
+    memory.keep(FUSED.tensors({"kv": array}))
+    place, kept = id(array), []
+    del array
+    gc.collect()
+    for number in range(1000):
+        kept.append(jnp.full((4, 2), float(number)))
+        assert unchanged(memory, FUSED.tensors({"kv": kept[-1]})) == set()
+        if id(kept[-1]) == place:
+            return
+    pytest.fail("no array took the place of the one that was freed")
+
+
+def test_arrays_that_can_be_written_to_are_sent_where_they_are_mapped() -> None:
+    memory, array = Memory(), np.zeros((4, 2), np.float32)
+    memory.keep(FUSED.tensors({"kv": array}))
+    array[0] = 1
+    assert unchanged(memory, FUSED.tensors({"kv": array})) == set()
+
+
+def test_a_checksum_is_of_what_was_committed_last() -> None:
+    """Not of what was before, when an array of another kind has come between."""
+    memory, array, mapped = Memory(), np.zeros((2, 2), np.float32), FUSED.tensors({"kv": jnp.ones((4, 2))})
+    for between in (jnp.ones((2, 2)), mapped["k"]):
+        memory.keep({"k": array})
+        assert unchanged(memory, {"k": array.copy()}) == {"k"}
+        memory.keep({"k": between})
+        assert unchanged(memory, {"k": array}) == set()
