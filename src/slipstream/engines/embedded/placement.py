@@ -44,14 +44,14 @@ class Placement:
         return self.replicated if dim is None else NamedSharding(self._mesh, PartitionSpec(*[None] * dim, "tp"))
 
     def place(self, params: Mapping[str, Any]) -> Params:
-        """A copy of a whole tree, cast and split. Always a copy: a trainer may donate its arrays to its next step."""
+        """A copy of a whole tree, cast and split. Always a copy, and made when this returns: a trainer may donate its arrays to
+        its next step, or write to memory that it shared."""
         check_shapes({name: leaf.shape for name, leaf in flatten(params).items()}, self._config, "the parameters")
-        return unflatten(
-            {
-                name: jax.device_put(leaf.astype(self.dtype), self._shardings[name], may_alias=False)
-                for name, leaf in flatten(params).items()
-            }
-        )
+        leaves = {
+            name: jax.device_put(leaf.astype(self.dtype), self._shardings[name], may_alias=False)
+            for name, leaf in flatten(params).items()
+        }
+        return unflatten(jax.block_until_ready(leaves))
 
     def to_devices(self, params: Params) -> Params:
         """As it is where it is on the devices already; what is in host memory is put there."""
