@@ -110,6 +110,13 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); they contradict"
             )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution, unchanged."""
+        kept = self.temperature == 1 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return kept and not (penalised or self.logit_bias or self.min_tokens)
+
     def with_seed(self, seed: int | None) -> SamplingParams:
         """The same but for the seed. The rest is not checked again: every request passes here several times."""
         _check_seed(seed)

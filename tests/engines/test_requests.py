@@ -83,6 +83,28 @@ def test_settings_that_make_no_sense_are_refused_when_made(fields: dict[str, Any
         SamplingParams(**fields)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.5},
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 1},
+    ],
+    ids=str,
+)
+def test_what_changes_the_distribution_is_not_plain(change: dict[str, Any]) -> None:
+    rest = {"max_tokens": 9, "n": 2, "seed": 4, "stop": ("x",), "stop_token_ids": (3,), "top_logprobs": 2}
+    assert SamplingParams(**rest).is_plain
+    assert not SamplingParams(**rest, **change).is_plain
+
+
 def test_prompts_that_are_none_are_refused_when_made() -> None:
     for prompt in ((), "", (5, -1), (5, True), (5, 0.5)):
         with pytest.raises(InvalidPrompt):

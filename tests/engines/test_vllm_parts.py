@@ -8,9 +8,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.engines.sequence import Sample, Ticket
-from slipstream.engines.vllm import compat
+from slipstream.engines.vllm import compat, noise
 from slipstream.engines.vllm.words import take_scores, take_tokens
 from slipstream.errors import ConfigError, EngineFailure
 from slipstream.types import SamplingParams, TopLogprobs, VersionSpan
@@ -144,3 +145,65 @@ def test_a_score_has_a_logprob_for_every_token_but_the_first() -> None:
     assert sample.raw_logprobs == [-0.2, -0.3]
     assert sample.tops == [TopLogprobs((9,), (-0.1,)), TopLogprobs((3,), (-0.3,))]
     assert sample.versions == [(6, 0)]
+
+
+# --- who draws --------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """What `Rows` looks at in vLLM's."""
+
+    def __init__(self) -> None:
+        self.input_batch = SimpleNamespace(req_ids=[])
+        self.requests: dict[str, Any] = {}
+        self.device = SimpleNamespace(type="cpu")
+
+    def add(self, name: str, drawn: int = 0, **extras: Any) -> None:
+        params = SimpleNamespace(extra_args=extras or None)
+        self.requests[name] = SimpleNamespace(sampling_params=params, output_token_ids=[7] * drawn)
+        self.input_batch.req_ids.append(name)
+
+
+def draws_of(rows: noise.Rows, count: int) -> dict[int, float] | None:
+    found = rows.generators(count)
+    return None if found is None else {row: float(torch.rand(1, generator=g)) for row, g in found.items()}
+
+
+def test_what_a_row_draws_is_its_seeds_and_positions_whoever_is_beside_it() -> None:
+    runner = Runner()
+    rows = noise.Rows(runner)
+    runner.add("a", 3, **{noise.SEED: 11})
+    runner.add("b", 5, **{noise.SEED: 12})
+    before = draws_of(rows, 2)
+    assert before is not None and draws_of(rows, 2) == before
+    runner.requests["a"].output_token_ids.append(7)  # the next step
+    after = draws_of(rows, 2)
+    assert after is not None and after[1] == before[1] and after[0] != before[0]
+    runner.input_batch.req_ids = ["b", "a"]  # vLLM moves rows about
+    assert draws_of(rows, 2) == {0: after[1], 1: after[0]}
+    runner.input_batch.req_ids = ["b"]
+    assert draws_of(rows, 1) == {0: after[1]}
+
+
+def test_a_batch_with_a_row_that_has_no_seed_is_drawn_in_vllms_way() -> None:
+    runner = Runner()
+    rows = noise.Rows(runner)
+    runner.add("a", **{noise.SEED: 11, noise.PLAIN: True})
+    assert rows.are_plain(1) and draws_of(rows, 1) is not None
+    runner.add("warm-up")
+    assert not rows.are_plain(2) and draws_of(rows, 2) is None
+    runner.input_batch.req_ids = ["a", "gone"]
+    assert draws_of(rows, 2) is None
+    runner.input_batch.req_ids = ["a"]
+    assert draws_of(rows, 2) is None, "other rows than it knows of"
+    assert rows.are_plain(1)
+
+
+def test_one_row_that_is_not_plain_makes_a_batch_that_is_not() -> None:
+    runner = Runner()
+    rows = noise.Rows(runner)
+    runner.add("a", **{noise.SEED: 11, noise.PLAIN: True})
+    runner.add("b", **{noise.SEED: 12})
+    assert not rows.are_plain(2)
+    runner.input_batch.req_ids = ["a"]
+    assert rows.are_plain(1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig
 from slipstream.engines.base import Engine
+from slipstream.garbage import leave_what_is_loaded
 from slipstream.gateway.attach import knock, serve_engine
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ async def host(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await knock(address, token, MAX_MESSAGE_BYTES, ca)
     engine, ended = await _start(model, name, options)
+    leave_what_is_loaded()
     log.info("engine %s: %s, tp=%d, pid %d", name, engine.describe().model, options.tp, os.getpid())
     on_registered = ready.touch if ready is not None else None
     serving = asyncio.create_task(serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered, ca))

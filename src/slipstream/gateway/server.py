@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from slipstream.config import GatewayConfig
 from slipstream.errors import ConfigError, Unauthorized
+from slipstream.garbage import leave_what_is_loaded
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway import slipstream_pb2_grpc, wire
 from slipstream.gateway.service import Service
@@ -125,6 +126,7 @@ async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event, besid
             part.write_text(json.dumps({"address": address, "pid": os.getpid(), **facts}))
             part.rename(address_file)  # whoever finds the file finds all of it
             log.info("gateway listens on %s", address)
+            leave_what_is_loaded()
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             await stop.wait()

@@ -43,8 +43,9 @@ class Extension:
         old = self.model_runner.sampler
         new = TwofoldSampler.__new__(TwofoldSampler)
         new.__dict__.update(old.__dict__)
+        new.rows = noise.Rows(self.model_runner)
         self.model_runner.sampler = new
-        noise.install(self.model_runner)
+        noise.install(self.model_runner, new.rows)
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
         self._slipstream_names = frozenset(names)

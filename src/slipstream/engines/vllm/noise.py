@@ -13,13 +13,14 @@ import xxhash
 
 SEED = "slipstream_seed"
 """Among a request's `extra_args`."""
+PLAIN = "slipstream_plain"
+"""Among them, if what is drawn from is the model's own distribution, unchanged."""
 
 BLOCK = 4096
 
 
-def install(model_runner: Any) -> None:
+def install(model_runner: Any, rows: Rows) -> None:
     """In a worker: from now on vLLM's sampler draws so, wherever every row of a batch has a seed of ours."""
-    rows = Rows(model_runner)
     if model_runner.device.type == "cpu":
         sampler = model_runner.sampler.topk_topp_sampler
         whole = sampler.forward
@@ -39,40 +40,62 @@ def install(model_runner: Any) -> None:
 
 
 class Rows:
-    """Who draws in this step. Seeds are looked up when the batch has changed, which most steps do not do."""
+    """Who draws in this step. What does not change from one step to the next is looked up when the batch has changed, which
+    most steps do not do: this runs for every token of every row."""
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
         self._names: list[str] = []
         self._seeds: list[int] = []
+        self._states: list[Any] = []
+        self._plain = False
+        self._on_device: Any = None
+        """The seeds."""
+
+    def are_plain(self, num_rows: int) -> bool:
+        """Whether all draw from the model's own distribution."""
+        return self._find(num_rows) and self._plain
 
     def keys(self, num_rows: int) -> tuple[Any, Any] | None:
         """Seeds and positions on the device."""
+        if not self._find(num_rows):
+            return None
+        if self._on_device is None:
+            self._on_device = self._uploaded(self._seeds)
+        return self._on_device, self._uploaded(self._positions())
+
+    def _uploaded(self, values: list[int]) -> Any:
+        """Without waiting for what the device is doing."""
         import torch
 
-        if (found := self._find(num_rows)) is None:
-            return None
-        keys = torch.tensor(found, dtype=torch.int64).pin_memory().to(self._runner.device, non_blocking=True)
-        return keys[0], keys[1]
+        held = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+        return held.to(self._runner.device, non_blocking=True)
 
     def generators(self, num_rows: int) -> dict[int, Any] | None:
         import torch
 
-        if (found := self._find(num_rows)) is None:
+        if not self._find(num_rows):
             return None
-        return {row: torch.Generator().manual_seed(_mix(*key)) for row, key in enumerate(zip(*found))}
+        keys = zip(self._seeds, self._positions())
+        return {row: torch.Generator().manual_seed(_mix(*key)) for row, key in enumerate(keys)}
 
-    def _find(self, num_rows: int) -> tuple[list[int], list[int]] | None:
-        """Seeds and positions of the batch's rows; None when a row has no seed (vLLM measures itself with such requests)."""
+    def _positions(self) -> list[int]:
+        return [len(state.output_token_ids) for state in self._states]
+
+    def _find(self, num_rows: int) -> bool:
+        """Whether every row of the batch has a seed of ours (vLLM measures itself with requests that have none)."""
         names, requests = self._runner.input_batch.req_ids, self._runner.requests
-        if len(names) != num_rows or any(name not in requests for name in names):
-            return None
+        if len(names) != num_rows:
+            return False
         if names != self._names:
-            extras = [requests[name].sampling_params.extra_args or {} for name in names]
+            states = [requests.get(name) for name in names]
+            extras = [(state.sampling_params.extra_args if state else None) or {} for state in states]
             if any(SEED not in extra for extra in extras):
-                return None
-            self._names, self._seeds = [*names], [extra[SEED] for extra in extras]
-        return self._seeds, [len(requests[name].output_token_ids) for name in names]
+                return False
+            self._names, self._states = [*names], states
+            self._seeds, self._on_device = [extra[SEED] for extra in extras], None
+            self._plain = all(PLAIN in extra for extra in extras)
+        return True
 
 
 def _mix(seed: int, position: int) -> int:

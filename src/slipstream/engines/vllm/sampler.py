@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from vllm.v1.sample.sampler import Sampler
 
+from slipstream.engines.vllm.noise import Rows
+
 GREEDY = 1e-5
 """Temperatures below this are greedy, as vLLM has it."""
 
@@ -18,12 +20,20 @@ class TwofoldSampler(Sampler):
     raw one, then the raw ones of the likeliest. So whoever wants k of these asks for k + 1. Greedy tokens have their
     raw logprob in both."""
 
+    rows: Rows
+
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         count = sampling_metadata.max_num_logprobs
         if count is None:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
-        raw = self.compute_logprobs(logits)  # before it is changed in place
         drawn_only = replace(sampling_metadata, max_num_logprobs=0)  # it need not look for the likeliest ones, too
+        if count == 1 and self.rows.are_plain(len(logits)):  # both are the same: a look at the whole vocabulary less
+            out = super().forward(logits, drawn_only, *args, **kwargs)
+            ids, logprobs = out.logprobs_tensors.logprob_token_ids[:, :1], out.logprobs_tensors.logprobs[:, :1]
+            twice = {"logprob_token_ids": ids.expand(-1, 2), "logprobs": logprobs.expand(-1, 2)}
+            out.logprobs_tensors = out.logprobs_tensors._replace(**twice)
+            return out
+        raw = self.compute_logprobs(logits)  # before it is changed in place
         out = super().forward(logits, drawn_only, *args, **kwargs)
         found = out.logprobs_tensors
         token = found.logprob_token_ids[:, :1].long()

@@ -20,6 +20,7 @@ def sampling_params(sample: Sample) -> Any:
     ticket, sampling = sample.ticket, sample.ticket.sampling
     seed = xxhash.xxh3_64_intdigest(f"{ticket.seed} {sample.sample_index}".encode()) >> 1
     looks = ticket.find_stop is not None or ticket.tells
+    extras = {noise.SEED: seed, **({noise.PLAIN: True} if sampling.is_plain else {})}
     try:
         return SamplingParams(
             temperature=sampling.temperature,
@@ -29,7 +30,7 @@ def sampling_params(sample: Sample) -> Any:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            extra_args={noise.SEED: seed},
+            extra_args=extras,
             stop_token_ids=list(ticket.stop),
             ignore_eos=True,  # the model's own end-of-sequence tokens are among the stop tokens, if they count
             min_tokens=sampling.min_tokens,
