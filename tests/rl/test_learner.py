@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.rl import experience
 from slipstream.rl.batch import Batch, make_batch
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimiserConfig, TrainConfig
 from slipstream.rl.experience import prepare, scorer
@@ -124,6 +125,34 @@ def test_packed_rows_teach_the_same(kind, batch, monkeypatch):
     whole, rows = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
     assert all(shape[1] == 16 and shape[0] % config.micro_batches == 0 for shape in rows)
     assert sum(n for n, _ in rows) < sum(n for n, _ in whole)
+
+
+@pytest.mark.parametrize(
+    "shares, most", [({"micro_batches": 4}, 2), ({"minibatches": 2, "micro_batches": 2}, 2), ({"minibatches": 4}, 8)]
+)
+def test_no_pass_takes_more_rows_than_a_micro_batch(shares, most, batch, monkeypatch):
+    """Nor those that only look: reference, values, and the policy before the step."""
+    config = replace(PPO, correction=CorrectionConfig("tis"))
+    seen = []
+
+    def counting(make):
+        def made(*args):
+            score = make(*args)
+            return lambda *params_and_batch: seen.append(len(params_and_batch[-1].tokens)) or score(*params_and_batch)
+
+        return made
+
+    learner = Learner(replace(config, **shares), MODEL, PARAMS, SEED)
+    whole = Learner(config, MODEL, PARAMS, SEED)
+    expected = whole.prepare(batch, REWARDS)
+    monkeypatch.setattr(experience, "scorer", counting(experience.scorer))
+    monkeypatch.setattr(experience, "critic", counting(experience.critic))
+    found = learner.prepare(batch, REWARDS)
+    for name in ("reference", "values", "returns", "advantages"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
+    logprobs = learner.logprobs(batch, 0.7)
+    assert len(seen) == 3 * len(batch.tokens) / most and set(seen) == {most}
+    np.testing.assert_allclose(logprobs, whole.logprobs(batch, 0.7), rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_that_teaches_nothing_is_one_empty_row(batch):

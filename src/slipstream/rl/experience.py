@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from slipstream.rl.batch import Batch
 from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.train_step import Weights
 
+Over: TypeAlias = Callable[[Callable[[Batch], jax.Array], Batch], np.ndarray]
+"""`over(score, batch)` is `score(batch)`, for a score that looks at each row by itself."""
+
 
 def prepare(
     batch: Batch,
@@ -26,13 +30,13 @@ def prepare(
     model: ModelConfig,
     config: AlgorithmConfig,
     reference: Params | None = None,
-    place: Callable[[Batch], Batch] = lambda batch: batch,
+    over: Over = lambda score, batch: np.asarray(score(batch)),
 ) -> Batch:
     """Fills in what `config` needs, from rewards [prompts, G] in the order of the batch's rows; not packed yet. A sample whose
     reward is NaN is left out: it has mask 0, and the advantages of its group are those of a group without it, if two are left.
 
     `reference` is the policy that `config.kl` pulls towards, needed where its weight is not 0 and the batch does not have that
-    policy's logprobs. `place` puts a batch on the devices that the weights are on."""
+    policy's logprobs. `over` says how a batch goes through the model: on which devices, how many rows at a time."""
     if rewards.ndim != 2 or rewards.size != len(batch.tokens):
         raise ConfigError(
             f"rewards must be [prompts, samples], one for each of {len(batch.tokens)} rows; got {rewards.shape}"
@@ -43,11 +47,11 @@ def prepare(
             raise ConfigError(
                 "kl.weight is set, which needs a reference policy: the weights that training started from"
             )
-        logprobs = np.asarray(scorer(model, config.temperature)(reference, place(batch)))
+        logprobs = over(functools.partial(scorer(model, config.temperature), reference), batch)
         batch = batch._replace(reference=logprobs * batch.mask)
     recipe = config.recipe
     if recipe.token_rewards:
-        batch = _token_advantages(batch, rewards, weights, model, config, place)
+        batch = _token_advantages(batch, rewards, weights, model, config, over)
     else:
         batch = batch._replace(advantages=outcome_advantages(rewards, config).reshape(-1, 1) * batch.mask)
     if recipe.filter_groups:
@@ -110,7 +114,7 @@ def _token_advantages(
     weights: Weights,
     model: ModelConfig,
     config: AlgorithmConfig,
-    place: Callable[[Batch], Batch],
+    over: Over,
 ) -> Batch:
     penalty = None
     if batch.reference is not None:
@@ -118,6 +122,6 @@ def _token_advantages(
     earned = advantages.token_rewards(rewards.reshape(-1), batch.mask, penalty)
     if weights.critic is None:
         return batch._replace(advantages=advantages.batch(earned, batch.mask))
-    values = np.asarray(critic(model)(weights.policy, weights.critic, place(batch))) * batch.mask
+    values = over(functools.partial(critic(model), weights.policy, weights.critic), batch) * batch.mask
     found, returns = advantages.gae(earned, values, batch.mask, config.value.gamma, config.value.lam)
     return batch._replace(advantages=advantages.normalised(found, batch.mask), values=values, returns=returns)

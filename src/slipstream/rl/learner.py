@@ -6,8 +6,8 @@ policy thought of them before the first (`Batch.old`) is what a correction compa
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from pathlib import Path
 
 import jax
@@ -53,11 +53,11 @@ class Learner:
     def prepare(self, batch: Batch, rewards: np.ndarray) -> Batch:
         """`experience.prepare`, with these weights."""
         weights, model, config = self.state.weights, self._model, self._config
-        return experience.prepare(batch, rewards, weights, model, config, self._reference, self._placed)
+        return experience.prepare(batch, rewards, weights, model, config, self._reference, self._over)
 
     def logprobs(self, batch: Batch, temperature: float) -> np.ndarray:
         """[B, T − 1]: what the policy gives to a batch's tokens."""
-        return np.asarray(experience.scorer(self._model, temperature)(self.policy, self._placed(batch)))
+        return self._over(partial(experience.scorer(self._model, temperature), self.policy), batch)
 
     def learn(self, step: int, batch: Batch) -> Metrics:
         """Moves the weights by what a prepared batch teaches; the metrics are means over the updates. Returns once the new
@@ -71,6 +71,13 @@ class Learner:
         jax.block_until_ready(self.state)
         # Added up from the first, not from 0: the mean of one −0.0 is that.
         return Metrics(**jax.tree.map(lambda *each: reduce(operator.add, map(float, each)) / len(each), *found))
+
+    def _over(self, score: Callable[[Batch], jax.Array], batch: Batch) -> np.ndarray:
+        """See `experience.Over`: all rows at once, or, where memory is short, as many as a micro-batch of an update has."""
+        config, rows = self._config, np.arange(len(batch.tokens))
+        num_parts = config.minibatches * config.micro_batches if config.micro_batches > 1 else 1
+        parts = np.array_split(rows, min(num_parts, len(rows)))
+        return np.concatenate([np.asarray(score(self._placed(chosen(batch, rows)))) for rows in parts])
 
     def _placed(self, batch: Batch) -> Batch:
         """Each device with its rows, where they can be shared out; packed ones need not be equally many before."""
