@@ -50,7 +50,7 @@ def check(case, fleet):
         for name, most in MUCH.items():
             if isinstance(case.body.get(name), int):
                 case.body[name] = min(case.body[name], most)
-    response = case.call(base_url=fleet.url, headers=fleet.headers)
+    response = case.call(base_url=fleet.url, headers=fleet.headers, timeout=100)  # programs may have to be compiled
     case.validate_response(response, checks=CHECKS)
     if any(word in case.path for word in ("pause", "sleep", "wake")):  # the next call finds engines that run
         fleet.post("/resume")

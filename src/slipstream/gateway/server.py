@@ -122,13 +122,13 @@ async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event, besid
             facts = await stack.enter_async_context(beside(address, token, before)) if beside is not None else {}
             if config.ca:
                 facts = {**facts, "ca": str(Path(config.ca).resolve())}
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            leave_what_is_loaded()
             part = address_file.with_suffix(".part")
             part.write_text(json.dumps({"address": address, "pid": os.getpid(), **facts}))
             part.rename(address_file)  # whoever finds the file finds all of it
             log.info("gateway listens on %s", address)
-            leave_what_is_loaded()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, stop.set)
             await stop.wait()
     finally:
         address_file.unlink(missing_ok=True)
