@@ -239,7 +239,9 @@ def test_another_trainer_that_holds_the_updates_is_not_disturbed(fleet):
         assert refused["error"]["code"] == "UpdateInProgress"
     eventually(
         lambda: (
-            httpx.post(f"{fleet.url}/bridge/notify_update", json={"path": "step-3"}, headers=fleet.headers).is_success
+            httpx.post(
+                f"{fleet.url}/bridge/notify_update", json={"path": "step-3"}, headers=fleet.headers, timeout=60
+            ).is_success
         )
     )
 

@@ -54,6 +54,6 @@ def check(case, fleet):
     case.validate_response(response, checks=CHECKS)
     if any(word in case.path for word in ("pause", "sleep", "wake")):  # the next call finds engines that run
         fleet.post("/resume")
-        httpx.post(f"{fleet.url}/wake_up", headers=fleet.headers)
+        httpx.post(f"{fleet.url}/wake_up", headers=fleet.headers, timeout=60)
         if fleet.get("/is_sleeping")["is_sleeping"]:  # dropped, at level 2
             fleet.post("/bridge/notify_update", {"path": "step"})

@@ -62,7 +62,9 @@ def test_a_client_that_goes_takes_its_generation_with_it(served, path, stream):
         eventually(lambda: requests_of(served) == 0)
     finally:
         served.bridge.resume()
-    assert "slipstream_http_in_flight 0.0" in httpx.get(f"{served.url}/metrics", headers=served.headers).text
+    assert (
+        "slipstream_http_in_flight 0.0" in httpx.get(f"{served.url}/metrics", headers=served.headers, timeout=60).text
+    )
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(served):
@@ -144,9 +146,9 @@ def test_it_listens_on_loopback_and_comes_back_at_the_same_port(tmp_path):
         assert len(listening) == 2 and {a.ip.removeprefix("::ffff:") for a in listening} == {"127.0.0.1"}
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert not any(word in maps for word in ("jaxlib", "torch", "libcuda"))
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         token = (tmp_path / "token").read_text()
-        assert httpx.get(f"{url}/ready", headers={"Authorization": f"Bearer {token}"}).status_code == 503
+        assert httpx.get(f"{url}/ready", headers={"Authorization": f"Bearer {token}"}, timeout=60).status_code == 503
         process.send_signal(signal.SIGKILL)
         process.wait()
         process = start(tmp_path, "--http", "0")

@@ -20,7 +20,7 @@ from slipstream.model import decoder
 from slipstream.model.config import ModelConfig
 model, run_dir = sys.argv[1:]
 params = decoder.init(ModelConfig.read(model), jax.random.key(0))
-with slipstream.launch(model, engines=2, run_dir=run_dir, timeout=5) as bridge:
+with slipstream.launch(model, engines=2, run_dir=run_dir, timeout=30) as bridge:
     print("up", flush=True)
     while True:
         bridge.sync(params)

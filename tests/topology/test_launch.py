@@ -266,7 +266,7 @@ def test_an_engine_killed_while_generating(model, tmp_path):
 
 
 def test_a_gateway_killed_is_a_typed_error_and_takes_its_engines_along(model, tmp_path):
-    with slipstream.launch(model[0], engine=OPTIONS, run_dir=tmp_path, timeout=5) as bridge:
+    with slipstream.launch(model[0], engine=OPTIONS, run_dir=tmp_path, timeout=15) as bridge:
         engine = bridge.status().engines[0].info.pid
         gateway = json.loads((tmp_path / "gateway.json").read_text())["pid"]
         os.kill(gateway, signal.SIGKILL)
@@ -279,8 +279,8 @@ def test_a_gateway_killed_is_a_typed_error_and_takes_its_engines_along(model, tm
 
 
 def test_an_engine_that_was_stopped_is_lost_and_comes_back(model, tmp_path):
-    gateway = slipstream.GatewayConfig(lease_seconds=1.0)
-    with slipstream.launch(model[0], engine=OPTIONS, gateway=gateway, run_dir=tmp_path, timeout=3) as bridge:
+    gateway = slipstream.GatewayConfig(lease_seconds=2.0)
+    with slipstream.launch(model[0], engine=OPTIONS, gateway=gateway, run_dir=tmp_path, timeout=10) as bridge:
         before = tokens(bridge)
         (engine,) = bridge.status().engines
         os.kill(engine.info.pid, signal.SIGSTOP)
