@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,22 @@ def hf_model(config: ModelConfig, seed: int = 0) -> Any:
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not loaded[problem], f"{problem}: {loaded[problem]}"
     return model.eval()
+
+
+def hf_greedy(module: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """What transformers itself generates, wherever the module is."""
+    import torch
+
+    ids = torch.tensor([list(prompt)], device=module.device)
+    found = module.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(found[0, len(prompt) :].tolist())
 
 
 def hf_directory(path: Path, name: str = "llama", seed: int = 0, tokenizer: bool = False, **over: Any) -> Path:

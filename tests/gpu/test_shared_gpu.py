@@ -17,7 +17,7 @@ import slipstream
 from slipstream.config import EngineConfig
 from slipstream.errors import Unsupported
 from slipstream.types import SamplingParams
-from tests.tiny import hf_model, tiny_config, write_config
+from tests.tiny import hf_greedy, hf_model, tiny_config, write_config
 
 pytestmark = pytest.mark.gpu
 
@@ -40,17 +40,8 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     found.cuda.empty_cache()
 
 
-def by_transformers(torch: Any, module: Any) -> tuple[int, ...]:
-    ids = torch.tensor([PROMPT], device="cuda")
-    found = module.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=COUNT,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return tuple(found[0, len(PROMPT) :].tolist())
+def by_transformers(module: Any) -> tuple[int, ...]:
+    return hf_greedy(module, PROMPT, COUNT)
 
 
 def by_engine(bridge: Any) -> tuple[int, ...]:
@@ -81,7 +72,7 @@ def test_a_step_of_the_optimiser_is_what_the_engine_serves(torch: Any, tmp_path:
             learn(torch, module, optimiser, shared)
             assert shared.version == version
             if dtype == "float32":
-                assert by_engine(bridge) == by_transformers(torch, module)
+                assert by_engine(bridge) == by_transformers(module)
             assert bridge.verify(dict(module.named_parameters())).differences == ()
         assert by_engine(bridge) != before
         report = shared.report
@@ -104,13 +95,13 @@ def test_there_is_one_copy_of_the_parameters(torch: Any, tmp_path: Path) -> None
     optimiser = torch.optim.SGD(module.parameters(), lr=0.01)
     with slipstream.launch(write_config(tmp_path / "m", config), engine=OPTIONS, run_dir=tmp_path / "run") as bridge:
         update_weights(bridge, module)
-        assert by_engine(bridge) == by_transformers(torch, module)
+        assert by_engine(bridge) == by_transformers(module)
         copied = used()
         shared = share_weights(bridge, module)
         for _ in range(3):
             learn(torch, module, optimiser, shared)
             module.zero_grad(set_to_none=True)
-            assert by_engine(bridge) == by_transformers(torch, module)
+            assert by_engine(bridge) == by_transformers(module)
         together = used()
     print(f"{size / 1e9:.2f} GB of parameters; used after a copy {copied / 1e9:.2f} GB, shared {together / 1e9:.2f} GB")
     assert together < copied - size / 2, "the engine has a copy of its own"
@@ -146,11 +137,11 @@ def test_a_trainer_that_is_killed_while_its_memory_is_mapped(torch: Any, tmp_pat
         )
         assert done.returncode == -signal.SIGKILL and "shared" in done.stdout, done.stderr
         if where == "between":
-            expected = by_transformers(torch, hf_model(config, seed=2).to("cuda"))
+            expected = by_transformers(hf_model(config, seed=2).to("cuda"))
             assert by_engine(bridge) == expected, "the last version of the trainer that is gone"
         module = hf_model(config, seed=3).to("cuda")
         share_weights(bridge, module)
-        assert by_engine(bridge) == by_transformers(torch, module)
+        assert by_engine(bridge) == by_transformers(module)
 
 
 def test_a_module_elsewhere_is_refused(torch: Any, tmp_path: Path) -> None:

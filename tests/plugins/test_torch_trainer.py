@@ -15,7 +15,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import MappingError, NotReady, Unsupported, VersionError
 from slipstream.plugins.torch_trainer import share_weights, update_weights
 from slipstream.types import SamplingParams
-from tests.tiny import hf_model, tiny_config, variant, write_config
+from tests.tiny import hf_greedy, hf_model, tiny_config, variant, write_config
 from tests.weights.memfd import stand_in
 
 PROMPT = (5, 7, 11, 13, 17)
@@ -27,16 +27,7 @@ LARGE = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024}
 
 
 def by_transformers(module):
-    ids = torch.tensor([PROMPT])
-    found = module.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=COUNT,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return tuple(found[0, len(PROMPT) :].tolist())
+    return hf_greedy(module, PROMPT, COUNT)
 
 
 def by_engine(bridge):
