@@ -1,7 +1,7 @@
 """Python's garbage collector, kept from stopping a process that serves.
 
-A full collection looks at every object that there is. A process that has imported vLLM has 600,000 of them (JAX: 100,000), which
-stay: a third of a second in which nobody is answered, every few seconds under load."""
+A full collection looks at every object that there is. A process that has imported vLLM has 600,000 of them (JAX: 100,000),
+which stay: a third of a second in which nobody is answered, every few seconds under load."""
 
 from __future__ import annotations
 
