@@ -182,11 +182,7 @@ def _device_of(module: torch.nn.Module, has_weights: bool) -> torch.device:
 
 def _tensor_over(array: np.ndarray | Foreign) -> torch.Tensor:
     """A tensor whose values are the array's memory."""
-    if isinstance(array, Foreign):
-        return torch.from_dlpack(array)
-    if array.dtype.name == "bfloat16":  # which torch does not know of numpy's
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return torch.from_dlpack(array if isinstance(array, Foreign) else Foreign(array))
 
 
 def _lay(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:

@@ -74,9 +74,9 @@ class Learner:
 
     def _over(self, score: Callable[[Batch], jax.Array], batch: Batch) -> np.ndarray:
         """See `experience.Over`: all rows at once, or, where memory is short, as many as a micro-batch of an update has."""
-        config, rows = self._config, np.arange(len(batch.tokens))
+        config, num_rows = self._config, len(batch.tokens)
         num_parts = config.minibatches * config.micro_batches if config.micro_batches > 1 else 1
-        parts = np.array_split(rows, min(num_parts, len(rows)))
+        parts = np.array_split(np.arange(num_rows), min(num_parts, num_rows))
         return np.concatenate([np.asarray(score(self._placed(chosen(batch, rows)))) for rows in parts])
 
     def _placed(self, batch: Batch) -> Batch:

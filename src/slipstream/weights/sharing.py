@@ -117,7 +117,6 @@ class Sharing:
             await self._roll_back(version)
             raise
         committed = time.perf_counter()
-        kind = self._kind or ""
         self._attached = {_process(e) for e in update.engines if e.name in commits}
         return SyncReport(
             version=version,
@@ -127,7 +126,7 @@ class Sharing:
             stage_seconds=staged - hashed,
             commit_seconds=committed - staged,
             total_seconds=committed - update.started,
-            engines=tuple(EngineSync(name, kind, stages[name], commits[name]) for name in commits),
+            engines=tuple(EngineSync(name, self._kind, stages[name], commits[name]) for name in commits),
             lost=tuple(e.name for e in update.engines if e.name not in commits),
         )
 
@@ -179,7 +178,7 @@ def _problem(engine: EngineInfo) -> str:
         return "it runs on another host"
     if engine.num_ranks > 1 or not all(map(_is_whole, engine.parameters)):
         return "a module holds whole tensors, and its ranks hold parts of them, or several in one"
-    if _kind(engine) is None:
+    if not _kind(engine):
         return (
             "it does not take foreign memory for its own. The embedded engine does, on CPU and on a GPU, with tp=1 and "
             "without a draft model"
@@ -187,9 +186,9 @@ def _problem(engine: EngineInfo) -> str:
     return ""
 
 
-def _kind(engine: EngineInfo) -> str | None:
-    """Of memory that an engine serves from."""
-    return next((name for name in (NAME, CUDA_NAME) if name in engine.transports), None)
+def _kind(engine: EngineInfo) -> str:
+    """Of memory that an engine serves from; empty if there is none."""
+    return next((name for name in (NAME, CUDA_NAME) if name in engine.transports), "")
 
 
 def _memory_for(engine: EngineInfo, size: int, device: int) -> Memory:

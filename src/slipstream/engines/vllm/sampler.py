@@ -30,7 +30,7 @@ class TwofoldSampler(Sampler):
         if count == 1 and self.rows.are_plain(len(logits)):  # both are the same: a look at the whole vocabulary less
             out = super().forward(logits, drawn_only, *args, **kwargs)
             ids, logprobs = out.logprobs_tensors.logprob_token_ids[:, :1], out.logprobs_tensors.logprobs[:, :1]
-            twice = {"logprob_token_ids": ids.expand(-1, 2), "logprobs": logprobs.expand(-1, 2)}
+            twice = {"logprob_token_ids": ids.repeat(1, 2), "logprobs": logprobs.repeat(1, 2)}
             out.logprobs_tensors = out.logprobs_tensors._replace(**twice)
             return out
         raw = self.compute_logprobs(logits)  # before it is changed in place
