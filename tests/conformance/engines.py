@@ -403,8 +403,21 @@ def test_progress_is_the_beginning_of_what_comes(subject: Subject) -> None:
         tokens = told[completion.sample_index]
         assert completion.token_ids[: len(tokens)] == tuple(tokens)
         assert logprobs[completion.sample_index] == list(completion.logprobs[: len(tokens)])
-    silent = subject.generate(replace(asked, progress=False))
-    assert all(isinstance(outcome, Completion) for outcome in silent)
+
+
+def test_what_is_watched_is_what_comes_unwatched(subject: Subject) -> None:
+    """An engine may hand over tokens in other portions then."""
+    asked = request("only", subject.prompts[3], max_tokens=40, n=2, top_logprobs=2)
+    told = subject.generate(replace(asked, progress=True))
+    finished = sorted((o for o in told if isinstance(o, Completion)), key=lambda c: c.sample_index)
+    silent = subject.generate(asked)
+    assert len(silent) == len(finished) == 2
+    for watched, unwatched in zip(finished, sorted(silent, key=lambda c: c.sample_index)):
+        assert isinstance(unwatched, Completion) and len(unwatched.token_ids) == 40
+        assert watched.token_ids == unwatched.token_ids
+        assert [top.token_ids for top in watched.top_logprobs] == [top.token_ids for top in unwatched.top_logprobs]
+        assert_logprobs(subject, watched)
+        assert_logprobs(subject, unwatched)
 
 
 def test_forgetting_prefixes_changes_no_token(subject: Subject) -> None:

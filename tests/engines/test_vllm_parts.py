@@ -23,6 +23,8 @@ NAMES = {
     "vllm.engine.arg_utils": "AsyncEngineArgs",
     "vllm.v1.sample.sampler": "Sampler",
     "vllm.logprobs": "FlatLogprobs",
+    "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+    "vllm.v1.outputs": "LogprobsLists",
     "vllm.v1.engine.exceptions": "EngineDeadError",
 }
 

@@ -17,6 +17,8 @@ _NEEDED = {
     "vllm.engine.arg_utils": ("AsyncEngineArgs",),
     "vllm.v1.sample.sampler": ("Sampler",),
     "vllm.logprobs": ("FlatLogprobs",),
+    "vllm.v1.core.sched.async_scheduler": ("AsyncScheduler",),
+    "vllm.v1.outputs": ("LogprobsLists",),
     "vllm.v1.engine.exceptions": ("EngineDeadError",),
 }
 _METHODS = ("generate", "pause_generation", "resume_generation", "reset_prefix_cache", "collective_rpc", "shutdown")

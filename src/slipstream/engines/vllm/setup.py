@@ -57,6 +57,7 @@ def make_llm(directory: Path, model: ModelConfig, options: EngineConfig, has_wei
         "load_format": "auto" if has_weights else "dummy",
         "skip_tokenizer_init": True,  # prompts come as tokens, and text is made here
         "worker_extension_cls": "slipstream.engines.vllm.extension.Extension",
+        "scheduler_cls": "slipstream.engines.vllm.scheduler.make",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS + 1,
         "scheduling_policy": "priority",

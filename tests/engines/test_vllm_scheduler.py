@@ -1,0 +1,152 @@
+"""Parcels of tokens, with a scheduler in vLLM's place that hands over what a test says."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+
+class Kind(enum.Enum):
+    CUMULATIVE, FINAL_ONLY = range(2)
+
+
+class LogprobsLists(NamedTuple):
+    logprob_token_ids: np.ndarray
+    logprobs: np.ndarray
+    sampled_token_ranks: np.ndarray
+    cu_num_generated_tokens: list[int] | None = None
+
+
+class Scheduler:
+    """Every step, each request draws the number of the step, until its limit."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.requests: dict[str, Any] = {}
+        self.step = 0
+
+    def add(self, name: str, limit: int, kind: Kind = Kind.FINAL_ONLY, prompt_logprobs: int | None = None) -> None:
+        params = SimpleNamespace(output_kind=kind, prompt_logprobs=prompt_logprobs)
+        self.requests[name] = SimpleNamespace(sampling_params=params, limit=limit, drawn=0)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        self.step += 1
+        outputs = [self._draw(name, request) for name, request in list(self.requests.items())]
+        return {0: SimpleNamespace(outputs=outputs, finished_requests=None, scheduler_stats=None)} if outputs else {}
+
+    def _draw(self, name: str, request: Any) -> Any:
+        request.drawn += 1
+        ends = request.drawn == request.limit
+        if ends:
+            del self.requests[name]
+        column = np.array([[self.step, self.step]], np.int32)
+        return SimpleNamespace(
+            request_id=name,
+            new_token_ids=[self.step],
+            new_logprobs=LogprobsLists(column, -column.astype(np.float32), np.array([1])),
+            finish_reason="length" if ends else None,
+            prefill_stats="of the prompt" if request.drawn == 1 else None,
+        )
+
+    def finish_requests(self, names: Any, status: Any) -> list[str]:
+        for name in names:
+            del self.requests[name]
+        return list(names)
+
+
+class AsyncScheduler(Scheduler):
+    pass
+
+
+@pytest.fixture
+def parcels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    names = {
+        "vllm": {},
+        "vllm.sampling_params": {"RequestOutputKind": Kind},
+        "vllm.v1": {},
+        "vllm.v1.core": {},
+        "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
+        "vllm.v1.outputs": {"LogprobsLists": LogprobsLists},
+    }
+    for path, contents in names.items():
+        module = ModuleType(path)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, path, module)
+    monkeypatch.delitem(sys.modules, "slipstream.engines.vllm.scheduler", raising=False)
+    yield importlib.import_module("slipstream.engines.vllm.scheduler")
+    sys.modules.pop("slipstream.engines.vllm.scheduler", None)
+
+
+def config(ahead: bool = False) -> Any:
+    return SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
+
+
+def steps(scheduler: Any, count: int) -> list[tuple[int, Any]]:
+    """What was handed over, and at which step."""
+    return [
+        (scheduler.step, out)
+        for _ in range(count)
+        for answer in scheduler.update_from_output(None, None).values()
+        for out in answer.outputs
+    ]
+
+
+def test_it_is_made_of_the_scheduler_that_vllm_would_take(parcels: Any) -> None:
+    assert isinstance(parcels.make(vllm_config=config(ahead=True)), AsyncScheduler)
+    assert not isinstance(parcels.make(vllm_config=config()), AsyncScheduler)
+
+
+def test_tokens_wait_for_a_parcel_or_the_end(parcels: Any) -> None:
+    scheduler = parcels.make(vllm_config=config())
+    limit = 2 * parcels.PARCEL + 3
+    scheduler.add("a", limit)
+    sent = steps(scheduler, limit)
+    assert [at for at, _ in sent] == [parcels.PARCEL, 2 * parcels.PARCEL, limit]
+    assert [token for _, out in sent for token in out.new_token_ids] == list(range(1, limit + 1))
+    for _, out in sent:
+        ids, logprobs, ranks, _ = out.new_logprobs
+        assert ids[:, 0].tolist() == out.new_token_ids == (-logprobs[:, 1]).tolist()
+        assert ids.shape == logprobs.shape == (len(out.new_token_ids), 2) and len(ranks) == len(ids)
+    assert [out.finish_reason for _, out in sent] == [None, None, "length"]
+    assert [out.prefill_stats for _, out in sent] == ["of the prompt", None, None]
+
+
+def test_a_step_in_which_all_wait_says_nothing(parcels: Any) -> None:
+    scheduler = parcels.make(vllm_config=config())
+    scheduler.add("a", 10)
+    assert scheduler.update_from_output(None, None) == {}
+
+
+def test_who_is_watched_waits_for_nobody(parcels: Any) -> None:
+    scheduler = parcels.make(vllm_config=config())
+    scheduler.add("watched", 5, Kind.CUMULATIVE)
+    scheduler.add("scored", 5, prompt_logprobs=1)
+    scheduler.add("not", 5)
+    sent = steps(scheduler, 5)
+    assert [at for at, out in sent if out.request_id == "watched"] == [1, 2, 3, 4, 5]
+    assert [at for at, out in sent if out.request_id == "scored"] == [1, 2, 3, 4, 5]
+    assert [(at, out.new_token_ids) for at, out in sent if out.request_id == "not"] == [(5, [1, 2, 3, 4, 5])]
+
+
+def test_what_is_called_off_is_forgotten(parcels: Any) -> None:
+    scheduler = parcels.make(vllm_config=config())
+    scheduler.add("a", 10)
+    scheduler.add("b", 10)
+    assert steps(scheduler, 3) == []
+    assert scheduler.finish_requests(["a"], "aborted") == ["a"]
+    scheduler.add("a", 2)  # another of that name has nothing of it
+    sent = {out.request_id: out.new_token_ids for _, out in steps(scheduler, 7)}
+    assert sent == {"a": [4, 5], "b": list(range(1, 11))}
+
+
+def test_without_logprobs_there_are_none(parcels: Any) -> None:
+    parts = [SimpleNamespace(new_token_ids=[i], new_logprobs=None, prefill_stats=None) for i in range(3)]
+    assert parcels.joined(parts).new_token_ids == [0, 1, 2] and parcels.joined(parts[:1]) is parts[0]
