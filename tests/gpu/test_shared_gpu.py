@@ -16,6 +16,7 @@ import pytest
 import slipstream
 from slipstream.config import EngineConfig
 from slipstream.errors import Unsupported
+from slipstream.model.config import ModelConfig
 from slipstream.types import SamplingParams
 from tests.tiny import hf_greedy, hf_model, tiny_config, write_config
 
@@ -27,6 +28,11 @@ GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
 OPTIONS = EngineConfig(max_concurrency=8, max_model_len=64, kv_cache_tokens=1024)
 LARGE = {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 4096}
 """About 0.8 GB in float32: enough to be seen."""
+
+
+def small(**over: Any) -> ModelConfig:
+    """With heads that the GPU kernels take."""
+    return tiny_config(head_dim=16, **over)
 
 
 @pytest.fixture
@@ -61,7 +67,7 @@ def learn(torch: Any, module: Any, optimiser: Any, shared: Any) -> None:
 def test_a_step_of_the_optimiser_is_what_the_engine_serves(torch: Any, tmp_path: Path, dtype: Any) -> None:
     from slipstream.plugins.torch_trainer import share_weights
 
-    config = tiny_config()
+    config = small()
     module = hf_model(config, seed=1).to("cuda", getattr(torch, dtype))
     optimiser = torch.optim.SGD(module.parameters(), lr=0.5)
     options = EngineConfig(max_concurrency=8, max_model_len=64, dtype=dtype)
@@ -89,7 +95,7 @@ def test_there_is_one_copy_of_the_parameters(torch: Any, tmp_path: Path) -> None
         free, total = torch.cuda.mem_get_info()
         return total - free
 
-    config = tiny_config(**LARGE)
+    config = small(**LARGE)
     module = hf_model(config, seed=1).to("cuda")
     size = sum(p.numel() * p.element_size() for p in module.parameters())
     optimiser = torch.optim.SGD(module.parameters(), lr=0.01)
@@ -111,7 +117,7 @@ KILLED = """
 import os, signal, sys, torch, slipstream
 from slipstream.plugins.torch_trainer import share_weights
 from tests.tiny import hf_model, tiny_config
-module = hf_model(tiny_config(), seed=2).to("cuda")
+module = hf_model(tiny_config(head_dim=16), seed=2).to("cuda")
 bridge = slipstream.connect(sys.argv[1])
 shared = share_weights(bridge, module)
 if sys.argv[2] == "inside":
@@ -125,7 +131,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_trainer_that_is_killed_while_its_memory_is_mapped(torch: Any, tmp_path: Path, where: str) -> None:
     from slipstream.plugins.torch_trainer import share_weights
 
-    config = tiny_config()
+    config = small()
     model, run = write_config(tmp_path / "m", config), tmp_path / "run"
     with slipstream.launch(model, engine=OPTIONS, run_dir=run) as bridge:
         done = subprocess.run(
@@ -147,7 +153,7 @@ def test_a_trainer_that_is_killed_while_its_memory_is_mapped(torch: Any, tmp_pat
 def test_a_module_elsewhere_is_refused(torch: Any, tmp_path: Path) -> None:
     from slipstream.plugins.torch_trainer import share_weights
 
-    config = tiny_config()
+    config = small()
     model, run = write_config(tmp_path / "m", config), tmp_path / "run"
     with (
         slipstream.launch(model, engine=OPTIONS, run_dir=run) as bridge,

@@ -60,6 +60,16 @@ DECODE = Tile(rows=16, keys=64, num_warps=4, num_stages=3)
 PREFILL = Tile(rows=64, keys=64, num_warps=4, num_stages=3)
 
 
+def why_not(head_dim: int, page_size: int) -> str:
+    """Why the kernels do not take such a model; empty if they do."""
+    if head_dim & (head_dim - 1) or head_dim < 16 or page_size & (page_size - 1):
+        return (
+            "the GPU kernels need a head_dim that is a power of two, 16 at least, and a page_size that is a power of two; "
+            f"got head_dim={head_dim}, page_size={page_size}"
+        )
+    return ""
+
+
 @dataclass(frozen=True)
 class PallasAttention:
     """Attention over paged keys and values, and writing them.
@@ -82,11 +92,8 @@ class PallasAttention:
         num_pages: int, kv_heads: int, page_size: int, head_dim: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of a layer's keys and values."""
-        if head_dim & (head_dim - 1) or head_dim < 16 or page_size & (page_size - 1):
-            raise ValueError(
-                f"the GPU kernels need a head_dim that is a power of two, 16 at least, and a page_size that is a power "
-                f"of two; got head_dim={head_dim}, page_size={page_size}. Use the XLA attention for this model."
-            )
+        if why := why_not(head_dim, page_size):
+            raise ValueError(why)
         pages = (num_pages, kv_heads, page_size, head_dim)
         return pages, pages
 

@@ -79,14 +79,18 @@ def _memory() -> float:
     return CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def attention_for(options: EngineConfig) -> PagedAttention:
+def attention_for(options: EngineConfig, head_dim: int, page_size: int, backend: str) -> PagedAttention:
+    """Raises `ConfigError` where the kernels that were asked for do not take the model."""
     kind = options.attention
-    if kind == "auto":
-        kind = "pallas" if jax.default_backend() == "gpu" else "blockwise"
-    if kind == "pallas":
-        from slipstream.engines.embedded.attention_gpu import PallasAttention
+    if kind == "pallas" or (kind == "auto" and backend == "gpu"):
+        from slipstream.engines.embedded.attention_gpu import PallasAttention, why_not
 
-        return PallasAttention(deterministic=bool(options.deterministic))
+        why = why_not(head_dim, page_size)
+        if not why:
+            return PallasAttention(deterministic=bool(options.deterministic))
+        if kind == "pallas" or options.deterministic:
+            name = "attention='pallas'" if kind == "pallas" else "deterministic on a GPU"
+            raise ConfigError(f"{name} cannot be had for this model: {why}")
     return NaiveAttention() if kind == "naive" else BlockwiseAttention()
 
 
@@ -94,7 +98,8 @@ def attention_for(options: EngineConfig) -> PagedAttention:
 def programs_for(model: ModelConfig, options: EngineConfig, shapes: Shapes) -> Programs:
     """Engines of one shape in one process share what is compiled."""
     placement = Placement(model, options.tp, options.dtype)
-    return Programs(model, placement, shapes, attention_for(options))
+    attention = attention_for(options, model.head_dim, shapes.page_size, jax.default_backend())
+    return Programs(model, placement, shapes, attention)
 
 
 def keep_freed_memory() -> None:

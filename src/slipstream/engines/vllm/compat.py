@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from slipstream.errors import ConfigError
@@ -12,6 +13,10 @@ log = logging.getLogger(__name__)
 TESTED = ("0.26", "0.32")
 """Releases that the conformance suite has run against."""
 
+SECOND_RUNNER = ("0.26",)
+"""Releases whose second model runner we know; of others, the first one is used."""
+
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _NEEDED = {
     "vllm.v1.engine.async_llm": ("AsyncLLM",),
     "vllm.engine.arg_utils": ("AsyncEngineArgs",),
@@ -62,6 +67,21 @@ def is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def choose_runner(version: str) -> dict[str, str]:
+    """Variables for vLLM's environment, unless they have values already. By itself it takes the second model runner for most
+    models, on a GPU."""
+    if version.startswith(SECOND_RUNNER) and not is_cpu():
+        return {}
+    if os.environ.get(_RUNNER, "0") not in ("", "0"):
+        known = " and ".join(f"{v}.x" for v in SECOND_RUNNER)
+        raise ConfigError(f"{_RUNNER} asks for a model runner of vLLM {version} that we know of {known} only, on a GPU")
+    return {_RUNNER: "0"}
+
+
+def has_second_runner(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 async def stop_stepping(llm: Any) -> None:

@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader import get_model_loader
 
-from slipstream.engines.vllm import noise
-from slipstream.engines.vllm.compat import external_id
+from slipstream.engines.vllm import compat, noise
 from slipstream.engines.vllm.live import Live, NothingWritten, invented, prove, with_their_modules
 from slipstream.engines.vllm.sampler import TwofoldSampler
 from slipstream.model.config import ModelConfig
@@ -40,12 +39,7 @@ class Extension:
     def slipstream_install(self, owner: int, names: Sequence[str]) -> dict[str, int]:
         """Once, after the model is loaded. `owner` is the process that hosts the engine; without it there is no reason to
         live. `names` are those of all tensors of the model. Returns this process's pid, and the bytes of its KV cache."""
-        old = self.model_runner.sampler
-        new = TwofoldSampler.__new__(TwofoldSampler)
-        new.__dict__.update(old.__dict__)
-        new.rows = noise.Rows(self.model_runner)
-        self.model_runner.sampler = new
-        noise.install(self.model_runner, new.rows)
+        self._slipstream_counts = self._slipstream_sampler()
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
         self._slipstream_names = frozenset(names)
@@ -53,13 +47,25 @@ class Extension:
         threading.Thread(target=_follow, args=(owner,), name="slipstream-lifeline", daemon=True).start()
         return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
 
+    def _slipstream_sampler(self) -> Callable[[], dict[str, int]]:
+        """Puts a sampler of ours in the place of vLLM's. What is returned says how many tokens each request has drawn."""
+        runner = self.model_runner
+        if compat.has_second_runner(self.vllm_config):
+            from slipstream.engines.vllm.second_runner import TwofoldSlots
+
+            slots = TwofoldSlots.__new__(TwofoldSlots)
+            slots.take_over(runner)
+            return slots.drawn
+        sampler = TwofoldSampler.__new__(TwofoldSampler)
+        sampler.__dict__.update(runner.sampler.__dict__)
+        sampler.rows = noise.Rows(runner)
+        runner.sampler = sampler
+        noise.install(runner, sampler.rows)
+        return lambda: {name: len(state.output_token_ids) for name, state in runner.requests.items()}
+
     def slipstream_drawn(self) -> dict[str, int]:
         """How many tokens each request has drawn. Requests that never ran are not among them."""
-        return {
-            external_id(name): len(state.output_token_ids)
-            for name, state in self.model_runner.requests.items()
-            if state.output_token_ids
-        }
+        return {compat.external_id(name): count for name, count in self._slipstream_counts().items() if count}
 
     def slipstream_map(self, files: Sequence[str]) -> None:
         """From now on these files of shared memory can be loaded from, and no others."""

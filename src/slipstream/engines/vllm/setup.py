@@ -19,8 +19,6 @@ _BLOCK = {"cpu": 128, "gpu": 16}
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    # Our extension knows the first one.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 _ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -32,7 +30,7 @@ _ON_CPU = {
 def make_llm(directory: Path, model: ModelConfig, options: EngineConfig, has_weights: bool) -> Any:
     """vLLM's asynchronous engine, started. Raises `ConfigError` for what it cannot do."""
     _set(_ENVIRONMENT)
-    compat.check()
+    _set(compat.choose_runner(compat.check()))
     on_cpu = compat.is_cpu()
     if on_cpu:
         _prepare_cpu(model, options)
