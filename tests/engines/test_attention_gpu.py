@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from slipstream.config import EngineConfig
+from slipstream.engines.embedded.attention import BlockwiseAttention
 from slipstream.engines.embedded.attention_gpu import PallasAttention, Tile
+from slipstream.engines.embedded.setup import attention_for
+from slipstream.errors import ConfigError
 
 
 class How(NamedTuple):
@@ -203,3 +207,18 @@ def test_kernels_lower_to_triton(kernel: bool) -> None:
 def test_shapes_that_the_kernels_cannot_take_are_refused() -> None:
     with pytest.raises(ValueError, match="head_dim=80"):
         PallasAttention.layer_shapes(10, 2, 16, 80)
+
+
+def test_a_model_that_the_kernels_do_not_take_gets_another_attention() -> None:
+    auto = EngineConfig()
+    assert isinstance(attention_for(auto, 64, 16, "gpu"), PallasAttention)
+    assert isinstance(attention_for(auto, 80, 16, "gpu"), BlockwiseAttention)
+    assert isinstance(attention_for(auto, 64, 16, "cpu"), BlockwiseAttention)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"), [({"attention": "pallas"}, "attention='pallas'"), ({"deterministic": True}, "deterministic")]
+)
+def test_what_only_the_kernels_can_do_is_refused_for_such_a_model(asked: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{named}.* cannot be had for this model: .* got head_dim=80, page_size=16"):
+        attention_for(EngineConfig(**asked), 80, 16, "gpu")

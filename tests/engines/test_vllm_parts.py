@@ -18,6 +18,8 @@ from slipstream.types import SamplingParams, TopLogprobs, VersionSpan
 
 # --- which vLLM ---
 
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
 NAMES = {
     "vllm.v1.engine.async_llm": "AsyncLLM",
     "vllm.engine.arg_utils": "AsyncEngineArgs",
@@ -71,6 +73,26 @@ def test_what_is_missing_is_named(modules: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match="vLLM cannot be imported here"):
         compat.check()
+
+
+@pytest.mark.parametrize(
+    ("version", "on_cpu", "chosen"),
+    [("0.26.0", False, {}), ("0.26.0", True, {RUNNER: "0"}), ("0.32.1", False, {RUNNER: "0"})],
+)
+def test_the_second_model_runner_is_used_where_it_is_known(
+    monkeypatch: pytest.MonkeyPatch, version: str, on_cpu: bool, chosen: Any
+) -> None:
+    monkeypatch.setattr(compat, "is_cpu", lambda: on_cpu)
+    monkeypatch.delenv(RUNNER, raising=False)
+    assert compat.choose_runner(version) == chosen
+    monkeypatch.setenv(RUNNER, "1")
+    if chosen:
+        with pytest.raises(
+            ConfigError, match=rf"{RUNNER} asks for a model runner of vLLM {version} that we know of 0\.26"
+        ):
+            compat.choose_runner(version)
+    else:
+        assert compat.choose_runner(version) == {}
 
 
 def test_workers_know_a_request_by_a_longer_name() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,8 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import slipstream
 from slipstream.config import EngineConfig
-from slipstream.errors import MappingError
+from slipstream.errors import MappingError, TransferError
+from slipstream.types import Berths, CommitReport, StageReport
 from slipstream.weights import families
+from slipstream.weights import publisher as publisher_module
+from slipstream.weights.publisher import Publisher
 from slipstream.weights.source import named_tensors
 from slipstream.weights.transforms import Permute, Take, Unstack
 from slipstream.weights.trees import Rule, Target, TreeMapping, Within
@@ -164,3 +170,90 @@ def test_a_checksum_is_of_what_was_committed_last() -> None:
         assert unchanged(memory, {"k": array.copy()}) == {"k"}
         memory.keep({"k": between})
         assert unchanged(memory, {"k": array}) == set()
+
+
+# --- the order to swap, and what it is about ---
+
+
+class Outbox:
+    """Tells what happens, and in which order."""
+
+    note, berths = "", Berths(((b"link",),), b"")
+
+    def __init__(self, events: list[str], promises: bool, breaks: bool) -> None:
+        self._events, self._promises, self._breaks = events, promises, breaks
+
+    def promise(self, unchanged: Any, version: int) -> Any:
+        return ([b"manifest"], 4) if self._promises else None
+
+    def send(self, tensors: Any, unchanged: Any, version: int) -> Any:
+        self._events.append("send")
+        if self._breaks:
+            raise TransferError("the line is dead")
+        return [b"manifest"], 4
+
+    async def confirmed(self) -> None:
+        self._events.append("confirmed")
+
+    async def released(self) -> float:
+        return 0.0
+
+
+class Fleet:
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    async def swap(self, version: int, offers: Any, expected: Any, manifests: Any, in_flight: Any) -> None:
+        assert manifests == {"a": [[b"manifest"]]}
+        self._events.append("swap")
+
+    async def swapped(self) -> Any:
+        return {"a": StageReport(4, 0.0)}, {"a": CommitReport(0.0, 0.0)}
+
+    async def rollback(self, version: int) -> None:
+        self._events.append("rollback")
+
+
+def published(
+    monkeypatch: pytest.MonkeyPatch, ranks: int = 1, promises: bool = True, ready: bool = True, breaks: bool = False
+) -> list[str]:
+    """What happens in the second of two updates, when links are known."""
+    events: list[str] = []
+    route = SimpleNamespace(
+        engine=SimpleNamespace(name="a", num_ranks=ranks),
+        outbox=Outbox(events, promises, breaks),
+        is_quick=True,
+        way="here",
+        offer=lambda: None,
+        unchanged=lambda tensors: set(),
+        committed=lambda tensors, unchanged: None,
+        close=lambda: events.append("close"),
+    )
+    publisher = Publisher(Fleet(events))  # type: ignore[arg-type]
+    publisher._routes = {"a": route}  # type: ignore[dict-item]
+    monkeypatch.setattr(publisher, "_routes_for", lambda *_: dict(publisher._routes))
+    monkeypatch.setattr(publisher_module, "is_ready", lambda tensor: ready)
+    with contextlib.suppress(TransferError):
+        asyncio.run(publisher.publish({"w": jnp.ones(1)}, [route.engine], 2))
+    return events
+
+
+def test_the_order_is_on_its_way_while_a_rank_is_told_what_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch) == ["swap", "send", "confirmed"]
+
+
+def test_no_engine_waits_for_weights_that_are_still_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch, ready=False) == ["send", "swap", "confirmed"]
+
+
+def test_checksums_that_come_of_sending_go_with_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch, promises=False) == ["send", "swap", "confirmed"]
+
+
+def test_of_several_ranks_none_swaps_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch, ranks=2) == ["send", "confirmed", "swap"]
+
+
+def test_an_order_without_what_it_is_about_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is closed first: who waits at its other end hears that."""
+    assert published(monkeypatch, breaks=True) == ["swap", "send", "close", "rollback"]

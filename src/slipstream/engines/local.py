@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -46,6 +47,7 @@ class LocalFleet:
         self._begun: dict[str, Berths] = {}
         self._staged: dict[str, StageReport] = {}
         self._committed: dict[str, CommitReport] = {}
+        self._swap: asyncio.Task[None] | None = None
         self._desk: Desk | None = None
         self._is_paused = False
         self._version = -1
@@ -189,16 +191,25 @@ class LocalFleet:
         manifests: Mapping[str, Sequence[Sequence[bytes]]],
         in_flight: InFlight,
     ) -> None:
-        await self.begin(version, offers, False)
-        if self._begun != expected:
-            raise wants_elsewhere(self._name)
-        await self.stage(version, manifests)
-        await self.commit(version, in_flight)
+        async def all_of_it() -> None:
+            await self.begin(version, offers, False)
+            if self._begun != expected:
+                raise wants_elsewhere(self._name)
+            await self.stage(version, manifests)
+            await self.commit(version, in_flight)
+
+        self._swap = asyncio.create_task(all_of_it())  # it may wait for what is sent after this
 
     async def swapped(self) -> tuple[dict[str, StageReport], dict[str, CommitReport]]:
+        assert self._swap is not None
+        swap, self._swap = self._swap, None
+        await swap
         return self._staged, self._committed
 
     async def rollback(self, version: int) -> None:
+        if self._swap is not None:
+            swap, self._swap = self._swap, None
+            await asyncio.gather(swap, return_exceptions=True)  # what it waits for does not come: it ends by itself
         await self._engine.rollback(version)
 
     async def close(self) -> None:

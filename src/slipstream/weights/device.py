@@ -212,11 +212,20 @@ class DeviceOutbox:
     def note(self) -> str:
         return ", ".join(sorted({sender.note for sender in self._senders.values()} - {""}))
 
+    def promise(self, unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
+        """What `send` will return."""
+        sent = self._plan.changed(unchanged)
+        manifests, num_bytes = [], 0
+        for stream, sizes in zip(self._streams, self._sizes):
+            indices = [index for index, move in stream.items() if move.parameter in sent]
+            manifests.append(pack_manifest(version, dict.fromkeys(indices, 0)))
+            num_bytes += sum(map(sizes.__getitem__, indices))
+        return manifests, num_bytes
+
     def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """As `Outbox.send`. Returns when every array is computed and the engine's ranks know where, or have them."""
         assert self.berths is not None
         sent = self._plan.changed(unchanged)
-        manifests, num_bytes = [], 0
         self._pinned = [
             {index: self._piece(tensors, move) for index, move in stream.items() if move.parameter in sent}
             for stream in self._streams
@@ -225,9 +234,7 @@ class DeviceOutbox:
         for rank, pieces in enumerate(self._pinned):
             if self._streams[rank]:  # also when nothing changed: a rank may be waiting to hear it
                 self._sender(rank).send(version, pieces)
-            manifests.append(pack_manifest(version, dict.fromkeys(pieces, 0)))
-            num_bytes += sum(map(self._sizes[rank].__getitem__, pieces))
-        return manifests, num_bytes
+        return self.promise(unchanged, version)
 
     def _wait(self, tensors: Mapping[str, Tensor]) -> None:
         import jax

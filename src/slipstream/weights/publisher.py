@@ -283,18 +283,37 @@ class Publisher:
         in_flight: InFlight,
         expected: Mapping[str, Berths],
     ) -> _Run:
-        sent = await self._send(routes, tensors, unchanged, version)
-        handed_over = time.perf_counter()
         # A single rank swaps if it has everything, or not at all. Of several, each has to say that it has before any may.
         is_one = sum(route.engine.num_ranks for route in routes.values()) == 1
+        offers = {name: route.offer() for name, route in routes.items()}
+        promised = self._promised(routes, tensors, unchanged, version) if is_one else None
+        if promised is not None:
+            # The order goes by way of the gateway, and what it is about does not: they are on their way together, and whichever
+            # is there first waits for the other.
+            await self._fleet.swap(version, offers, expected, _manifests(promised), in_flight)
+        sent = await self._send(routes, tensors, unchanged, version)
+        handed_over = time.perf_counter()
         if not is_one:
             await self._confirmed(routes)
-        offers = {name: route.offer() for name, route in routes.items()}
-        await self._fleet.swap(version, offers, expected, _manifests(sent), in_flight)
+        if promised is None:
+            await self._fleet.swap(version, offers, expected, _manifests(sent), in_flight)
         if is_one:
             await self._confirmed(routes)
         stages, commits = await self._fleet.swapped()
         return _Run(routes, stages, commits, sum(size for _, size in sent.values()), handed_over, handed_over)
+
+    def _promised(
+        self,
+        routes: Mapping[str, _Route],
+        tensors: Mapping[str, Tensor],
+        unchanged: Mapping[str, set[str]],
+        version: int,
+    ) -> dict[str, tuple[list[bytes], int]] | None:
+        """What `_send` will return, if that can be said, and if an engine that waits for it will not wait for long."""
+        if not all(is_ready(tensor) for tensor in tensors.values()):
+            return None
+        found = {name: route.outbox.promise(unchanged[name], version) for name, route in routes.items()}
+        return {name: made for name, made in found.items() if made is not None} or None
 
     async def _confirmed(self, routes: Mapping[str, _Route]) -> None:
         for route in routes.values():

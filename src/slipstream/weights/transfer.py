@@ -67,6 +67,9 @@ class Outbox:
         """Nothing is read out of the trainer's memory."""
         return 0.0
 
+    def promise(self, unchanged: Set[str], version: int) -> None:
+        """Checksums are known when the bytes are sent."""
+
     def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
         unless all the tensors that it is made of are unchanged."""

@@ -24,6 +24,9 @@ from slipstream.weights.strided import Strided
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+OVERTAKEN_SECONDS = 2.0
+"""An order to write waits for the news of what, which is sent at the same time. No step runs meanwhile."""
+
 COPIED_BYTES = 64 << 20
 """Brought to host memory at a time, to be hashed."""
 
@@ -243,7 +246,7 @@ class Live:
         assert self._receiver is not None
         why = ""
         try:
-            self._receiver.wait(version, indices)
+            self._receiver.wait(version, indices, OVERTAKEN_SECONDS)
         except TransferError as error:
             why = f": {error}"
         if not self._is_staged(version, indices):

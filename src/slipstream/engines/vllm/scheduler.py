@@ -6,7 +6,8 @@ these small messages takes longer than the GPU takes to make the tokens. A sampl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
@@ -16,11 +17,11 @@ from vllm.v1.outputs import LogprobsLists
 
 PARCEL = 32
 
-Base = Scheduler if TYPE_CHECKING else object
 
-
-class Parcels(Base):
+class Parcels:
     """To be mixed into a scheduler of vLLM's."""
+
+    requests: Mapping[str, Any]
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -28,13 +29,13 @@ class Parcels(Base):
         """What each sample has drawn since its last parcel."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        answers = super().update_from_output(scheduler_output, model_runner_output)
+        answers = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for answer in answers.values():  # one for each process that asks
             answer.outputs = [out for drawn in answer.outputs if (out := self._sent(drawn)) is not None]
         return {who: answer for who, answer in answers.items() if _says_something(answer)}
 
     def finish_requests(self, *args: Any, **named: Any) -> Any:
-        found = super().finish_requests(*args, **named)
+        found = super().finish_requests(*args, **named)  # type: ignore[misc]
         for name in [name for name in self._held if name not in self.requests]:
             del self._held[name]
         return found
