@@ -160,7 +160,7 @@ def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) ->
     rollouts = bridge.rollouts(loop.bound, PROMPTS)
     texts: dict[str, str] = {}
     bridge.sync(params)
-    submitted = 0
+    submitted, syncing = 0, None
     for step in range(1, steps + 1):
         watch = Stopwatch()
         while submitted < min(step + loop.bound, steps):
@@ -180,9 +180,13 @@ def train(loop: Loop, bridge: Any, model_dir: Path, warm_up: int, steps: int) ->
         learner.learn(step, batch)
         watch.lap("train")
 
+        if syncing is not None:
+            syncing.result()
         if loop.bound and step < steps:
             rollouts.expect(bridge.version + 1)
-        bridge.sync(learner.policy)
+        syncing = bridge.start_sync(learner.policy)
+        if not loop.bound or step % BLOCK == 0:  # where a block ends, the engine is paused
+            syncing.result()
         watch.lap("sync")
         loop.seconds.append(watch.laps)
         loop.rewards.append(float(np.mean(rewards)))

@@ -13,6 +13,7 @@ import dataclasses
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Protocol, get_args
 
@@ -147,12 +148,24 @@ class Bridge:
 
         Tensors that did not change are not sent. With `partial`, `params` is a part of the tree (the layers that are
         trained), and the rest stays as it is. `in_flight` says what becomes of requests that are running."""
+        begun = self.start_sync(params, draft=draft, in_flight=in_flight, partial=partial, drop_failed=drop_failed)
+        return portal.result(begun)
+
+    def start_sync(
+        self,
+        params: Any,
+        *,
+        draft: Any = None,
+        in_flight: InFlight = "keep",
+        partial: bool = False,
+        drop_failed: bool = False,
+    ) -> Future[SyncReport]:
+        """As `sync`, and returns at once: `result()` of what is returned is the report, or raises. Until then `params` must be
+        neither donated nor written to, and no other sync can begin. For a trainer that goes on while engines finish what they
+        are at."""
         if not self._syncing.acquire(blocking=False):
-            raise UpdateInProgress("another thread is in bridge.sync; one update at a time")
-        try:
-            return portal.run(self._sync(params, draft, in_flight, partial, drop_failed))
-        finally:
-            self._syncing.release()
+            raise UpdateInProgress("another sync of this bridge is under way; one update at a time")
+        return portal.start_then(self._sync(params, draft, in_flight, partial, drop_failed), self._syncing.release)
 
     async def _sync(self, params: Any, draft: Any, in_flight: InFlight, partial: bool, drop_failed: bool) -> SyncReport:
         for _ in range(MAX_LOOKS):

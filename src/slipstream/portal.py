@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -32,9 +32,35 @@ def start(work: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(work, loop())
 
 
+def start_then(work: Coroutine[Any, Any, T], then: Callable[[], None]) -> Future[T]:
+    """As `start`. However it ends, `then` has been called when anybody hears of it."""
+    has_begun = False
+
+    async def whole() -> T:
+        nonlocal has_begun
+        has_begun = True
+        try:
+            return await work
+        finally:
+            then()
+
+    def never_began(_: Future[T]) -> None:
+        if not has_begun:  # cancelled too soon
+            work.close()
+            then()
+
+    future = start(whole())
+    future.add_done_callback(never_began)
+    return future
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end and returns its result. Interrupting the caller (Ctrl-C) cancels it."""
-    future = start(work)
+    return result(start(work))
+
+
+def result(future: Future[T]) -> T:
+    """Of what was begun. Interrupting the caller cancels it."""
     try:
         return future.result()
     except BaseException:

@@ -84,10 +84,10 @@ class Rollouts:
         return groups
 
     def expect(self, version: int, count: int | None = None) -> None:
-        """Asks for the groups that the next `take` will return, to be given as soon as the fleet serves `version`. Said just
-        before the sync that makes it, this saves a round trip: the answer comes with the sync's. Their prompts must have been
-        submitted. Whatever comes in between (a sync that fails, a gateway that dies), `take` gives what it would have
-        given."""
+        """Asks for the groups that the next `take` will return, for a trainer that has `version` then: the one that the fleet
+        serves, or the one that the next sync will make. Said just before that sync, the answer does not wait for its end.
+        Their prompts must have been submitted. Whatever comes in between (a sync that fails, a gateway that dies), `take`
+        gives what it would have given."""
         self._unexpect()
         wanted = self.bound.batch if count is None else count
         asked = self._fleet.take(self.bound, self.position, wanted, EXPECT_SECONDS, saved=self._saved, version=version)

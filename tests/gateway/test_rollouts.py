@@ -177,20 +177,60 @@ def test_taking_has_a_deadline_and_then_takes_nothing() -> None:
     asyncio.run(main())
 
 
-def test_groups_for_a_version_are_taken_when_it_serves() -> None:
+def test_groups_for_a_version_are_taken_before_it_serves() -> None:
     async def main() -> None:
         engines = Engines()
         desk = rollouts(engines, Bound(1, 2))
-        desk.submit(prompts(*"abcd"))
+        desk.submit(prompts(*"abcdefgh"))
         assert [(t.id, t.version) for t in await desk.take(0, 2, 5)] == [("a", 0), ("b", 0)]
-        ahead = asyncio.create_task(desk.take(2, 2, 5, version=1))
-        while len(desk._finished) < 2:  # c and d are finished, and would be taken now if nobody had said for when
-            await asyncio.sleep(0.01)
-        with pytest.raises(DeadlineExceeded, match=r"asked for, and the fleet still served 0 after 0\.1 s"):
-            await desk.take(2, 2, 0.1, version=1)
+        found = await desk.take(2, 2, 5, version=1)
+        assert [(t.id, t.version, t.age) for t in found] == [("c", 1, 1), ("d", 1, 1)]
+        assert desk.counts == {"waiting": 4, "running": 0, "finished": 0, "taken": 4}, "no room before the sync"
+        with pytest.raises(
+            DeadlineExceeded, match=r"version 1 are asked for, and the fleet still served 0 after 0\.1 s"
+        ):
+            await desk.take(4, 2, 0.1, version=2)
+        ahead = asyncio.create_task(
+            desk.take(4, 2, 5, version=1)
+        )  # more than a batch: for these there is room after the sync
+        await asyncio.sleep(0.05)
         assert not ahead.done()
         sync(engines, desk)
-        assert [(t.id, t.version, t.age) for t in await ahead] == [("c", 1, 1), ("d", 1, 1)]
+        assert [(t.id, t.version, t.age) for t in await ahead] == [("e", 1, 0), ("f", 1, 0)]
+
+    asyncio.run(main())
+
+
+def test_on_policy_nothing_is_taken_before_its_version_serves() -> None:
+    async def main() -> None:
+        engines = Engines()
+        desk = rollouts(engines, Bound(0, 2))
+        desk.submit(prompts(*"abcd"))
+        await desk.take(0, 2, 5)
+        with pytest.raises(
+            DeadlineExceeded, match=r"version 1 are asked for, and the fleet still served 0 after 0\.1 s"
+        ):
+            await desk.take(2, 2, 0.1, version=1)
+        ahead = asyncio.create_task(desk.take(2, 2, 5, version=1))
+        sync(engines, desk)
+        assert [(t.id, t.version, t.age) for t in await ahead] == [("c", 1, 0), ("d", 1, 0)]
+
+    asyncio.run(main())
+
+
+def test_a_gateway_that_comes_back_knows_what_was_taken_ahead(tmp_path: Path) -> None:
+    async def main() -> None:
+        engines = Engines()
+        journal = Journal(tmp_path / "journal.sqlite")
+        desk = rollouts(engines, Bound(1, 2), journal)
+        desk.submit(prompts(*"abcdef"))
+        await desk.take(0, 2, 5)
+        await desk.take(2, 2, 5, version=1)
+        again = rollouts(engines, Bound(1, 2), journal)
+        assert again.counts["waiting"] == 2 and not again.counts["running"]
+        sync(engines, again)
+        assert [(t.id, t.version, t.age) for t in await again.take(4, 2, 5)] == [("e", 1, 0), ("f", 1, 0)]
+        assert check(journal, max_staleness=1) == []
 
     asyncio.run(main())
 

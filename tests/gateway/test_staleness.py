@@ -13,7 +13,7 @@ from slipstream.gateway.staleness import Bound, Staleness
 
 class Run(RuleBasedStateMachine):
     """Engines finish groups in any order; the trainer takes any that are finished, but first those that are due, and syncs when
-    it has a batch."""
+    it has a batch. While it syncs it may take from the next one already."""
 
     @initialize(
         bound=st.integers(0, 3), batch=st.integers(1, 4), surplus=st.none() | st.integers(0, 3), crashes=st.booleans()
@@ -25,7 +25,7 @@ class Run(RuleBasedStateMachine):
         self.running: dict[int, int] = {}
         """By group: the version under which it was really begun."""
         self.finished: dict[int, int] = {}
-        self.next = self.taken = 0
+        self.next = self.taken = self.ahead = 0
 
     @precondition(lambda self: self.staleness.room)
     @rule()
@@ -40,21 +40,31 @@ class Run(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(sorted(self.running)))
         self.finished[group] = self.running.pop(group)
 
-    def takeable(self) -> list[int]:
-        if self.taken >= self.bound.batch:
+    def takeable(self, ahead: int = 0) -> list[int]:
+        if (self.ahead if ahead else self.taken) >= self.bound.batch:
             return []
-        return [group for group in sorted(self.finished) if not self.staleness.lacking({group}, 1)]
+        at = self.staleness.version + ahead
+        fitting = [group for group in sorted(self.finished) if self.staleness.fits(group, at)]
+        return [group for group in fitting if not self.staleness.lacking({group}, 1, at)]
 
     @precondition(lambda self: self.takeable())
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(self.takeable()))
         oldest = self.finished.pop(group)
-        assert self.staleness.age(oldest) <= self.bound.max_staleness
+        assert self.staleness.version - oldest <= self.bound.max_staleness
         if not self.bound.max_staleness:
             assert oldest == self.staleness.version
-        self.staleness.take(group)
+        self.staleness.take(group, self.staleness.version)
         self.taken += 1
+
+    @precondition(lambda self: self.taken == self.bound.batch and self.takeable(ahead=1))
+    @rule(data=st.data())
+    def take_ahead(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(self.takeable(ahead=1)))
+        assert self.staleness.version + 1 - self.finished.pop(group) <= self.bound.max_staleness
+        self.staleness.take(group, self.staleness.version + 1)
+        self.ahead += 1
 
     @precondition(lambda self: self.taken == self.bound.batch)
     @rule()
@@ -75,7 +85,7 @@ class Run(RuleBasedStateMachine):
             self.finished.pop(group, None)
             self.staleness.renew(group)
             self.running[group] = self.staleness.version
-        self.taken = 0
+        self.taken, self.ahead = self.ahead, 0
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -89,7 +99,7 @@ class Run(RuleBasedStateMachine):
         limit = (self.bound.max_staleness + 1) * self.bound.batch
         if self.bound.surplus is not None:
             limit = min(limit, self.bound.batch + self.bound.surplus)
-        assert len(self.running) + len(self.finished) + self.taken <= limit
+        assert len(self.running) + len(self.finished) + self.taken + self.ahead <= limit
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
@@ -102,7 +112,7 @@ class Run(RuleBasedStateMachine):
         if self.taken < self.bound.batch and self.finished and not self.takeable():
             assert self.running
         if not self.running and self.taken + len(self.finished) >= self.bound.batch:
-            assert not self.staleness.lacking(self.finished, self.bound.batch - self.taken)
+            assert not self.staleness.lacking(self.finished, self.bound.batch - self.taken, self.staleness.version)
 
 
 Run.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
@@ -116,8 +126,8 @@ def test_on_policy_by_hand() -> None:
     staleness.start(1)
     staleness.start(2)
     assert staleness.room == 0
-    staleness.take(1)
-    staleness.take(2)
+    staleness.take(1, 0)
+    staleness.take(2, 0)
     assert staleness.room == 0
     with pytest.raises(StaleRollouts, match=r"2 groups were taken since the last sync.*sync, or say a larger batch"):
         staleness.check_can_take()
@@ -128,16 +138,30 @@ def test_a_straggler_that_is_overtaken_is_waited_for_in_the_end() -> None:
     staleness = Staleness(Bound(1, 2), version=0)
     for group in (1, 2, 3, 4):
         staleness.start(group)
-    assert not staleness.lacking({2, 3}, 2)
-    staleness.take(2)
-    staleness.take(3)
+    assert not staleness.lacking({2, 3}, 2, 0)
+    staleness.take(2, 0)
+    staleness.take(3, 0)
     assert staleness.synced(1) == []  # groups 1 and 4 are one version old: that is allowed, and they are due
-    assert staleness.lacking({}, 1) == 1 and staleness.lacking({4}, 2) == 1 and not staleness.lacking({1, 4}, 2)
-    staleness.take(4)
-    assert staleness.lacking({}, 1) == 1
+    assert staleness.lacking({}, 1, 1) == staleness.lacking({4}, 2, 1) == 1 and not staleness.lacking({1, 4}, 2, 1)
+    staleness.take(4, 1)
+    assert staleness.lacking({}, 1, 1) == 1
     assert staleness.synced(2) == [1]  # a trainer that syncs all the same
     staleness.renew(1)
-    assert staleness.synced(3) == [] and staleness.age(2) == 1
+    assert staleness.synced(3) == []
+
+
+def test_what_is_taken_ahead_is_of_the_next_version() -> None:
+    staleness = Staleness(Bound(1, 2), version=0)
+    for group in (1, 2, 3, 4):
+        staleness.start(group)
+    staleness.take(1, 0)
+    staleness.take(2, 0)
+    assert staleness.lacking({3}, 2, 1) == 1 and not staleness.lacking({3, 4}, 2, 1)
+    staleness.take(3, 1)
+    assert staleness.room == 0, "it makes no room before the sync"
+    assert staleness.synced(1) == [] and staleness.room == 2, "and half of the batch that is taken now has been"
+    staleness.take(4, 1)
+    assert staleness.room == 2 and staleness.synced(2) == [] and staleness.room == 4
 
 
 def test_the_old_are_not_passed_over_until_there_are_too_many_of_them() -> None:
@@ -147,7 +171,8 @@ def test_the_old_are_not_passed_over_until_there_are_too_many_of_them() -> None:
         staleness.start(group)
     assert staleness.synced(1) == []  # as if another had been taken
     staleness.start(4)
-    assert staleness.turn(3) < staleness.turn(4) and staleness.lacking({4}, 1) == 1 and not staleness.lacking({3}, 1)
+    assert staleness.turn(3) < staleness.turn(4)
+    assert staleness.lacking({4}, 1, 1) == 1 and not staleness.lacking({3}, 1, 1)
 
 
 def test_a_batch_is_the_first_of_a_few_more_to_finish() -> None:
@@ -156,7 +181,7 @@ def test_a_batch_is_the_first_of_a_few_more_to_finish() -> None:
     for group in range(5):
         staleness.start(group)
     for group in (0, 2, 3, 4):
-        staleness.take(group)
+        staleness.take(group, 0)
     assert staleness.room == 0  # group 1 goes on alone
     assert staleness.synced(1) == [] and staleness.room == 4
 
@@ -164,7 +189,7 @@ def test_a_batch_is_the_first_of_a_few_more_to_finish() -> None:
 def test_what_is_late_may_be_delivered_with_its_age() -> None:
     staleness = Staleness(Bound(0, 1, "deliver"), version=0)
     staleness.start(1)
-    assert staleness.synced(4) == [] and staleness.age(0) == 4
+    assert staleness.synced(4) == [] and staleness.fits(1, 4)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import slipstream
+from slipstream import portal
 from slipstream.config import EngineConfig
-from slipstream.errors import MappingError, TransferError
+from slipstream.errors import MappingError, TransferError, UpdateInProgress
 from slipstream.types import Berths, CommitReport, StageReport
 from slipstream.weights import families
 from slipstream.weights import publisher as publisher_module
@@ -257,3 +259,48 @@ def test_of_several_ranks_none_swaps_before_all_have_it(monkeypatch: pytest.Monk
 def test_an_order_without_what_it_is_about_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line is closed first: who waits at its other end hears that."""
     assert published(monkeypatch, breaks=True) == ["swap", "send", "close", "rollback"]
+
+
+# --- a sync that nobody waits for ---
+
+
+def test_a_started_sync_ends_by_itself_and_another_begins_after_it(bridge: slipstream.Bridge) -> None:
+    begun = bridge.start_sync(PARAMS)
+    report = begun.result()
+    assert (report.version, bridge.version) == (0, 0) and begun.done()
+    assert bridge.sync(jax.tree.map(lambda leaf: leaf * 2, PARAMS)).version == 1
+
+
+def test_one_sync_at_a_time(bridge: slipstream.Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, publish = threading.Event(), bridge._publisher.publish
+
+    async def waits(*args: Any) -> Any:
+        await asyncio.to_thread(held.wait, 30)
+        return await publish(*args)
+
+    monkeypatch.setattr(bridge._publisher, "publish", waits)
+    begun = bridge.start_sync(PARAMS)
+    for another in (bridge.start_sync, bridge.sync, bridge.repair):
+        with pytest.raises(UpdateInProgress, match="one update at a time"):
+            another(PARAMS)
+    held.set()
+    assert begun.result().version == 0
+    monkeypatch.undo()
+    assert bridge.sync(PARAMS).version == 1
+
+
+def test_a_started_sync_that_fails_says_so_and_leaves_the_way_free(bridge: slipstream.Bridge) -> None:
+    with pytest.raises(MappingError, match=r"missing: lm_head\.weight"):
+        bridge.start_sync(NORM).result()
+    assert bridge.sync(PARAMS).version == 0
+
+
+def test_a_sync_that_is_called_off_before_it_began_leaves_the_way_free(bridge: slipstream.Bridge) -> None:
+    busy, free = threading.Event(), threading.Event()
+    portal.loop().call_soon_threadsafe(lambda: (busy.set(), free.wait(30)))
+    busy.wait(30)
+    begun = bridge.start_sync(PARAMS)
+    assert begun.cancel()
+    free.set()
+    portal.run(asyncio.sleep(0))
+    assert bridge.sync(PARAMS).version == 0

@@ -74,7 +74,8 @@ class Rollouts:
     ) -> None:
         """`version` is what the fleet serves. `refusal` writes an error down."""
         self._journal, self._generate, self._refusal = journal, generate, refusal
-        self._staleness = Staleness(bound, version, journal.num_taken_at(version))
+        taken = Counter({at: journal.num_taken_at(at) for at in (version, version + 1)})
+        self._staleness = Staleness(bound, version, taken)
         self._queue: deque[Group] = deque(journal.waiting())
         self._running: dict[int, asyncio.Task[None]] = {}
         self._deaths: Counter[int] = Counter()
@@ -114,28 +115,34 @@ class Rollouts:
 
     async def take(self, after: int, count: int, timeout: float, saved: int = 0, version: int = 0) -> list[Taken]:
         """`count` groups behind position `after`: those that were taken before, and then finished ones, the oldest first (see
-        `Staleness.lacking` for those that are waited for), but none before the fleet serves `version`. All of them, or
-        `DeadlineExceeded` and none. Positions up to `saved` will not be asked for again."""
+        `Staleness.lacking` for those that are waited for). Their ages are those for a trainer that has `version`, which the
+        fleet serves, or will serve next. All of them, or `DeadlineExceeded` and none. Positions up to `saved` will not be
+        asked for again."""
         self._journal.count_from(after)
         self._journal.forget(min(saved, after))
         missing = count - len(self._journal.taken(after, count))
         if missing > 0:
             try:
                 async with asyncio.timeout(timeout):
-                    await self._serves(version)
-                    await self._until(missing)
+                    # On-policy, nothing that was begun before a version is for it.
+                    needed = version - 1 if self.bound.max_staleness else version
+                    await self._serves(needed)
+                    await self._until(missing, version)
             except TimeoutError:
-                self._check_serves(version, timeout)
-                lacking = self._staleness.lacking(self._finished, missing)
+                self._check_serves(needed, timeout)
+                at = self._staleness.at(version)
+                ready = self._ready(at)
+                lacking = self._staleness.lacking(ready, missing, at)
                 why = f"; {lacking} would be too old later, and must be among them" if lacking else ""
                 raise DeadlineExceeded(
-                    f"{len(self._finished)} of {missing} groups were finished within {timeout:g} s ({self._where()}){why}"
+                    f"{len(ready)} of {missing} groups were finished within {timeout:g} s ({self._where()}){why}"
                 ) from None
-            numbers = sorted(self._finished, key=self._staleness.turn)[:missing]
-            self._journal.take(numbers, self._staleness.version)
+            at = self._staleness.at(version)
+            numbers = sorted(self._ready(at), key=self._staleness.turn)[:missing]
+            self._journal.take(numbers, at)
             for number in numbers:
                 del self._finished[number]
-                self._staleness.take(number)
+                self._staleness.take(number, at)
             self._pump()
         return self._journal.taken(after, count)
 
@@ -151,10 +158,18 @@ class Rollouts:
                 f"{timeout:g} s; has its sync failed?"
             )
 
-    async def _until(self, count: int) -> None:
-        """So many are finished, and among them those that cannot wait."""
-        while len(self._finished) < count or self._staleness.lacking(self._finished, count):
-            if not self._running and not self._finished:
+    def _ready(self, at: int) -> list[int]:
+        """Groups that can be taken for version `at`. An error does not age."""
+        return [number for number, oldest in self._finished.items() if oldest < 0 or self._staleness.fits(number, at)]
+
+    async def _until(self, count: int, version: int) -> None:
+        """So many are ready, and among them those that cannot wait."""
+        while True:
+            at = self._staleness.at(version)
+            ready = self._ready(at)
+            if len(ready) >= count and not self._staleness.lacking(ready, count, at):
+                return
+            if not self._running and not self._finished and at == self._staleness.version:
                 self._staleness.check_can_take()
             if not self._running and not self._queue:
                 raise RolloutError(

@@ -11,7 +11,8 @@ trained when it is taken. No group is taken at an age above `bound`:
             to then have no room for all that are as old. Then nothing becomes too old
     sync    a group that is too old all the same (a trainer that has crashed syncs without taking) is made anew
 
-With a bound of 0 nothing is started that the next version would see: strictly on-policy."""
+A trainer need not wait for its sync to take the next batch. What it takes ahead is counted, and its age, as of the version that
+the sync will make. With a bound of 0 nothing is started that the next version would see: strictly on-policy."""
 
 from __future__ import annotations
 
@@ -69,15 +70,15 @@ class Staleness:
     bound: Bound
     version: int
     """What the fleet serves."""
-    taken: int = 0
-    """Groups, since the last sync."""
+    taken: Counter[int] = field(default_factory=Counter)
+    """Groups, by the version that is trained on them: the one that serves, or the next."""
     _started: dict[int, int] = field(default_factory=dict)
     """By group: the version that served when it was started. None of its tokens is older."""
 
     @property
     def room(self) -> int:
         """How many groups may be started now."""
-        return max(0, self.bound.limit - self.taken - len(self._started))
+        return max(0, self.bound.limit - self.taken.total() - len(self._started))
 
     def start(self, group: int, version: int | None = None) -> None:
         """`version` is that of its oldest token, for a group of which there are some."""
@@ -92,28 +93,30 @@ class Staleness:
         """It has failed, and will not be taken."""
         self._started.pop(group, None)
 
-    def age(self, oldest: int) -> int:
-        """Of a group whose oldest token `oldest` has made, if it were taken now."""
-        return self.version - oldest
+    def at(self, version: int) -> int:
+        """The version that is trained on what is taken for `version`: that one, or, if it is outdated, the one that serves."""
+        return max(version, self.version)
 
-    def take(self, group: int) -> None:
+    def fits(self, group: int, at: int) -> bool:
+        """Whether it may be taken for version `at`."""
+        return self.bound.late == "deliver" or at - self._started.get(group, at) <= self.bound.max_staleness
+
+    def take(self, group: int, at: int) -> None:
         self._started.pop(group, None)
-        self.taken += 1
+        self.taken[at] += 1
 
-    def lacking(self, finished: Collection[int], count: int) -> int:
-        """How many groups must be finished beside these before `count` can be taken: those that would be too old if they were
-        passed over now, since the batches up to then have no room for them all."""
+    def lacking(self, finished: Collection[int], count: int, at: int) -> int:
+        """How many groups must be finished beside these before `count` can be taken for version `at`: those that would be too
+        old if they were passed over then, since the batches up to then have no room for them all."""
         if self.bound.late == "deliver":
             return 0
-        syncs = {
-            group: max(0, self.bound.max_staleness - self.age(version)) for group, version in self._started.items()
-        }
+        syncs = {group: max(0, self.bound.max_staleness - (at - version)) for group, version in self._started.items()}
         all_, ready = Counter(syncs.values()), Counter(left for group, left in syncs.items() if group in finished)
         most = num_due = num_ready = 0
         for left in range(self.bound.max_staleness + 1):
             # Too old after so many syncs and one more, or sooner; and what can be taken until then besides.
             num_due, num_ready = num_due + all_[left], num_ready + ready[left]
-            later = max(0, (left + 1) * self.bound.batch - self.taken - count)
+            later = max(0, (left + 1) * self.bound.batch - self.taken[at] - count)
             most = max(most, min(count, num_due - later) - num_ready)
         return most
 
@@ -124,17 +127,19 @@ class Staleness:
     def check_can_take(self) -> None:
         """Raises `StaleRollouts` when waiting would never end: nothing is under way, and nothing may start before a sync."""
         if not self._started and not self.room:
+            bound = self.bound
             raise StaleRollouts(
-                f"{self.taken} groups were taken since the last sync, and with max_staleness {self.bound.max_staleness} and "
-                f"batch {self.bound.batch} no more may be generated before the next; sync, or say a larger batch"
+                f"{self.taken.total()} groups were taken since the last sync, and with max_staleness {bound.max_staleness} and "
+                f"batch {bound.batch} no more may be generated before the next; sync, or say a larger batch"
             )
 
     def synced(self, version: int) -> list[int]:
         """The fleet serves a new version. Groups that are too old now, and must be made anew."""
-        self.version, self.taken = version, 0
+        self.version = version
+        self.taken = Counter({at: count for at, count in self.taken.items() if at >= version})
         return self.too_old()
 
     def too_old(self) -> list[int]:
         if self.bound.late == "deliver":
             return []
-        return [group for group, version in self._started.items() if self.age(version) > self.bound.max_staleness]
+        return [group for group in self._started if not self.fits(group, self.version)]

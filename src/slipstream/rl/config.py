@@ -377,6 +377,11 @@ class TrainConfig:
         """How many steps' prompts are submitted besides those of the step that is taken."""
         return self.bound if self.surplus is None else math.ceil(self.surplus / self.algorithm.prompts)
 
+    @property
+    def syncs_meanwhile(self) -> bool:
+        """Whether the trainer goes on while engines take its new weights."""
+        return self.mode in ("one_step_off", "async")
+
     def __post_init__(self) -> None:
         at_least(self, max_staleness=1, generate_timeout=1.0, patience=0.0, diagnose_every=0)
         if not 0 < self.quantile < 1:

@@ -84,7 +84,7 @@ class StepRecord:
     metrics: Metrics
     seconds: PhaseSeconds
     sync: SyncReport
-    """Of the update that ended the step."""
+    """Of the update that ended the step; where the trainer does not wait for it, of the last that has ended."""
     staleness: dict[str, int] = dataclasses.field(default_factory=dict)
     """Tokens by their age in versions: `{"0": 1200, "1": 300}`."""
     mismatch: str = ""

@@ -70,6 +70,8 @@ class Run:
             position=position,
             patience=0.0,  # the patience is `_steady`'s, which also mends what it waits for
         )
+        self._synced: SyncReport
+        """The last update that has ended."""
         self._saved: deque[int] = deque(maxlen=config.keep_checkpoints)
         """Positions of the checkpoints that are kept."""
         self._watch = Watch(lambda: bridge.verify(self.learner.policy), dtype=config.engine.dtype)
@@ -85,13 +87,15 @@ class Run:
 
     def begin(self) -> None:
         """The fleet's next version, whatever number the policy had when it was saved."""
-        self._steady.sync(self.learner.policy)
+        self._synced = self._steady.sync(self.learner.policy)
 
     def evaluate(self) -> Evaluation:
+        self._finish_sync()
         self._evaluated = self.step
         return self._steady.run(partial(evaluate, self._config, self._bridge, self._task, self._codec, self.step))
 
     def state(self) -> state.TrainState:
+        self._finish_sync()
         facts = state.Facts(
             step=self.step,
             cursor=self.step,
@@ -171,20 +175,28 @@ class Run:
 
     def _publish(self, step: int, clock: Stopwatch, memory: dict[str, int]) -> SyncReport:
         """The new weights to every engine. Those that sleep wake up for it, the KV cache last. Where the next batch has been
-        submitted already, it is asked for before: it comes with the sync's answer."""
+        submitted already, it is asked for before."""
         if self._config.take_turns:
             memory["syncing"] = _in_use(self._bridge.wake("weights"))
             clock.lap("wake")
+        self._finish_sync()
         if self._config.steps_ahead and step < self._last:
             self._rollouts.expect(self._bridge.version + 1)
-        report = self._steady.sync(self.learner.policy)
+        if self._config.syncs_meanwhile and step < self._last:
+            self._steady.start_sync(self.learner.policy)
+        else:
+            self._synced = self._steady.sync(self.learner.policy)
         clock.lap("sync")
         if self._config.take_turns:
             memory["woken"] = _in_use(self._bridge.wake())
             clock.lap("wake")
-        return report
+        return self._synced
+
+    def _finish_sync(self) -> None:
+        self._synced = self._steady.finish_sync() or self._synced
 
     def _diagnose(self, batch: Batch, taken: Taken) -> str:
+        self._finish_sync()
         trainer = self.learner.logprobs(batch, temperature=1.0)
         found = tokens_of(taken.completions, max(taken.versions), trainer.shape[1])
         return self._watch.see(trainer, found.processed, found.raw, np.asarray(batch.ages), found.mask).sentence

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,11 +33,32 @@ class Steady:
         self._bridge, self._patience, self._in_flight = bridge, patience, in_flight
         self._serving: Any = None
         """The weights that the fleet serves."""
+        self._begun: tuple[Any, Future[SyncReport]] | None = None
+        """Weights on their way."""
 
     def sync(self, params: Any, kept: Any = None) -> SyncReport:
         """`kept` is a copy of `params` to mend engines with later, where `params` are not to stay in memory for it."""
+        self.finish_sync()
         report = self._again(lambda: self._bridge.sync(params, in_flight=self._in_flight), heal=False)
         self._serving = params if kept is None else kept
+        return report
+
+    def start_sync(self, params: Any) -> None:
+        """Without waiting for its end; but one that was started before ends first."""
+        self.finish_sync()
+        self._begun = params, self._bridge.start_sync(params, in_flight=self._in_flight)
+
+    def finish_sync(self) -> SyncReport | None:
+        """Of the one that was started, if any."""
+        if self._begun is None:
+            return None
+        (params, begun), self._begun = self._begun, None
+        try:
+            report = begun.result()
+        except GONE as error:
+            log.warning("%s; trying again", error)
+            return self.sync(params)
+        self._serving = params
         return report
 
     def run(self, call: Callable[[], T]) -> T:
@@ -75,6 +97,7 @@ class Steady:
 
     def _heal(self) -> None:
         """An engine that was started again has no weights, and nothing is sent to it before it has."""
+        self.finish_sync()
         if self._serving is None:
             return
         try:
