@@ -161,8 +161,8 @@ class Bridge:
         drop_failed: bool = False,
     ) -> Future[SyncReport]:
         """As `sync`, and returns at once: `result()` of what is returned is the report, or raises. Until then `params` must be
-        neither donated nor written to, and no other sync can begin. For a trainer that goes on while engines finish what they
-        are at."""
+        neither donated nor written to, no other sync can begin, and closing the bridge calls it off. For a trainer that goes on
+        while engines finish what they are at."""
         if not self._syncing.acquire(blocking=False):
             raise UpdateInProgress("another sync of this bridge is under way; one update at a time")
         return portal.start_then(self._sync(params, draft, in_flight, partial, drop_failed), self._syncing.release)
