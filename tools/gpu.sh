@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# What has to be seen on a GPU, each with its log in a folder: tools/gpu.sh WHAT [FOLDER]
+#
+#   decode   vLLM through the gateway beside vLLM itself, with nothing else on the GPU; 5 minutes
+#   sync     the weights' benchmark: 1.2B, 0.1B and 8B; 5 minutes
+#   tests    the tests that can share the GPU, GRPO with vLLM, and a SmolLM2 run if models/smollm2 is there, all at a time; 5 minutes
+#   alone    the tests that look at the memory of the whole GPU; 5 minutes
+#
+# For a GPU of 80 GB or more, in an environment with JAX for CUDA, vLLM and what the tests need. PYTHON names the interpreter (python3).
+set -uo pipefail
+what=${1:-} out=${2:-runs/gpu}
+python=$(command -v "${PYTHON:-python3}")
+cd "$(dirname "$0")/.."
+mkdir -p "$out"
+export JAX_PLATFORMS=cuda SLIPSTREAM_REQUIRE_GPU=1 SLIPSTREAM_VLLM_PYTHON=$python PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+logged() { # logged NAME COMMAND...: its exit code is the command's
+    local name=$1
+    shift
+    { time "$@"; } > "$out/$name.log" 2>&1
+    local code=$?
+    echo "$name: exit $code" >> "$out/exits"
+    return $code
+}
+
+pytest() { "$python" -m pytest -q -rs -s -p no:cacheprovider "$@"; }
+
+smollm() {
+    "$python" -m slipstream.cli train examples/smollm_grpo.toml "run_dir=$out/smollm" &&
+        "$python" examples/check_export.py "$out/smollm/checkpoint" --vllm-python "$python" --device cuda
+}
+
+: > "$out/exits"
+case $what in
+    decode)
+        logged decode "$python" benchmarks/decode.py --gpu --sides vllm,gateway --cases 512 --in-turn --rounds 5 \
+            --vllm-python "$python" --json "$out/decode.json"
+        ;;
+    sync) logged sync "$python" benchmarks/weight_sync.py --gpu --shapes 1.2B,0.1B,8B --repeats 11 --json "$out/sync.json" ;;
+    tests)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false # several trainers at once
+        logged conformance pytest tests/gpu/test_vllm_conformance_gpu.py &
+        logged nccl pytest tests/gpu/test_nccl_gpu.py &
+        logged direct pytest tests/gpu/test_vllm_gpu.py -k direct_write &
+        logged vllm pytest tests/gpu/test_vllm_gpu.py -k "not direct_write and not sleep and not killed" &
+        logged grpo "$python" examples/grpo_vllm.py --steps 60 --every 1 --python "$python" &
+        [ ! -e models/smollm2 ] || logged smollm smollm &
+        wait
+        ;;
+    alone)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        logged shared pytest tests/gpu/test_shared_gpu.py
+        logged faults pytest tests/gpu/test_vllm_gpu.py -k "sleep or killed"
+        ;;
+    *)
+        sed -n '2,7p' "$0"
+        exit 2
+        ;;
+esac
+for log in "$out"/*.log; do echo "--- $log" && tail -n 12 "$log"; done
+cat "$out/exits"
+! grep -qv "exit 0$" "$out/exits"
