@@ -91,6 +91,9 @@ def _forget(tensor: Any) -> None:
 
 @atexit.register
 def _let_be() -> None:
-    """Consumers that end after the interpreter must not call into it."""
+    """Consumers that end after the interpreter must not call into it. They do call, JAX without another look whether there is
+    anybody: so they get a function of C's that does nothing, and what they have is never freed."""
+    nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
     for tensor, _ in list(_kept.values()):
-        tensor.deleter = None
+        tensor.deleter = nothing
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
