@@ -16,7 +16,7 @@ from slipstream.observe import doctor
 from tests.tiny import tiny_config, write_config
 from tests.vllm.real import PYTHON, needs_vllm
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
 FAMILIES = ("mixtral", "qwen3_moe", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Those with experts first: vLLM makes the groups that they need only when the first model has experts."""
@@ -49,7 +49,7 @@ def ranks(python: str, tp: int, dtype: str, directories: list[Path]) -> list[lis
     try:
         found = []
         for process in processes:
-            out, err = process.communicate(timeout=200)
+            out, err = process.communicate(timeout=500)  # most of it is vLLM being imported
             assert process.returncode == 0, err[-3000:]
             found.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
         return found
