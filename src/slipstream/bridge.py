@@ -56,6 +56,7 @@ from slipstream.weights.publisher import Fleet as UpdateFleet
 from slipstream.weights.publisher import Publisher
 
 MAX_LOOKS = 5
+ONE_AT_A_TIME = "another sync of this bridge is under way; one update at a time"
 
 
 class Fleet(UpdateFleet, Protocol):
@@ -163,9 +164,21 @@ class Bridge:
         """As `sync`, and returns at once: `result()` of what is returned is the report, or raises. Until then `params` must be
         neither donated nor written to, no other sync can begin, and closing the bridge calls it off. For a trainer that goes on
         while engines finish what they are at."""
-        if not self._syncing.acquire(blocking=False):
-            raise UpdateInProgress("another sync of this bridge is under way; one update at a time")
+        self._keep_syncs_away(ONE_AT_A_TIME)
         return portal.start_then(self._sync(params, draft, in_flight, partial, drop_failed), self._syncing.release)
+
+    def _keep_syncs_away(self, otherwise: str) -> None:
+        """Until `_syncing` is released. `UpdateInProgress` if one is under way."""
+        if not self._syncing.acquire(blocking=False):
+            raise UpdateInProgress(otherwise)
+
+    @contextlib.contextmanager
+    def _without_syncs(self, otherwise: str) -> Iterator[None]:
+        self._keep_syncs_away(otherwise)
+        try:
+            yield
+        finally:
+            self._syncing.release()
 
     async def _sync(self, params: Any, draft: Any, in_flight: InFlight, partial: bool, drop_failed: bool) -> SyncReport:
         for _ in range(MAX_LOOKS):
@@ -210,12 +223,8 @@ class Bridge:
         """Brings the version that the fleet serves to engines that do not have it, because they have missed an update, or have
         just started. `params` are that version's. None if every engine has it. Versions stay as they are: nothing that was
         generated becomes older. `NotReady` if the fleet serves none."""
-        if not self._syncing.acquire(blocking=False):
-            raise UpdateInProgress("another thread is in bridge.sync; one update at a time")
-        try:
+        with self._without_syncs(ONE_AT_A_TIME):
             return portal.run(self._repair(params))
-        finally:
-            self._syncing.release()
 
     async def _repair(self, params: Any) -> SyncReport | None:
         engines, version = await self._fleet.refresh()
@@ -239,12 +248,8 @@ class Bridge:
         Every weight is read and hashed on both sides: not for every step. Raises `Unsupported` where no
         engine can read its weights back; engines that cannot beside others that can are in `VerifyReport.unchecked`. Of a
         trainer of several processes, each compares what it holds itself."""
-        if not self._syncing.acquire(blocking=False):
-            raise UpdateInProgress("bridge.sync is under way; compare weights before or after it")
-        try:
+        with self._without_syncs("bridge.sync is under way; compare weights before or after it"):
             return portal.run(self._verify(params, draft))
-        finally:
-            self._syncing.release()
 
     async def _verify(self, params: Any, draft: Any) -> VerifyReport:
         self._known = None  # looking at the fleet says to the gateway that we know it: the next sync must, too
@@ -372,14 +377,10 @@ class Bridge:
         must be of all weights, brings new ones. Requests wait, and go on after `wake` with the tokens they have."""
         if level not in (1, 2):
             raise Unsupported(f"sleep has the levels 1 (weights to host memory) and 2 (weights dropped), got {level!r}")
-        if not self._syncing.acquire(blocking=False):
-            raise UpdateInProgress("bridge.sync is under way; engines sleep before or after it")
-        try:
+        with self._without_syncs("bridge.sync is under way; engines sleep before or after it"):
             if level == 2:
                 self._publisher.close()  # the engines hold nothing any more, so everything must be sent
             return portal.run(self._fleet.sleep(level, engine))
-        finally:
-            self._syncing.release()
 
     def wake(self, tags: MemoryTag | Sequence[MemoryTag] | None = None, *, engine: str = "") -> dict[str, MemoryReport]:
         """Brings back `weights`, `kv_cache`, or all that is asleep. A trainer that is short of memory wakes the weights, or

@@ -3,7 +3,7 @@
     rollouts = bridge.rollouts(max_staleness=2, batch=32)
     rollouts.submit(ids, prompts, sampling)        engines begin as soon as the bound on staleness lets them
     groups = rollouts.take()                       32 groups, none older than two versions; train on them
-    rollouts.expect(bridge.version + 1)            ask for the next, which come when that version serves
+    rollouts.expect(bridge.version + 1)            ask for the next, while that version is on its way
     bridge.sync(params)
     position = rollouts.position                   save it: after a crash, go on behind it
     rollouts.saved(position)                       and say so: what came before need not be kept

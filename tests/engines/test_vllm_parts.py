@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from slipstream.engines.vllm import compat, noise
 from slipstream.engines.vllm.words import take_scores, take_tokens
 from slipstream.errors import ConfigError, EngineFailure
 from slipstream.types import SamplingParams, TopLogprobs, VersionSpan
+from tests.engines.pretend import pretend
 
 # --- which vLLM ---
 
@@ -32,22 +33,14 @@ NAMES = {
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A vLLM that has what is needed and nothing else."""
 
     class AsyncLLM:
         generate = pause_generation = resume_generation = reset_prefix_cache = collective_rpc = shutdown = None
 
-    made: dict[str, Any] = {"vllm": ModuleType("vllm")}
-    made["vllm"].__version__ = "0.32.1"
-    for path, name in NAMES.items():
-        parts = path.split(".")
-        for end in range(2, len(parts) + 1):
-            made.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-        setattr(made[path], name, AsyncLLM if name == "AsyncLLM" else object)
-    for path, module in made.items():
-        monkeypatch.setitem(sys.modules, path, module)
-    return made
+    contents = {path: {name: AsyncLLM if name == "AsyncLLM" else object} for path, name in NAMES.items()}
+    return pretend(monkeypatch, {"vllm": {"__version__": "0.32.1"}, **contents})
 
 
 def test_a_tested_version_passes_without_a_word(modules: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-import importlib
-import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+
+from tests.engines.pretend import imported, pretend
 
 
 class Kind(enum.Enum):
@@ -66,23 +66,15 @@ class AsyncScheduler(Scheduler):
 
 @pytest.fixture
 def parcels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    names = {
-        "vllm": {},
+    contents = {
         "vllm.sampling_params": {"RequestOutputKind": Kind},
-        "vllm.v1": {},
-        "vllm.v1.core": {},
-        "vllm.v1.core.sched": {},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
         "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
         "vllm.v1.outputs": {"LogprobsLists": LogprobsLists},
     }
-    for path, contents in names.items():
-        module = ModuleType(path)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, path, module)
-    monkeypatch.delitem(sys.modules, "slipstream.engines.vllm.scheduler", raising=False)
-    yield importlib.import_module("slipstream.engines.vllm.scheduler")
-    sys.modules.pop("slipstream.engines.vllm.scheduler", None)
+    pretend(monkeypatch, contents)
+    with imported("slipstream.engines.vllm.scheduler") as module:
+        yield module
 
 
 def config(ahead: bool = False) -> Any:

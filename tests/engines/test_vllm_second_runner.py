@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from slipstream.engines.vllm.noise import PLAIN, SEED
+from tests.engines.pretend import imported, pretend
 
 ROOM, VOCABULARY = 4, 6
 
@@ -70,8 +69,7 @@ class Runner:
         self.sampler: Any = Sampler()
         self.states = self.sampler.req_states
         self.computed = np.zeros(ROOM, np.int32)
-        self.slots = module.TwofoldSlots.__new__(module.TwofoldSlots)
-        self.slots.take_over(self)
+        self.slots = module.TwofoldSlots.take_over(self)
 
     def finish_requests(self, scheduler_output: Any) -> None:
         for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
@@ -110,22 +108,15 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     def compute_token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return logits.log_softmax(-1).gather(-1, ids)
 
-    names: dict[str, dict[str, Any]] = {
+    contents: dict[str, dict[str, Any]] = {
         "vllm.v1.outputs": {"LogprobsTensors": LogprobsTensors},
         "vllm.v1.worker.gpu.sample.logprob": {"compute_token_logprobs": compute_token_logprobs},
         "vllm.v1.worker.gpu.sample.sampler": {"Sampler": Sampler},
         "vllm.v1.worker.gpu.sample.states": {"NO_LOGPROBS": -1},
     }
-    for path, contents in names.items():
-        parts = path.split(".")
-        for end in range(1, len(parts) + 1):
-            module = sys.modules.get(".".join(parts[:end])) or ModuleType(".".join(parts[:end]))
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        vars(sys.modules[path]).update(contents)
-    path = "slipstream.engines.vllm.second_runner"
-    monkeypatch.delitem(sys.modules, path, raising=False)
-    yield Runner(importlib.import_module(path))
-    sys.modules.pop(path, None)
+    pretend(monkeypatch, contents)
+    with imported("slipstream.engines.vllm.second_runner") as module:
+        yield Runner(module)
 
 
 def test_tokens_are_counted_as_steps_are_launched(runner: Runner) -> None:

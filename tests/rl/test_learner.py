@@ -63,13 +63,13 @@ def by_hand(config, batch, rows_of_updates):
     return Metrics(**means), state
 
 
-def same(found, expected):
+def assert_same(found, expected):
     (metrics, state), (metrics_by_hand, state_by_hand) = found, expected
     assert metrics == metrics_by_hand
     jax.tree.map(np.testing.assert_array_equal, state, state_by_hand)
 
 
-def close(found, expected):
+def assert_close(found, expected):
     (metrics, state), (plain_metrics, plain) = found, expected
     np.testing.assert_allclose(astuple(metrics), astuple(plain_metrics), rtol=1e-4, atol=1e-6)
     for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain.opt_state), strict=True):
@@ -84,23 +84,23 @@ def order(epoch):
 
 @pytest.mark.parametrize("config", [CONFIG, TIS, PPO])
 def test_one_update_is_the_train_step_to_the_bit(config, batch):
-    same(learned(config, batch), by_hand(config, batch, [range(8)]))
+    assert_same(learned(config, batch), by_hand(config, batch, [range(8)]))
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIS, PPO])
 def test_two_minibatches_are_two_train_steps(config, batch):
     rows = order(epoch=0)
     found = learned(replace(config, minibatches=2), batch)
-    same(found, by_hand(config, batch, [rows[:4], rows[4:]]))
+    assert_same(found, by_hand(config, batch, [rows[:4], rows[4:]]))
     with pytest.raises(AssertionError):
-        same(found, learned(config, batch))
+        assert_same(found, learned(config, batch))
 
 
 def test_every_epoch_deals_anew_and_compares_with_the_policy_before_the_step(batch):
     first, second = order(epoch=0), order(epoch=1)
     assert first != second
     found = learned(replace(TIS, epochs=2, minibatches=2), batch)
-    same(found, by_hand(TIS, batch, [first[:4], first[4:], second[:4], second[4:]]))
+    assert_same(found, by_hand(TIS, batch, [first[:4], first[4:], second[:4], second[4:]]))
     assert abs(found[0].ratio - 1) > 1e-4  # later updates have moved away from π_old
 
 
@@ -121,7 +121,7 @@ def test_packed_rows_teach_the_same(kind, batch, monkeypatch):
     config = PACKED[kind]
     plain = learned(config, batch, rewards)
     packed = learned(replace(config, row_tokens=16), batch, rewards)
-    close(packed, plain)
+    assert_close(packed, plain)
     whole, rows = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
     assert all(shape[1] == 16 and shape[0] % config.micro_batches == 0 for shape in rows)
     assert sum(n for n, _ in rows) < sum(n for n, _ in whole)
@@ -171,7 +171,7 @@ def test_a_batch_that_teaches_nothing_is_one_empty_row(batch):
 )
 def test_two_devices_make_the_same_step(config, batch):
     plain, found = learned(config, batch), learned(config, batch, num_devices=2)
-    close(found, plain)
+    assert_close(found, plain)
     embedding = found[1].policy["model"]["embed_tokens"]["weight"]
     assert {shard.data.shape for shard in embedding.addressable_shards} == {(48, 32)}  # each device holds half of it
 

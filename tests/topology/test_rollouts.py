@@ -118,9 +118,10 @@ def test_stragglers_go_on_with_the_tokens_that_they_have(tmp_path: Path, cut: st
 
 
 def test_what_is_expected_comes_with_the_version_that_it_is_for(tmp_path: Path) -> None:
+    """On-policy: nothing that an older version has made will do."""
     with slipstream.inprocess(write_config(tmp_path, CONFIG)) as bridge:
         bridge.sync(random_params(CONFIG, 0))
-        rollouts = bridge.rollouts(max_staleness=1, batch=2)
+        rollouts = bridge.rollouts(max_staleness=0, batch=2)
         ids, tokens = prompts(8)
         rollouts.submit(ids, tokens, SAMPLING)
         assert [g.id for g in rollouts.take()] == ids[:2]
@@ -135,6 +136,20 @@ def test_what_is_expected_comes_with_the_version_that_it_is_for(tmp_path: Path) 
         rollouts.expect(2)
         bridge.sync(random_params(CONFIG, 2))
         assert [(g.id, g.position) for g in rollouts.take(1)] == [(ids[4], 5)]  # as many as the call says
+
+
+def test_what_is_expected_may_come_before_the_version_that_it_is_for(tmp_path: Path) -> None:
+    """Where groups may be a version old."""
+    with slipstream.inprocess(write_config(tmp_path, CONFIG)) as bridge:
+        bridge.sync(random_params(CONFIG, 0))
+        rollouts = bridge.rollouts(max_staleness=1, batch=2)
+        ids, tokens = prompts(6)
+        rollouts.submit(ids, tokens, SAMPLING)
+        assert [(g.id, g.version) for g in rollouts.take()] == [(ids[0], 0), (ids[1], 0)]
+        rollouts.expect(1)
+        assert [(g.id, g.version, g.age) for g in rollouts.take()] == [(ids[2], 1, 1), (ids[3], 1, 1)]
+        bridge.sync(random_params(CONFIG, 1))
+        assert [(g.id, g.version) for g in rollouts.take()] == [(ids[4], 1), (ids[5], 1)]
 
 
 def test_input_that_makes_no_sense(local: Any) -> None:

@@ -127,7 +127,7 @@ class Rollouts:
                     # On-policy, nothing that was begun before a version is for it.
                     needed = version - 1 if self.bound.max_staleness else version
                     await self._serves(needed)
-                    await self._until(missing, version)
+                    ready, at = await self._until(missing, version)
             except TimeoutError:
                 self._check_serves(needed, timeout)
                 at = self._staleness.at(version)
@@ -137,8 +137,7 @@ class Rollouts:
                 raise DeadlineExceeded(
                     f"{len(ready)} of {missing} groups were finished within {timeout:g} s ({self._where()}){why}"
                 ) from None
-            at = self._staleness.at(version)
-            numbers = sorted(self._ready(at), key=self._staleness.turn)[:missing]
+            numbers = sorted(ready, key=self._staleness.turn)[:missing]
             self._journal.take(numbers, at)
             for number in numbers:
                 del self._finished[number]
@@ -162,13 +161,13 @@ class Rollouts:
         """Groups that can be taken for version `at`. An error does not age."""
         return [number for number, oldest in self._finished.items() if oldest < 0 or self._staleness.fits(number, at)]
 
-    async def _until(self, count: int, version: int) -> None:
-        """So many are ready, and among them those that cannot wait."""
+    async def _until(self, count: int, version: int) -> tuple[list[int], int]:
+        """So many are ready, and among them those that cannot wait: which, and for which version they are taken."""
         while True:
             at = self._staleness.at(version)
             ready = self._ready(at)
             if len(ready) >= count and not self._staleness.lacking(ready, count, at):
-                return
+                return ready, at
             if not self._running and not self._finished and at == self._staleness.version:
                 self._staleness.check_can_take()
             if not self._running and not self._queue:

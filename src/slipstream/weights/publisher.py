@@ -258,7 +258,8 @@ class Publisher:
         if not predicted:
             routes = self._answered(routes, await self._fleet.begun())
         try:
-            sent = await self._send(routes, tensors, unchanged, version)
+            is_quick = all(route.is_quick for route in routes.values()) and all(map(is_ready, tensors.values()))
+            sent = await self._send(routes, tensors, unchanged, version, in_thread=not is_quick)
         except TransferError:
             if predicted:  # an engine that was started again has other links; if so, the answer to `begin` says it
                 self._compare(routes, await self._fleet.begun())
@@ -285,13 +286,15 @@ class Publisher:
     ) -> _Run:
         # A single rank swaps if it has everything, or not at all. Of several, each has to say that it has before any may.
         is_one = sum(route.engine.num_ranks for route in routes.values()) == 1
+        are_ready = all(map(is_ready, tensors.values()))
         offers = {name: route.offer() for name, route in routes.items()}
-        promised = self._promised(routes, tensors, unchanged, version) if is_one else None
+        # An engine must not wait for weights that are still computed.
+        promised = self._promised(routes, unchanged, version) if is_one and are_ready else None
         if promised is not None:
             # The order goes by way of the gateway, and what it is about does not: they are on their way together, and whichever
             # is there first waits for the other.
             await self._fleet.swap(version, offers, expected, _manifests(promised), in_flight)
-        sent = await self._send(routes, tensors, unchanged, version)
+        sent = await self._send(routes, tensors, unchanged, version, in_thread=not are_ready)
         handed_over = time.perf_counter()
         if not is_one:
             await self._confirmed(routes)
@@ -303,15 +306,9 @@ class Publisher:
         return _Run(routes, stages, commits, sum(size for _, size in sent.values()), handed_over, handed_over)
 
     def _promised(
-        self,
-        routes: Mapping[str, _Route],
-        tensors: Mapping[str, Tensor],
-        unchanged: Mapping[str, set[str]],
-        version: int,
+        self, routes: Mapping[str, _Route], unchanged: Mapping[str, set[str]], version: int
     ) -> dict[str, tuple[list[bytes], int]] | None:
-        """What `_send` will return, if that can be said, and if an engine that waits for it will not wait for long."""
-        if not all(is_ready(tensor) for tensor in tensors.values()):
-            return None
+        """What `_send` will return, if that can be said."""
         found = {name: route.outbox.promise(unchanged[name], version) for name, route in routes.items()}
         return {name: made for name, made in found.items() if made is not None} or None
 
@@ -325,9 +322,10 @@ class Publisher:
         tensors: Mapping[str, Tensor],
         unchanged: Mapping[str, set[str]],
         version: int,
+        in_thread: bool,
     ) -> dict[str, tuple[list[bytes], int]]:
-        """Manifests and bytes by engine; to all engines at once, unless there is too little to send for that to pay."""
-        if all(route.is_quick for route in routes.values()) and all(is_ready(tensor) for tensor in tensors.values()):
+        """Manifests and bytes by engine; in threads to all engines at once, where that takes long enough to pay."""
+        if not in_thread:
             return {n: route.outbox.send(tensors, unchanged[n], version) for n, route in routes.items()}
         sends = [asyncio.to_thread(route.outbox.send, tensors, unchanged[n], version) for n, route in routes.items()]
         return dict(zip(routes, await asyncio.gather(*sends)))

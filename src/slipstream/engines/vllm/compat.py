@@ -59,7 +59,11 @@ def check() -> str:
 
 
 def _advice() -> str:
-    return f"tested are {' and '.join(f'{v}.x' for v in TESTED)}"
+    return f"tested are {_releases(TESTED)}"
+
+
+def _releases(versions: tuple[str, ...]) -> str:
+    return " and ".join(f"{version}.x" for version in versions)
 
 
 def is_cpu() -> bool:
@@ -75,7 +79,7 @@ def choose_runner(version: str) -> dict[str, str]:
     if version.startswith(SECOND_RUNNER) and not is_cpu():
         return {}
     if os.environ.get(_RUNNER, "0") not in ("", "0"):
-        known = " and ".join(f"{v}.x" for v in SECOND_RUNNER)
+        known = _releases(SECOND_RUNNER)
         raise ConfigError(f"{_RUNNER} asks for a model runner of vLLM {version} that we know of {known} only, on a GPU")
     return {_RUNNER: "0"}
 

@@ -16,7 +16,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader import get_model_loader
 
-from slipstream.engines.vllm import compat, noise
+from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.live import Live, NothingWritten, invented, prove, with_their_modules
 from slipstream.engines.vllm.sampler import TwofoldSampler
 from slipstream.model.config import ModelConfig
@@ -49,19 +49,11 @@ class Extension:
 
     def _slipstream_sampler(self) -> Callable[[], dict[str, int]]:
         """Puts a sampler of ours in the place of vLLM's. What is returned says how many tokens each request has drawn."""
-        runner = self.model_runner
         if compat.has_second_runner(self.vllm_config):
             from slipstream.engines.vllm.second_runner import TwofoldSlots
 
-            slots = TwofoldSlots.__new__(TwofoldSlots)
-            slots.take_over(runner)
-            return slots.drawn
-        sampler = TwofoldSampler.__new__(TwofoldSampler)
-        sampler.__dict__.update(runner.sampler.__dict__)
-        sampler.rows = noise.Rows(runner)
-        runner.sampler = sampler
-        noise.install(runner, sampler.rows)
-        return lambda: {name: len(state.output_token_ids) for name, state in runner.requests.items()}
+            return TwofoldSlots.take_over(self.model_runner).drawn
+        return TwofoldSampler.take_over(self.model_runner).drawn
 
     def slipstream_drawn(self) -> dict[str, int]:
         """How many tokens each request has drawn. Requests that never ran are not among them."""

@@ -52,6 +52,10 @@ class Rows:
         self._on_device: Any = None
         """The seeds."""
 
+    def drawn(self) -> dict[str, int]:
+        """Tokens of each request, in this step or not."""
+        return {name: len(state.output_token_ids) for name, state in self._runner.requests.items()}
+
     def are_plain(self, num_rows: int) -> bool:
         """Whether all draw from the model's own distribution."""
         return self._find(num_rows) and self._plain

@@ -4,12 +4,12 @@ engine; an RL loss needs the first, and a look for mismatches both."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from vllm.v1.sample.sampler import Sampler
 
-from slipstream.engines.vllm.noise import Rows
+from slipstream.engines.vllm.noise import Rows, install
 
 GREEDY = 1e-5
 """Temperatures below this are greedy, as vLLM has it."""
@@ -21,6 +21,20 @@ class TwofoldSampler(Sampler):
     raw logprob in both."""
 
     rows: Rows
+
+    @classmethod
+    def take_over(cls, runner: Any) -> Self:
+        """From the runner's own sampler."""
+        sampler = cls.__new__(cls)
+        sampler.__dict__.update(runner.sampler.__dict__)
+        sampler.rows = Rows(runner)
+        runner.sampler = sampler
+        install(runner, sampler.rows)
+        return sampler
+
+    def drawn(self) -> dict[str, int]:
+        """Tokens of each request."""
+        return self.rows.drawn()
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         count = sampling_metadata.max_num_logprobs

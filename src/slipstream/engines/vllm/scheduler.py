@@ -54,7 +54,9 @@ class Parcels:
     @staticmethod
     def _can_wait(request: Any) -> bool:
         params = request.sampling_params
-        return params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.prompt_logprobs
+        return (
+            params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and params.prompt_logprobs is None
+        )
 
 
 def _says_something(answer: Any) -> bool:

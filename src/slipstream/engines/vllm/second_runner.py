@@ -7,7 +7,7 @@ the device only, where asking means waiting: so tokens are counted here, as step
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,22 +23,32 @@ class TwofoldSlots(Sampler):
     """As `sampler.TwofoldSampler`: the logprobs of a token are those under the distribution that was sampled, its raw one, then
     the raw ones of the likeliest."""
 
-    def take_over(self, runner: Any) -> None:
+    _drawn: np.ndarray
+    """Tokens, by slot."""
+    _plain: np.ndarray
+    """By slot: whether it draws from the model's own distribution."""
+    _aside: dict[str, int]
+    """What requests without a slot had drawn when they lost it: they were preempted, and come back."""
+    _found: tuple[torch.Tensor, torch.Tensor]
+    """Of the step under way: the tokens, and the logits that they were drawn from."""
+
+    @classmethod
+    def take_over(cls, runner: Any) -> Self:
         """From the runner's own sampler, before there is a request."""
-        self.__dict__.update(runner.sampler.__dict__)
-        self._drawn = np.zeros(runner.max_num_reqs, np.int64)
-        self._plain = np.zeros(runner.max_num_reqs, bool)
-        self._aside: dict[str, int] = {}
-        """What requests without a slot had drawn when they lost it: they were preempted, and come back."""
-        self._found: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
-        runner.sampler = self
+        sampler = cls.__new__(cls)
+        sampler.__dict__.update(runner.sampler.__dict__)
+        sampler._drawn = np.zeros(runner.max_num_reqs, np.int64)
+        sampler._plain = np.zeros(runner.max_num_reqs, bool)
+        sampler._aside = {}
+        runner.sampler = sampler
         theirs = runner.finish_requests
 
         def finish_requests(scheduler_output: Any) -> None:
-            self._leave(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
+            sampler._leave(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
             theirs(scheduler_output)
 
         runner.finish_requests = finish_requests
+        return sampler
 
     def drawn(self) -> dict[str, int]:
         """Tokens of each request, those of steps that the device has yet to come to included."""
