@@ -15,6 +15,7 @@ import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded import EmbeddedEngine
+from slipstream.engines.embedded.pace import Pace
 from slipstream.errors import (
     ConfigError,
     EngineFailure,
@@ -49,6 +50,26 @@ def make() -> Iterator[Make]:
     yield make
     for subject in made:
         close(subject)
+
+
+def test_those_that_are_left_go_on_in_a_smaller_program(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3] * 9 + [16] * 3
+
+    def tokens(subject: Subject) -> dict[str, tuple[int, ...]]:
+        requests = [request(str(i), [i + 5], max_tokens=length) for i, length in enumerate(lengths)]
+        return {o.request_id: o.token_ids for o in subject.generate(*requests) if isinstance(o, Completion)}
+
+    def counts(subject: Subject) -> tuple[int, int]:
+        stats = subject.engine.stats()
+        return stats["decode_steps"], stats["decode_rows"]
+
+    patient, keen = (make(max_concurrency=16) for _ in range(2))
+    monkeypatch.setattr(Pace, "floor", lambda self, rows, steps: 0)
+    wanted = tokens(patient)
+    monkeypatch.setattr(Pace, "floor", lambda self, rows, steps: 8 if rows > 8 else 0)
+    assert tokens(keen) == wanted and {len(wanted[str(i)]) for i in range(12)} == {3, 16}
+    assert counts(patient) == (16, 12 * 16)
+    assert counts(keen) == (16, 12 * 3 + 3 * 13)
 
 
 # --- models ---

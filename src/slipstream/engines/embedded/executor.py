@@ -137,7 +137,7 @@ class Executor:
                 steps, cache = programs.verify(params, cache, rows, settings, guesses)
             else:
                 history = self._history(tick.decode, len(rows.tokens)) if rich else None
-                steps, cache = programs.decode(params, cache, rows, settings, tick.steps, history)
+                steps, cache = programs.decode(params, cache, rows, settings, tick.steps, history, tick.floor)
         self._cache, self._draft_cache = cache, draft_cache
         return Flight(tick, prefilled, scores, steps, num_guessed, self.shapes.block)
 

@@ -1,16 +1,20 @@
 """How many decode steps a round trip to the device has. Pure: times in, a number out.
 
-The more steps, the less the host costs. Two things speak for fewer. A commit waits for the round trip under way, and the
-trainer waits for the commit: so where an engine has nothing to do for a part of the time, and its commits wait, its round
-trips become shorter. That costs time which nobody needs; an engine that is always busy has none to give. And a sample that
-ends in the middle of a round trip leaves its place empty until the next: so where others wait for a place, a round trip ends
-when that costs more than another one would."""
+The more steps, the less the host costs. Two things speak for fewer. A commit waits for the round trip under way; prompts that
+may start with the new version wait for the next one, too; and the trainer waits for both: so where commits wait for a good part
+of the time between them, round trips become shorter. An engine that has nothing to do for a part of the time gives what nobody
+needs; one that is always busy gives no more than a small share of its time. And a sample that ends in the middle of a round
+trip leaves its place empty until the next: so where others wait for a place, a round trip ends when that costs more than
+another one would; and where steps with fewer rows are quicker, as they are on a CPU, it ends when those that are left fit a
+smaller program."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from slipstream.engines.embedded.shapes import bucket
 
 TICK_SECONDS, SHORTEST_SECONDS = 0.03, 0.004
 """Of a round trip: new requests, commits and cancellations wait for it."""
@@ -18,41 +22,65 @@ MUCH, LITTLE = 1 / 16, 1 / 64
 """Of the time between two commits: waiting that is worth a shorter round trip, and that would allow a longer one."""
 IDLE = 1 / 8
 """Of that time: an engine with less of it to spare is busy."""
+BUSY_COST = 1 / 12
+"""What a round trip of a busy engine may cost besides its steps, if it is shortened: a share of its time."""
 
 
 @dataclass(slots=True)
 class Pace:
-    step_seconds: float = 0.0
-    """Of a decode step, lately."""
+    sizes: tuple[int, ...]
+    """Rows that there are programs for, ascending."""
+    step_seconds: dict[int, float] = field(default_factory=dict)
+    """Of a decode step, by size, lately."""
     host_seconds: float = 0.0
     """What a round trip costs besides its steps, lately."""
     tick_seconds: float = TICK_SECONDS
     waiting: float = 0.0
     """What commits have waited, as a share of the time between them, lately."""
 
-    def steps(self, most: int) -> int:
-        return most if not self.step_seconds else min(max(int(self.tick_seconds / self.step_seconds), 1), most)
+    def steps(self, rows: int, most: int) -> int:
+        seconds = self._step(rows)
+        return most if not seconds else min(max(int(self.tick_seconds / seconds), 1), most)
 
-    @property
-    def overhead(self) -> float:
+    def overhead(self, rows: int) -> float:
         """What a round trip costs besides its steps, in steps."""
-        return self.host_seconds / self.step_seconds if self.step_seconds else 1.0
+        seconds = self._step(rows)
+        return self.host_seconds / seconds if seconds else 1.0
 
-    def stepped(self, steps: int, seconds: float, host_seconds: float) -> None:
-        self.step_seconds = _lately(self.step_seconds, seconds / max(steps, 1))
+    def floor(self, rows: int, steps: int) -> int:
+        """When no more than so many rows are left, the round trip ends: by the middle of it, another one with a smaller program
+        would cost less. 0 where none would."""
+        size = bucket(rows, self.sizes)
+        for smaller in reversed(self.sizes[: self.sizes.index(size)]):
+            known = size in self.step_seconds and smaller in self.step_seconds
+            if known and (self.step_seconds[size] - self.step_seconds[smaller]) * steps / 2 > self.host_seconds:
+                return smaller
+        return 0
+
+    def _step(self, rows: int) -> float:
+        """Seconds of a step; where that size has not been seen, of the nearest that has; 0 where none has."""
+        size = bucket(rows, self.sizes)
+        nearest = min(self.step_seconds, key=lambda known: abs(known - size), default=None)
+        return 0.0 if nearest is None else self.step_seconds[nearest]
+
+    def stepped(self, rows: int, steps: int, seconds: float, host_seconds: float) -> None:
+        size = bucket(rows, self.sizes)
+        self.step_seconds[size] = _lately(self.step_seconds.get(size, 0.0), seconds / max(steps, 1))
         self.host_seconds = _lately(self.host_seconds, host_seconds)
 
     def committed(self, interval: float, waited: float, idle: float) -> None:
         """A version has been committed `interval` seconds after the one before. Of these it has waited for a round trip to
         end, and for others there was nothing to do."""
         self.waiting = 0.7 * self.waiting + 0.3 * waited / max(interval, 1e-6)
+        shortest = SHORTEST_SECONDS
         if idle < IDLE * interval:
-            self.tick_seconds = TICK_SECONDS
-        elif self.waiting > MUCH:
-            self.tick_seconds = max(self.tick_seconds / 2, SHORTEST_SECONDS)
+            shortest = min(max(self.host_seconds / BUSY_COST, shortest), TICK_SECONDS)
+        if self.waiting > MUCH and self.tick_seconds > shortest:
+            self.tick_seconds /= 2
             self.waiting /= 2  # as it will be now
         elif self.waiting < LITTLE:
             self.tick_seconds = min(self.tick_seconds * 2, TICK_SECONDS)
+        self.tick_seconds = max(self.tick_seconds, shortest)
 
 
 def worthwhile(rooms: Sequence[int], most: int, overhead: float) -> int:

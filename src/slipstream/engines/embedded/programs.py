@@ -115,14 +115,22 @@ class Programs:
         return self._run("prefill", self._prefill, params, cache, chunk, shape=chunk.tokens.shape)
 
     def decode(
-        self, params: Params, cache: Cache, rows: Rows, settings: Settings, steps: int, history: np.ndarray | None
+        self,
+        params: Params,
+        cache: Cache,
+        rows: Rows,
+        settings: Settings,
+        steps: int,
+        history: np.ndarray | None,
+        floor: int = 0,
     ) -> tuple[Steps, Cache]:
-        """Up to `steps` tokens for each row. `history` is every row's sequence `[rows, max_length]`, padded with -1, and
-        given where some row has penalties, biases or wants alternatives."""
+        """Up to `steps` tokens for each row; fewer, but one, when no more than `floor` rows are left. `history` is every row's
+        sequence `[rows, max_length]`, padded with -1, and given where some row has penalties, biases or wants alternatives."""
         name, num_top = ("decode", 0) if history is None else ("decode rich", self.max_top)
         shape = rows.tokens.shape
+        limits = np.array((steps, floor), np.int32)
         return self._run(
-            name, self._decode, params, cache, rows, settings, np.int32(steps), history, num_top=num_top, shape=shape
+            name, self._decode, params, cache, rows, settings, limits, history, num_top=num_top, shape=shape
         )
 
     def verify(
@@ -199,11 +207,11 @@ class Programs:
         cache: Cache,
         rows: Rows,
         settings: Settings,
-        steps: jax.Array,
+        limits: jax.Array,
         history: jax.Array | None,
         num_top: int,
     ) -> tuple[Steps, Cache]:
-        num_rows, most = rows.tokens.shape[0], self.shapes.max_steps
+        (steps, floor), num_rows, most = limits, rows.tokens.shape[0], self.shapes.max_steps
         counts = None if history is None else counts_of(history, settings.prompt_length, self._config.vocab_size)
 
         class Loop(NamedTuple):
@@ -250,7 +258,11 @@ class Programs:
         )
         active = (rows.positions >= 0) & (rows.room > 0)
         start = Loop(jnp.int32(0), cache, rows.tokens, rows.positions, active, counts, out)
-        end = jax.lax.while_loop(lambda loop: (loop.step < steps) & loop.active.any(), one, start)
+
+        def goes_on(loop: Loop) -> jax.Array:
+            return (loop.step < steps) & (loop.active.sum() > jnp.where(loop.step == 0, 0, floor))
+
+        end = jax.lax.while_loop(goes_on, one, start)
         return end.out, end.cache
 
     def _verify_program(

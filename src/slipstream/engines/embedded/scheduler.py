@@ -45,6 +45,8 @@ class Tick:
     room: list[int] = field(default_factory=list)
     """Tokens that each sample of `decode` has pages for, at most its own limit."""
     steps: int = 0
+    floor: int = 0
+    """Decoding ends, after a step at least, when no more than so many have not ended."""
 
     @property
     def is_empty(self) -> bool:

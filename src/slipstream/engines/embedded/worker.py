@@ -38,7 +38,7 @@ class Worker:
     def __init__(self, executor: Executor, scheduler: Scheduler, policy: Policy | None, name: str) -> None:
         self._name, self._executor, self._scheduler = name, executor, scheduler
         self._policy: Policy | None = None
-        self._pace = Pace()
+        self._pace = Pace(executor.shapes.rows)
         self._swapped, self._idle = time.perf_counter(), 0.0
         """When the policy came that serves, and for how many seconds since then there was nothing to do."""
         self._waiting_swaps: list[_Swap] = []
@@ -200,13 +200,15 @@ class Worker:
             return
         try:
             policy, started = self._serving, time.perf_counter()
-            steps = self._pace.steps(self._executor.max_steps)
-            tick = scheduler.plan(steps, admit=not self._waiting_swaps, overhead=self._pace.overhead)
+            pace, num_running = self._pace, len(scheduler.running)
+            steps = pace.steps(num_running, self._executor.max_steps)
+            tick = scheduler.plan(steps, admit=not self._waiting_swaps, overhead=pace.overhead(num_running))
+            tick.floor = pace.floor(len(tick.decode), tick.steps)
             if tick.is_empty:
                 raise RuntimeError("requests wait, nothing runs, and nothing could be admitted")
             flight = self._executor.dispatch(policy, tick)
-            self._deliver()
             dispatched = time.perf_counter()
+            self._deliver()
             outcome = flight.wait(policy.version)
             landed = time.perf_counter()
             self._outbox += scheduler.finish_prefill(tick)
@@ -217,7 +219,7 @@ class Worker:
 
     def _count(self, tick: Tick, outcome: Outcome, host_seconds: float) -> None:
         if outcome.num_steps:
-            self._pace.stepped(outcome.num_steps, outcome.decode_seconds, host_seconds)
+            self._pace.stepped(len(tick.decode), outcome.num_steps, outcome.decode_seconds, host_seconds)
         self._seconds["prefill"] += outcome.prefill_seconds
         self._seconds["decode"] += outcome.decode_seconds
         self._seconds["host"] += host_seconds
