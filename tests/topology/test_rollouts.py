@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -117,14 +118,21 @@ def test_stragglers_go_on_with_the_tokens_that_they_have(tmp_path: Path, cut: st
         assert [span.version for span in completion.spans] == [0, 1] and len(completion.token_ids) == 2000
 
 
-def test_what_is_expected_comes_with_the_version_that_it_is_for(tmp_path: Path) -> None:
-    """On-policy: nothing that an older version has made will do."""
-    with slipstream.inprocess(write_config(tmp_path, CONFIG)) as bridge:
+@contextlib.contextmanager
+def begun(directory: Path, max_staleness: int) -> Iterator[tuple[Any, Any, list[str]]]:
+    """A bridge, its rollouts, and the ids of eight prompts: of these, version 0 has been given a batch of two."""
+    with slipstream.inprocess(write_config(directory, CONFIG)) as bridge:
         bridge.sync(random_params(CONFIG, 0))
-        rollouts = bridge.rollouts(max_staleness=0, batch=2)
+        rollouts = bridge.rollouts(max_staleness=max_staleness, batch=2)
         ids, tokens = prompts(8)
         rollouts.submit(ids, tokens, SAMPLING)
-        assert [g.id for g in rollouts.take()] == ids[:2]
+        assert [(g.id, g.version) for g in rollouts.take()] == [(ids[0], 0), (ids[1], 0)]
+        yield bridge, rollouts, ids
+
+
+def test_what_is_expected_comes_with_the_version_that_it_is_for(tmp_path: Path) -> None:
+    """On-policy: nothing that an older version has made will do."""
+    with begun(tmp_path, max_staleness=0) as (bridge, rollouts, ids):
         rollouts.expect(1)
         with pytest.raises(DeadlineExceeded, match=r"asked for ahead did not come within 0\.1 s"):
             rollouts.take(timeout=0.1)
@@ -140,12 +148,7 @@ def test_what_is_expected_comes_with_the_version_that_it_is_for(tmp_path: Path) 
 
 def test_what_is_expected_may_come_before_the_version_that_it_is_for(tmp_path: Path) -> None:
     """Where groups may be a version old."""
-    with slipstream.inprocess(write_config(tmp_path, CONFIG)) as bridge:
-        bridge.sync(random_params(CONFIG, 0))
-        rollouts = bridge.rollouts(max_staleness=1, batch=2)
-        ids, tokens = prompts(6)
-        rollouts.submit(ids, tokens, SAMPLING)
-        assert [(g.id, g.version) for g in rollouts.take()] == [(ids[0], 0), (ids[1], 0)]
+    with begun(tmp_path, max_staleness=1) as (bridge, rollouts, ids):
         rollouts.expect(1)
         assert [(g.id, g.version, g.age) for g in rollouts.take()] == [(ids[2], 1, 1), (ids[3], 1, 1)]
         bridge.sync(random_params(CONFIG, 1))

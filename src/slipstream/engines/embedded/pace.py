@@ -50,10 +50,9 @@ class Pace:
     def floor(self, rows: int, steps: int) -> int:
         """When no more than so many rows are left, the round trip ends: by the middle of it, another one with a smaller program
         would cost less. 0 where none would."""
-        size = bucket(rows, self.sizes)
+        known, size = self.step_seconds, bucket(rows, self.sizes)
         for smaller in reversed(self.sizes[: self.sizes.index(size)]):
-            known = size in self.step_seconds and smaller in self.step_seconds
-            if known and (self.step_seconds[size] - self.step_seconds[smaller]) * steps / 2 > self.host_seconds:
+            if smaller in known and (known.get(size, 0.0) - known[smaller]) * steps / 2 > self.host_seconds:
                 return smaller
         return 0
 
