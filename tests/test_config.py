@@ -52,6 +52,8 @@ def test_defaults_file_and_overrides(tmp_path):
         ("algorithm.group=1", "'grpo' compares the samples of a prompt"),
         ("algorithm.micro_batches=3", "prompts × group = 256 completions, which micro_batches 3 does not divide"),
         ("algorithm.filter_groups=yes", "algorithm.filter_groups must be of type bool"),
+        ("algorithm.resample=2", "in place of groups that are left out; 0 or more, with filter_groups"),
+        ("algorithm.overlong_tokens=9", "they are the last of max_tokens = 8"),
         ("engine.dtype=float8", "engine.dtype must be one of 'float32', 'bfloat16'"),
     ],
 )
@@ -64,15 +66,17 @@ def test_a_kind_brings_its_papers_choices_and_settings_win_over_them():
     def recipe(*overrides):
         return load(TrainConfig, None, [f"algorithm.{o}" for o in overrides]).algorithm.recipe
 
-    assert recipe() == Recipe("group", "sequence", 0.2, False)
-    assert recipe("kind=dr_grpo", "clip=0.1") == Recipe("centred", "constant", 0.1, False)
-    assert recipe("kind=dapo") == Recipe("group", "token", 0.28, True)
-    assert recipe("kind=ppo", "group=1") == Recipe("gae", "token", 0.2, False)
-    assert recipe("kind=reinforce++") == Recipe("batch", "token", 0.2, False)
+    assert recipe() == Recipe("group", "sequence", 0.2, False, 0)
+    assert recipe("kind=dr_grpo", "clip=0.1") == Recipe("centred", "constant", 0.1, False, 0)
+    assert recipe("kind=dapo") == Recipe("group", "token", 0.28, True, 3)
+    assert recipe("kind=dapo", "resample=0").resample == 0
+    assert recipe("filter_groups=true", "resample=1") == Recipe("group", "sequence", 0.2, True, 1)
+    assert recipe("kind=ppo", "group=1") == Recipe("gae", "token", 0.2, False, 0)
+    assert recipe("kind=reinforce++") == Recipe("batch", "token", 0.2, False, 0)
     changed = recipe(
         "kind=dapo", "advantage=leave_one_out", "aggregation=sequence", "clip_high=0.4", "filter_groups=false"
     )
-    assert changed == Recipe("leave_one_out", "sequence", 0.4, False)
+    assert changed == Recipe("leave_one_out", "sequence", 0.4, False, 0)
 
 
 def test_k1_is_for_rewards():

@@ -3,6 +3,7 @@
     rollouts = bridge.rollouts(max_staleness=2, batch=32)
     rollouts.submit(ids, prompts, sampling)        engines begin as soon as the bound on staleness lets them
     groups = rollouts.take()                       32 groups, none older than two versions; train on them
+    groups += rollouts.take(8, more=True)          if some of them taught nothing, say: before the sync, beyond the batch
     rollouts.expect(bridge.version + 1)            ask for the next, while that version is on its way
     bridge.sync(params)
     position = rollouts.position                   save it: after a crash, go on behind it
@@ -69,16 +70,19 @@ class Rollouts:
         parts = [requests[i : i + SUBMIT_PROMPTS] for i in range(0, len(requests), SUBMIT_PROMPTS)]
         return sum(self._persist(partial(self._fleet.submit, self.bound, part)) for part in parts)
 
-    def take(self, count: int | None = None, timeout: float = 600.0) -> list[RolloutGroup]:
+    def take(self, count: int | None = None, timeout: float = 600.0, *, more: bool = False) -> list[RolloutGroup]:
         """The next groups, `bound.batch` of them unless said otherwise, in the order in which they were submitted as far as
-        they are finished. Waits for them; `DeadlineExceeded` after `timeout` seconds, and then none is taken."""
+        they are finished. Waits for them; `DeadlineExceeded` after `timeout` seconds, and then none is taken.
+
+        Engines generate a batch for each sync, and as far ahead as the bound lets them; who wants more than a batch before
+        the next sync says so by `more`."""
         wanted = self.bound.batch if count is None else count
         if wanted < 1:
             raise RolloutError(f"{wanted} groups are asked for; take at least one")
         groups = self._answer(wanted, timeout)
         if groups is None:
             groups = self._persist(
-                partial(self._fleet.take, self.bound, self.position, wanted, timeout, saved=self._saved)
+                partial(self._fleet.take, self.bound, self.position, wanted, timeout, saved=self._saved, more=more)
             )
         self.position = groups[-1].position
         return groups

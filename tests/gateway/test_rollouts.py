@@ -88,6 +88,34 @@ def test_groups_are_taken_in_order_and_once() -> None:
     asyncio.run(main())
 
 
+def test_who_asks_for_more_than_a_batch_gets_more_of_the_same_version(tmp_path: Path) -> None:
+    async def main() -> None:
+        engines = Engines()
+        journal = Journal(tmp_path / "journal.sqlite")
+        desk = rollouts(engines, Bound(0, 2), journal)
+        desk.submit(prompts(*"abcdef"))
+        await desk.take(0, 2, 5)
+        engines.slow = {b"d"}
+        with pytest.raises(DeadlineExceeded):
+            await desk.take(2, 2, 0.2, more=True)
+        assert desk.counts["taken"] == 2 and b"e" not in engines.begun, "as many as were asked for, and no more"
+        engines.hold.set()
+        found = await desk.take(2, 2, 5, more=True)
+        assert [(t.id, t.version, t.age) for t in found] == [("c", 0, 0), ("d", 0, 0)]
+        await desk.close()
+        journal.close()
+        again = rollouts(engines, Bound(0, 2), Journal(tmp_path / "journal.sqlite"))
+        with pytest.raises(StaleRollouts, match="more=True"):
+            await again.take(4, 1, 5)
+        (found,) = await again.take(4, 1, 5, more=True)  # of a gateway that was started again, too
+        assert (found.id, found.version) == ("e", 0)
+        sync(engines, again)
+        (found,) = await again.take(5, 1, 5)
+        assert (found.id, found.version) == ("f", 1) and check(again._journal, 0) == []
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_dies_makes_nothing_twice() -> None:
     async def main() -> None:
         engines = Engines()

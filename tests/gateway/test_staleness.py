@@ -13,7 +13,7 @@ from slipstream.gateway.staleness import Bound, Staleness
 
 class Run(RuleBasedStateMachine):
     """Engines finish groups in any order; the trainer takes any that are finished, but first those that are due, and syncs when
-    it has a batch. While it syncs it may take from the next one already."""
+    it has a batch, or more if it has asked for more. While it syncs it may take from the next one already."""
 
     @initialize(
         bound=st.integers(0, 3), batch=st.integers(1, 4), surplus=st.none() | st.integers(0, 3), crashes=st.booleans()
@@ -25,7 +25,12 @@ class Run(RuleBasedStateMachine):
         self.running: dict[int, int] = {}
         """By group: the version under which it was really begun."""
         self.finished: dict[int, int] = {}
-        self.next = self.taken = self.ahead = 0
+        self.next = self.taken = self.ahead = self.more = 0
+
+    @property
+    def wanted(self) -> int:
+        """Groups that the trainer takes before it syncs."""
+        return self.bound.batch + self.more
 
     @precondition(lambda self: self.staleness.room)
     @rule()
@@ -41,7 +46,7 @@ class Run(RuleBasedStateMachine):
         self.finished[group] = self.running.pop(group)
 
     def takeable(self, ahead: int = 0) -> list[int]:
-        if (self.ahead if ahead else self.taken) >= self.bound.batch:
+        if self.ahead >= self.bound.batch if ahead else self.taken >= self.wanted:
             return []
         at = self.staleness.version + ahead
         fitting = [group for group in sorted(self.finished) if self.staleness.fits(group, at)]
@@ -58,7 +63,14 @@ class Run(RuleBasedStateMachine):
         self.staleness.take(group, self.staleness.version)
         self.taken += 1
 
-    @precondition(lambda self: self.taken == self.bound.batch and self.takeable(ahead=1))
+    @precondition(lambda self: self.taken == self.wanted and not self.ahead and self.more < 6)
+    @rule(count=st.integers(1, 4))
+    def ask_more(self, count: int) -> None:
+        self.more += count
+        for _ in range(2):  # the answer was lost, say
+            self.staleness.ask_more(count, self.staleness.version)
+
+    @precondition(lambda self: self.taken == self.wanted and self.takeable(ahead=1))
     @rule(data=st.data())
     def take_ahead(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(self.takeable(ahead=1)))
@@ -66,7 +78,7 @@ class Run(RuleBasedStateMachine):
         self.staleness.take(group, self.staleness.version + 1)
         self.ahead += 1
 
-    @precondition(lambda self: self.taken == self.bound.batch)
+    @precondition(lambda self: self.taken == self.wanted)
     @rule()
     def sync(self) -> None:
         self.renew(self.staleness.synced(self.staleness.version + 1))
@@ -85,7 +97,7 @@ class Run(RuleBasedStateMachine):
             self.finished.pop(group, None)
             self.staleness.renew(group)
             self.running[group] = self.staleness.version
-        self.taken, self.ahead = self.ahead, 0
+        self.taken, self.ahead, self.more = self.ahead, 0, 0
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -99,20 +111,20 @@ class Run(RuleBasedStateMachine):
         limit = (self.bound.max_staleness + 1) * self.bound.batch
         if self.bound.surplus is not None:
             limit = min(limit, self.bound.batch + self.bound.surplus)
-        assert len(self.running) + len(self.finished) + self.taken + self.ahead <= limit
+        assert len(self.running) + len(self.finished) + self.taken + self.ahead <= limit + self.more
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
         """A trainer that still wants groups finds some that are under way, or may be started."""
-        if self.taken < self.bound.batch and not self.running and not self.finished:
+        if self.taken < self.wanted and not self.running and not self.finished:
             assert self.staleness.room
 
     @invariant()
     def whoever_waits_waits_for_something_that_runs(self) -> None:
-        if self.taken < self.bound.batch and self.finished and not self.takeable():
+        if self.taken < self.wanted and self.finished and not self.takeable():
             assert self.running
-        if not self.running and self.taken + len(self.finished) >= self.bound.batch:
-            assert not self.staleness.lacking(self.finished, self.bound.batch - self.taken, self.staleness.version)
+        if not self.running and self.taken + len(self.finished) >= self.wanted:
+            assert not self.staleness.lacking(self.finished, self.wanted - self.taken, self.staleness.version)
 
 
 Run.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
@@ -129,9 +141,26 @@ def test_on_policy_by_hand() -> None:
     staleness.take(1, 0)
     staleness.take(2, 0)
     assert staleness.room == 0
-    with pytest.raises(StaleRollouts, match=r"2 groups were taken since the last sync.*sync, or say a larger batch"):
+    with pytest.raises(StaleRollouts, match=r"2 groups were taken since the last sync.*sync, say a larger batch"):
         staleness.check_can_take()
     assert staleness.synced(1) == [] and staleness.room == 2
+
+
+def test_more_than_a_batch_is_begun_for_who_asks_for_it() -> None:
+    staleness = Staleness(Bound(0, 2), version=0)
+    for group in (1, 2):
+        staleness.start(group)
+        staleness.take(group, 0)
+    staleness.ask_more(3, 0)
+    staleness.check_can_take()
+    assert staleness.room == 3
+    for group in (3, 4, 5):
+        staleness.start(group)
+        staleness.take(group, 0)
+    assert staleness.room == 0
+    assert staleness.synced(1) == [] and staleness.room == 2, "the next version has a batch again"
+    staleness.ask_more(1, 1)
+    assert staleness.room == 2, "that is less than a batch"
 
 
 def test_a_straggler_that_is_overtaken_is_waited_for_in_the_end() -> None:

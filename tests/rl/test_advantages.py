@@ -55,6 +55,20 @@ def test_a_group_with_equal_rewards_has_no_advantages():
     assert not advantages.group(np.array([[1, 1, 1], [0, 0, 0]], np.float32)).any()
 
 
+@given(st.lists(st.booleans(), max_size=12), st.integers(1, 8))
+def test_a_step_learns_from_the_first_that_teach_something(informative, count):
+    found = advantages.chosen(np.array(informative, bool), count).tolist()
+    teaching = [i for i, teaches in enumerate(informative) if teaches]
+    others = [i for i, teaches in enumerate(informative) if not teaches]
+    assert found == sorted((teaching + others)[:count])
+
+
+def test_a_completion_loses_by_each_of_its_last_tokens():
+    found = advantages.overlong(np.array([[1, 12, 13], [14, 15, 16]]), longest=16, last=4)
+    assert found.dtype == np.float32 and found.tolist() == [[0, 0, -0.25], [-0.5, -0.75, -1]]
+    assert advantages.overlong(np.array([[1, 2]]), longest=2, last=2).tolist() == [[-0.5, -1]]
+
+
 @pytest.mark.parametrize("rewards", [np.ones(4), np.ones((4, 1)), np.ones((2, 2, 2))])
 def test_groups_of_one_are_refused(rewards):
     for estimate in (advantages.group, advantages.centred, advantages.leave_one_out, advantages.informative):

@@ -14,6 +14,7 @@ from slipstream.gateway.journal import Journal, check
 from slipstream.model import checkpoint
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
 from slipstream.rl.evaluation import evaluate, require_versions
+from slipstream.rl.learner import Learner
 from slipstream.rl.loop import train
 from slipstream.rl.prompts import Prompts
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord
@@ -194,6 +195,49 @@ def test_equal_prompts_in_a_step_get_samples_of_their_own(model_dir):
     assert len({*seeds[0], *seeds[1]}) == 2 * CONFIG.algorithm.prompts
     assert prompts.of(1).sampling[0] == SamplingParams(max_tokens=4, n=8, temperature=1.0, seed=seeds[0][0])
     assert prompts.of(1).ids[:2] == ("1/0", "1/1") and prompts.text("2/3") == prompts.of(2).texts[3]
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("sync", 0), ("partial", 2), ("async", 2)])
+def test_prompts_that_teach_nothing_are_replaced_by_others(mode, bound, model_dir, tmp_path, monkeypatch):
+    """DAPO's dynamic sampling. Groups are small, so that many of them are all right or all wrong."""
+    learned = []
+    learn = Learner.learn
+    monkeypatch.setattr(Learner, "learn", lambda self, step, batch: learned.append(batch) or learn(self, step, batch))
+    algorithm = AlgorithmConfig("dapo", prompts=8, group=4, max_tokens=4)
+    config = dataclasses.replace(
+        CONFIG, mode=mode, max_staleness=2, steps=6, eval_every=6, diagnose_every=3, algorithm=algorithm
+    )
+    with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
+        steps = of_kind(StepRecord, train(config, bridge, model_dir, tmp_path))
+    assert all(s.num_resampled in (0, 8, 16, 24) for s in steps) and any(s.num_resampled for s in steps)
+    for step, batch in zip(steps, learned, strict=True):
+        informative = np.asarray(batch.mask).any(axis=1).reshape(8, 4).all(axis=1)
+        assert informative.all() or step.num_resampled == 24
+        assert informative.sum() >= 4 and sum(step.staleness.values()) == np.asarray(batch.mask).sum()
+        assert step.num_tokens > sum(step.staleness.values()) or not step.num_resampled
+    assert [s.version for s in steps] == list(range(6))
+    assert max(int(age) for s in steps for age in s.staleness) <= bound
+    journal = Journal(tmp_path / "journal.sqlite")
+    taken = [t.id for t in journal.taken(0, 10_000)]
+    assert len(taken) == len(set(taken)) == sum(8 + s.num_resampled for s in steps)
+    assert check(journal, bound) == []
+
+
+def test_a_completion_that_is_too_long_is_worth_less_but_judged_as_before(model_dir, tmp_path, monkeypatch):
+    earned = []
+    prepare = Learner.prepare
+    monkeypatch.setattr(
+        Learner,
+        "prepare",
+        lambda self, batch, rewards: earned.append((batch, rewards)) or prepare(self, batch, rewards),
+    )
+    config = with_reward("half")
+    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, overlong_tokens=2))
+    (step,) = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
+    ((batch, rewards),) = earned
+    lengths = np.asarray(batch.mask).sum(axis=1).reshape(rewards.shape)
+    assert {0.5, -0.5} <= set(rewards.flat) and (rewards == 0.5 - np.maximum(0, lengths - 2) / 2).all()
+    assert step.reward == 0.5 and step.metrics.gradient_norm > 0  # only lengths differ, and they teach
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("one_step_off", 1), ("async", 3)])

@@ -208,6 +208,20 @@ def test_what_follows_a_checkpoint_is_what_would_have_followed(whole, left, mode
     assert dataclasses.replace(last[0], version=8) == last[1] and last[1].evaluated == 8
 
 
+def test_a_run_that_asks_other_prompts_goes_on_where_its_cursor_was(model_dir, tmp_path):
+    """How many batches of prompts a step takes depends on their rewards."""
+    algorithm = dataclasses.replace(CONFIG.algorithm, kind="dapo", resample=2)
+    config = dataclasses.replace(CONFIG, steps=4, warmup_steps=10, algorithm=algorithm)
+    expected = run(config, model_dir, tmp_path / "whole")
+    assert any(r.num_resampled for r in expected if isinstance(r, StepRecord) and r.step <= 2)
+    run(config, model_dir, tmp_path / "run", until=at_step(3))
+    more = run(config, model_dir, tmp_path / "run")
+    assert facts(more) == facts(expected)[-len(more) :] and isinstance(more[-1], Saved)
+    assert facts(read_records(tmp_path / "run" / "metrics.jsonl")) == facts(expected)
+    last = state.read(state.latest(tmp_path / "run"))[0]
+    assert last.cursor == last.journal / 4 > last.step
+
+
 def test_a_run_that_ended_before_its_export_is_exported(whole, model_dir, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(whole[1], run_dir)

@@ -86,7 +86,7 @@ def test_on_policy_in_one_process(local: Any) -> None:
         assert all(
             c.spans == (VersionSpan(local.version, 0, 6),) and c.request_id == group.id for c in group.completions
         )
-    with pytest.raises(StaleRollouts, match="sync, or say a larger batch"):
+    with pytest.raises(StaleRollouts, match="sync, say a larger batch"):
         rollouts.take()
     local.sync(random_params(CONFIG, 1))
     second = rollouts.take()
@@ -233,6 +233,20 @@ def test_an_engine_that_is_killed_is_replaced_and_repaired(bridge: Any) -> None:
     assert bridge.repair(params) is None
     bridge.sync(random_params(CONFIG, 1))
     assert bridge.version == 1 and history(bridge, 0) == []
+
+
+def test_who_asks_for_more_than_a_batch_before_a_sync_gets_it(bridge: Any) -> None:
+    bridge.sync(random_params(CONFIG, 0))
+    rollouts = bridge.rollouts(max_staleness=0, batch=2)
+    ids, tokens = prompts(6)
+    rollouts.submit(ids, tokens, SAMPLING)
+    assert [g.id for g in rollouts.take()] == ids[:2]
+    with pytest.raises(StaleRollouts, match="take them with more=True"):
+        rollouts.take(1)
+    more = rollouts.take(3, more=True)
+    assert [(g.id, g.version, g.age) for g in more] == [(id, 0, 0) for id in ids[2:5]]
+    bridge.sync(random_params(CONFIG, 1))
+    assert [(g.id, g.version) for g in rollouts.take(1)] == [(ids[5], 1)] and history(bridge, 0) == []
 
 
 def test_an_update_in_mid_generation_ages_what_runs(bridge: Any) -> None:

@@ -101,11 +101,11 @@ class LocalFleet:
         return self._run(bound).submit(by_id([(r.id, convert.request_bytes(r), r.sampling.n) for r in requests]))
 
     async def take(
-        self, bound: Bound, after: int, count: int, timeout: float, saved: int = 0, version: int = 0
+        self, bound: Bound, after: int, count: int, timeout: float, saved: int = 0, version: int = 0, more: bool = False
     ) -> list[RolloutGroup]:
         from slipstream.gateway import convert
 
-        taken = await self._run(bound).take(after, count, timeout, saved, version)
+        taken = await self._run(bound).take(after, count, timeout, saved, version, more)
         return [convert.group_from_pb(convert.taken_to_pb(one)) for one in taken]
 
     def _run(self, bound: Bound) -> Rollouts:

@@ -112,7 +112,7 @@ class GatewayFleet:
         return int(reply.num_new)
 
     async def take(
-        self, bound: Bound, after: int, count: int, timeout: float, saved: int = 0, version: int = 0
+        self, bound: Bound, after: int, count: int, timeout: float, saved: int = 0, version: int = 0, more: bool = False
     ) -> list[RolloutGroup]:
         request = pb.TakeRequest(
             bound=convert.bound_to_pb(bound),
@@ -121,6 +121,7 @@ class GatewayFleet:
             timeout_seconds=timeout,
             saved=saved,
             version=version,
+            more=more,
         )
         with self._errors("taking rollouts"):
             call = self._stub.Take(request, timeout=timeout + GRACE_SECONDS, metadata=self._metadata)

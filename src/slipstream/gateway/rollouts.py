@@ -113,11 +113,13 @@ class Rollouts:
         self._pump()
         return len(fresh)
 
-    async def take(self, after: int, count: int, timeout: float, saved: int = 0, version: int = 0) -> list[Taken]:
+    async def take(
+        self, after: int, count: int, timeout: float, saved: int = 0, version: int = 0, more: bool = False
+    ) -> list[Taken]:
         """`count` groups behind position `after`: those that were taken before, and then finished ones, the oldest first (see
         `Staleness.lacking` for those that are waited for). Their ages are those for a trainer that has `version`, which the
         fleet serves, or will serve next. All of them, or `DeadlineExceeded` and none. Positions up to `saved` will not be
-        asked for again."""
+        asked for again. With `more` they may be more than the bound's batch before a sync."""
         self._journal.count_from(after)
         self._journal.forget(min(saved, after))
         missing = count - len(self._journal.taken(after, count))
@@ -127,7 +129,7 @@ class Rollouts:
                     # On-policy, nothing that was begun before a version is for it.
                     needed = version - 1 if self.bound.max_staleness else version
                     await self._serves(needed)
-                    ready, at = await self._until(missing, version)
+                    ready, at = await self._until(missing, version, more)
             except TimeoutError:
                 self._check_serves(needed, timeout)
                 at = self._staleness.at(version)
@@ -161,10 +163,13 @@ class Rollouts:
         """Groups that can be taken for version `at`. An error does not age."""
         return [number for number, oldest in self._finished.items() if oldest < 0 or self._staleness.fits(number, at)]
 
-    async def _until(self, count: int, version: int) -> tuple[list[int], int]:
+    async def _until(self, count: int, version: int, more: bool) -> tuple[list[int], int]:
         """So many are ready, and among them those that cannot wait: which, and for which version they are taken."""
         while True:
             at = self._staleness.at(version)
+            if more:
+                self._staleness.ask_more(count, at)
+                self._pump()
             ready = self._ready(at)
             if len(ready) >= count and not self._staleness.lacking(ready, count, at):
                 return ready, at

@@ -162,7 +162,9 @@ class Service(GatewayServicer):
         async with _typed_errors(context):
             rollouts = self._run(request.bound)
             timeout = min(request.timeout_seconds, MAX_TAKE_SECONDS)
-            taken = await rollouts.take(request.after, request.count, timeout, request.saved, request.version)
+            taken = await rollouts.take(
+                request.after, request.count, timeout, request.saved, request.version, request.more
+            )
             for groups in wire.packed(map(convert.taken_to_pb, taken)):
                 yield groups
 

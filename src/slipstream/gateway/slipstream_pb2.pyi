@@ -191,20 +191,22 @@ class SubmitReply(_message.Message):
     def __init__(self, num_new: _Optional[int] = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("bound", "after", "count", "timeout_seconds", "saved", "version")
+    __slots__ = ("bound", "after", "count", "timeout_seconds", "saved", "version", "more")
     BOUND_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     bound: RolloutBound
     after: int
     count: int
     timeout_seconds: float
     saved: int
     version: int
-    def __init__(self, bound: _Optional[_Union[RolloutBound, _Mapping]] = ..., after: _Optional[int] = ..., count: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., saved: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    more: bool
+    def __init__(self, bound: _Optional[_Union[RolloutBound, _Mapping]] = ..., after: _Optional[int] = ..., count: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., saved: _Optional[int] = ..., version: _Optional[int] = ..., more: bool = ...) -> None: ...
 
 class TakenGroup(_message.Message):
     __slots__ = ("position", "id", "version", "age", "completions", "error", "also")

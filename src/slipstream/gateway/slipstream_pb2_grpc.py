@@ -130,7 +130,8 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request_iterator, context):
-        """One stream per trainer, held open: when it breaks, what was begun is rolled back.
+        """One stream per trainer, held open: when it breaks, what was begun is rolled back. A trainer that may not update is told
+        so in answer to its steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,7 +6,8 @@ trained when it is taken. No group is taken at an age above `bound`:
 
     start   only while   groups that were started and not taken  <  (bound + 1) · batch − taken since the last sync
             so that, taken in the order of starting, none would be too old by its turn; with a `surplus`, only while they
-            are fewer than batch + surplus − taken
+            are fewer than batch + surplus − taken. A trainer that asks for more than a batch before it syncs makes room for
+            what it asks for, and no more
     take    the oldest that are finished; but some are waited for: those that would be too old one day, because the batches up
             to then have no room for all that are as old. Then nothing becomes too old
     sync    a group that is too old all the same (a trainer that has crashed syncs without taking) is made anew
@@ -72,13 +73,20 @@ class Staleness:
     """What the fleet serves."""
     taken: Counter[int] = field(default_factory=Counter)
     """Groups, by the version that is trained on them: the one that serves, or the next."""
+    _more: Counter[int] = field(default_factory=Counter)
+    """Groups beyond a batch that the trainer has asked for, by the same version."""
     _started: dict[int, int] = field(default_factory=dict)
     """By group: the version that served when it was started. None of its tokens is older."""
 
     @property
     def room(self) -> int:
         """How many groups may be started now."""
-        return max(0, self.bound.limit - self.taken.total() - len(self._started))
+        return max(0, self.bound.limit + self._more.total() - self.taken.total() - len(self._started))
+
+    def ask_more(self, count: int, at: int) -> None:
+        """The trainer wants so many besides those that it has taken for version `at`, even if that is more than a batch. To
+        ask again changes nothing."""
+        self._more[at] = max(self._more[at], self.taken[at] + count - self.bound.batch)
 
     def start(self, group: int, version: int | None = None) -> None:
         """`version` is that of its oldest token, for a group of which there are some."""
@@ -116,7 +124,7 @@ class Staleness:
         for left in range(self.bound.max_staleness + 1):
             # Too old after so many syncs and one more, or sooner; and what can be taken until then besides.
             num_due, num_ready = num_due + all_[left], num_ready + ready[left]
-            later = max(0, (left + 1) * self.bound.batch - self.taken[at] - count)
+            later = left * self.bound.batch + max(0, self.bound.batch - self.taken[at] - count)
             most = max(most, min(count, num_due - later) - num_ready)
         return most
 
@@ -130,13 +138,15 @@ class Staleness:
             bound = self.bound
             raise StaleRollouts(
                 f"{self.taken.total()} groups were taken since the last sync, and with max_staleness {bound.max_staleness} and "
-                f"batch {bound.batch} no more may be generated before the next; sync, or say a larger batch"
+                f"batch {bound.batch} no more may be generated before the next; sync, say a larger batch, or, if it is meant, "
+                "take them with more=True"
             )
 
     def synced(self, version: int) -> list[int]:
         """The fleet serves a new version. Groups that are too old now, and must be made anew."""
         self.version = version
         self.taken = Counter({at: count for at, count in self.taken.items() if at >= version})
+        self._more = Counter({at: count for at, count in self._more.items() if at >= version})
         return self.too_old()
 
     def too_old(self) -> list[int]:

@@ -150,6 +150,7 @@ def scalars(record: Record) -> dict[str, float]:
                 "rollout/tokens_per_second": record.tokens_per_second,
                 "rollout/version": float(record.version),
                 "rollout/dropped": float(record.num_dropped),
+                "rollout/resampled": float(record.num_resampled),
                 **{f"train/{name}": float(value) for name, value in dataclasses.asdict(record.metrics).items()},
                 **{f"seconds/{name}": float(value) for name, value in dataclasses.asdict(record.seconds).items()},
                 "seconds/step": record.seconds.total,

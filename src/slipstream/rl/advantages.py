@@ -13,7 +13,10 @@ Token by token, with the reward at a completion's last token and a KL penalty at
     batch           A_t = Σ_{s ≥ t} r_s, normalised over the batch         REINFORCE++, Hu 2025, arXiv:2501.03262
     gae             δ_t = r_t + γ V_{t+1} − V_t,  A_t = δ_t + γ λ A_{t+1}  Schulman et al. 2015, arXiv:1506.02438
 
-DAPO (Yu et al. 2025, arXiv:2503.14476) leaves out groups whose rewards are all equal: `informative`.
+DAPO (Yu et al. 2025, arXiv:2503.14476) asks other prompts in place of those whose rewards are all equal (`informative`,
+`chosen`), and takes from the reward of a completion of length |y| that comes near the longest, L, with L_c tokens to slow down:
+
+    overlong        0 up to L − L_c tokens, then ((L − L_c) − |y|) / L_c, which is −1 at L
 
 All in NumPy, on the host: rewards come from there, and they are few."""
 
@@ -51,6 +54,17 @@ def informative(rewards: np.ndarray) -> np.ndarray:
     """DAPO's dynamic sampling, [prompts, G] of booleans: False for all of a group whose rewards are equal."""
     differs = _groups(rewards).max(axis=1, keepdims=True) > rewards.min(axis=1, keepdims=True)
     return np.broadcast_to(differs, rewards.shape)
+
+
+def chosen(informative: np.ndarray, count: int) -> np.ndarray:
+    """Which of the groups, [groups] of booleans, a step learns from, in their order: the first `count` that teach something; if
+    they are fewer, the first of the others with them, so that a batch has its size."""
+    return np.sort(np.argsort(~informative, kind="stable")[:count])
+
+
+def overlong(lengths: np.ndarray, longest: int, last: int) -> np.ndarray:
+    """DAPO's soft punishment of completions with so many tokens, `longest` at most, for each of the `last` of these."""
+    return (np.minimum(0, (longest - last) - lengths) / last).astype(np.float32)
 
 
 def token_rewards(rewards: np.ndarray, mask: np.ndarray, penalty: np.ndarray | None = None) -> np.ndarray:

@@ -150,6 +150,7 @@ class Recipe:
     clip_high: float
     """The low side is `AlgorithmConfig.clip`."""
     filter_groups: bool
+    resample: int
 
     @property
     def token_rewards(self) -> bool:
@@ -184,6 +185,12 @@ class AlgorithmConfig:
     `max_tokens`, whatever the length."""
     filter_groups: bool | None = None
     """Leave out groups whose rewards are all equal."""
+    resample: int | None = None
+    """Where that leaves fewer than `prompts`: how many more times a step asks as many prompts, until it has enough that teach
+    something. None: 3 for `dapo`, 0 for the others and where nothing is left out."""
+    overlong_tokens: int = 0
+    """Of the last tokens before `max_tokens`, each costs a completion an equal part of a reward of 1, so that answers end in
+    time (DAPO's soft overlong punishment). 0: none."""
     entropy_weight: float = 0.0
     """Of the entropy bonus."""
     epochs: int = 1
@@ -202,7 +209,12 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         at_least(self, prompts=1, group=1, max_tokens=1, micro_batches=1, entropy_weight=0.0)
-        at_least(self, epochs=1, minibatches=1, row_tokens=0)
+        at_least(self, epochs=1, minibatches=1, row_tokens=0, overlong_tokens=0)
+        if self.overlong_tokens > self.max_tokens:
+            raise ConfigError(
+                f"algorithm.overlong_tokens is {self.overlong_tokens}: they are the last of max_tokens = {self.max_tokens}, "
+                "and cannot be more"
+            )
         if self.row_tokens and self.row_tokens <= self.max_tokens:
             raise ConfigError(
                 f"algorithm.row_tokens is {self.row_tokens}: a row holds a prompt and {self.max_tokens} tokens of its "
@@ -217,6 +229,11 @@ class AlgorithmConfig:
         if self.clip_high is not None and self.clip_high <= 0:
             raise ConfigError(f"algorithm.clip_high must be positive, got {self.clip_high}")
         recipe = self.recipe
+        if self.resample is not None and (self.resample < 0 or (self.resample and not recipe.filter_groups)):
+            raise ConfigError(
+                f"algorithm.resample is {self.resample}: it is how often a step asks again in place of groups that are left "
+                "out; 0 or more, with filter_groups (which 'dapo' has) above 0"
+            )
         if self.group < 2 and (not recipe.token_rewards or recipe.filter_groups):
             raise ConfigError(
                 f"algorithm.group must be at least 2, got {self.group}: {self.kind!r} compares the samples of a prompt; "
@@ -254,20 +271,22 @@ class AlgorithmConfig:
     @property
     def recipe(self) -> Recipe:
         default = _RECIPES[self.kind]
+        filters = default.filter_groups if self.filter_groups is None else self.filter_groups
         return Recipe(
             advantage=default.advantage if self.advantage is None else self.advantage,
             aggregation=default.aggregation if self.aggregation is None else self.aggregation,
             clip_high=self.clip_high or default.clip_high or self.clip,
-            filter_groups=default.filter_groups if self.filter_groups is None else self.filter_groups,
+            filter_groups=filters,
+            resample=default.resample * filters if self.resample is None else self.resample,
         )
 
 
 _RECIPES: dict[AlgorithmKind, Recipe] = {
-    "grpo": Recipe("group", "sequence", 0.0, False),
-    "dr_grpo": Recipe("centred", "constant", 0.0, False),
-    "dapo": Recipe("group", "token", 0.28, True),
-    "ppo": Recipe("gae", "token", 0.0, False),
-    "reinforce++": Recipe("batch", "token", 0.0, False),
+    "grpo": Recipe("group", "sequence", 0.0, False, 0),
+    "dr_grpo": Recipe("centred", "constant", 0.0, False, 0),
+    "dapo": Recipe("group", "token", 0.28, True, 3),
+    "ppo": Recipe("gae", "token", 0.0, False, 0),
+    "reinforce++": Recipe("batch", "token", 0.0, False, 0),
 }
 """With `clip_high` 0 where it is to be as `clip`."""
 

@@ -76,7 +76,7 @@ class StepRecord:
     version: int
     """The policy version that was being trained; `staleness` says how much older those are that made the tokens."""
     reward: float
-    """Mean over the step's completions that were judged."""
+    """Mean over the step's completions that were judged, as they were judged."""
     accuracy: float
     """Share of those with full reward."""
     num_tokens: int
@@ -93,6 +93,8 @@ class StepRecord:
     """Where trainer and engines take turns: bytes that engines held, at each point of the step."""
     num_dropped: int = 0
     """Completions that nothing was learned from, because they, or too many of their group, could not be judged."""
+    num_resampled: int = 0
+    """Groups that were asked for in place of others, which taught nothing."""
 
     @property
     def tokens_per_second(self) -> float:

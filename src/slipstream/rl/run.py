@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -26,9 +25,10 @@ from slipstream.rl.prompts import Prompts
 from slipstream.rl.records import Evaluation, PhaseSeconds, StepRecord, Stopwatch
 from slipstream.rl.reference import Reference
 from slipstream.rl.steady import Steady
+from slipstream.rl.taken import Taken
 from slipstream.rl.tasks import Task
 from slipstream.rl.tokens import Codec
-from slipstream.types import Completion, MemoryReport, RolloutGroup, SyncReport
+from slipstream.types import MemoryReport, SyncReport
 
 
 class Run:
@@ -52,14 +52,17 @@ class Run:
         self.learner = Learner(config.algorithm, model, params, config.seed, config.devices)
         self.step, self._last = start.step, config.steps
         """Steps done, and the last to do."""
-        self._first, self._evaluated, position = start.step + 1 - config.bound, -1, 0
+        self._cursor, self._evaluated, position = 0, -1, 0
+        """Of the cursor: batches of prompts taken."""
         self._recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
         if start.checkpoint:
             facts = self.learner.load(start.checkpoint)
-            self._evaluated, position = facts.evaluated, facts.journal
+            self._cursor, self._evaluated, position = facts.cursor, facts.evaluated, facts.journal
             self._recent.extend(facts.recent)
             if resume.finished(config, start.step, self._recent):
                 self._last = start.step
+        self._first = self._cursor + 1 - config.bound
+        """Batch of prompts that the run before may not have taken all of."""
         self._steady = Steady(bridge, config.patience, config.in_flight)
         self._prompts = Prompts(config, task, codec, _room(config, model))
         self._rollouts = bridge.rollouts(
@@ -98,7 +101,7 @@ class Run:
         self._finish_sync()
         facts = state.Facts(
             step=self.step,
-            cursor=self.step,
+            cursor=self._cursor,
             seed=self._config.seed,
             version=self._bridge.version,
             journal=self._rollouts.position,
@@ -115,18 +118,18 @@ class Run:
 
     def take_step(self, judge: Judge) -> StepRecord:
         step, clock = self.step + 1, Stopwatch()
-        taken = self._collect(step, clock)
-        rewards = judge(taken.groups, [self._prompts.text(group.id) for group in taken.groups])
+        all_ = self._collect(judge, clock)
+        taken = all_.chosen(self._config.algorithm)
         batch = make_batch(taken.completions, version=taken.versions, max_tokens=self._config.algorithm.max_tokens)
         if self._reference is not None:
             batch = self._reference.fill(batch)
-        batch = self.learner.prepare(batch, rewards)
+        batch = self.learner.prepare(batch, taken.earned(self._config.algorithm))
         clock.lap("reward")
         mismatch = ""
         if self._config.diagnose_every and step % self._config.diagnose_every == 0:
             mismatch = self._diagnose(batch, taken)
             clock.lap("diagnose")
-        known = rewards[judged(rewards)]
+        known = all_.rewards[judged(all_.rewards)]
         accuracy = float((known >= 1).mean())
         self._recent.append(accuracy)
         if resume.finished(self._config, step, self._recent):
@@ -139,28 +142,45 @@ class Run:
             version=max(taken.versions),
             reward=float(known.mean()),
             accuracy=accuracy,
-            num_tokens=sum(len(c.token_ids) for c in taken.completions),
+            num_tokens=int(all_.lengths.sum()),
             metrics=metrics,
             seconds=PhaseSeconds(**clock.laps),
             sync=report,
             staleness=_ages(batch),
             mismatch=mismatch,
             memory=memory,
-            num_dropped=rewards.size - known.size,
+            num_dropped=all_.rewards.size - known.size,
+            num_resampled=len(all_.groups) - len(taken.groups),
         )
 
-    def _collect(self, step: int, clock: Stopwatch) -> Taken:
-        """Submits prompts as far ahead as the mode wants, and waits for a batch of groups."""
+    def _collect(self, judge: Judge, clock: Stopwatch) -> Taken:
+        """A batch of groups, and others in place of those that teach nothing."""
+        how = self._config.algorithm
+        taken = self._take(judge, clock)
+        for _ in range(how.recipe.resample):
+            if np.count_nonzero(taken.informative(how)) >= how.prompts:
+                break
+            self._finish_sync()  # what is taken now is for the version that it makes
+            taken += self._take(judge, clock, more=True)
+        return taken
+
+    def _take(self, judge: Judge, clock: Stopwatch, more: bool = False) -> Taken:
+        """Submits prompts as far ahead as the mode wants, and waits for a batch of groups; `more` if it is not the step's
+        first."""
         config = self._config
         # What the last run had submitted and not taken is known to the gateway; to submit it again changes nothing.
-        last = min(step + config.steps_ahead, self._last)
+        last = self._cursor + min(1 + config.steps_ahead, self._last - self.step)
         self._steady.run(partial(self._prompts.submit, self._rollouts, self._first, last))
         clock.lap("prepare")
-        taken = Taken(self._steady.take(self._rollouts, config.generate_timeout))
+        groups = self._steady.take(self._rollouts, config.generate_timeout, more=more)
+        self._cursor += 1
         if not config.bound:
-            require_versions(taken.completions, taken.versions)
+            for group in groups:
+                require_versions(group.completions, [group.version] * len(group.completions))
         clock.lap("generate")
-        return taken
+        rewards = judge(groups, [self._prompts.text(group.id) for group in groups])
+        clock.lap("reward")
+        return Taken(groups, rewards)
 
     def _learn(self, step: int, batch: Batch, clock: Stopwatch) -> tuple[Metrics, dict[str, int]]:
         """Also what engines held before and during it, where they sleep meanwhile."""
@@ -200,22 +220,6 @@ class Run:
         trainer = self.learner.logprobs(batch, temperature=1.0)
         found = tokens_of(taken.completions, max(taken.versions), trainer.shape[1])
         return self._watch.see(trainer, found.processed, found.raw, np.asarray(batch.ages), found.mask).sentence
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A step's groups, and completion by completion, in their order, what they hold."""
-
-    groups: Sequence[RolloutGroup]
-
-    @property
-    def completions(self) -> list[Completion]:
-        return [completion for group in self.groups for completion in group.completions]
-
-    @property
-    def versions(self) -> list[int]:
-        """The trainer's, when it took the completion."""
-        return [group.version for group in self.groups for _ in group.completions]
 
 
 def _room(config: TrainConfig, model: ModelConfig) -> int:

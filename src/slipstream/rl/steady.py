@@ -65,13 +65,14 @@ class Steady:
         """Something that may be done again from its beginning."""
         return self._again(call, heal=True)
 
-    def take(self, rollouts: Rollouts, timeout: float) -> list[RolloutGroup]:
-        """The next groups. The first that has failed is raised: it is not a group without reward."""
+    def take(self, rollouts: Rollouts, timeout: float, *, more: bool = False) -> list[RolloutGroup]:
+        """The next groups; `more` if there was a batch since the last sync. The first that has failed is raised: it is not a
+        group without reward."""
         until = time.monotonic() + timeout
         while True:
             try:
                 wait = min(LOOK_SECONDS, max(0.1, until - time.monotonic()))
-                groups = self.run(partial(rollouts.take, timeout=wait))
+                groups = self.run(partial(rollouts.take, timeout=wait, more=more))
                 break
             except DeadlineExceeded:
                 if time.monotonic() >= until:

@@ -44,7 +44,7 @@ REQUEST_SECONDS = {"in-process": 0.000191, "one machine": 0.000307, "fan-out": 0
 """Of a request in a batch of 64 for one token, by the library and through the gateway (topologies.json)."""
 APART = 1.10
 """A step with the engine in a process of its own over one with it inside, on the same two cores (loop.json)."""
-OVERLAP = 1.8
+OVERLAP = 2.07
 """What running ahead gains on two cores that trainer and engine share (async_rl.json)."""
 
 TRAINER_BYTES = 16

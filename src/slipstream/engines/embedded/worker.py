@@ -203,6 +203,7 @@ class Worker:
             pace, num_running = self._pace, len(scheduler.running)
             steps = pace.steps(num_running, self._executor.max_steps)
             tick = scheduler.plan(steps, admit=not self._waiting_swaps, overhead=pace.overhead(num_running))
+            tick.steps = min(tick.steps, pace.steps(len(tick.decode), steps))  # with those that were let in
             tick.floor = pace.floor(len(tick.decode), tick.steps)
             if tick.is_empty:
                 raise RuntimeError("requests wait, nothing runs, and nothing could be admitted")
