@@ -140,7 +140,8 @@ def gateway(
     if http is not None:
         from slipstream.http.server import beside
 
-        front = beside(load(HttpConfig, overrides=[f"port={http}", *(options or ())]), max_message_bytes, ca)
+        settings = load(HttpConfig, overrides=[f"port={http}", *(options or ())])
+        front = beside(settings, max_message_bytes, ca, run_dir)
     elif options:
         raise ConfigError(f"{options[0]} is a setting of the HTTP front, and there is none without --http PORT")
 
@@ -220,7 +221,8 @@ def fanout(
     options: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="With --model: settings of EngineConfig, as for `slipstream engine`."
+            metavar="[KEY=VALUE]...",
+            help="With --model: settings of EngineConfig, as for `slipstream engine`; of every --server: dialect=sglang …",
         ),
     ] = None,
     output: Annotated[
@@ -231,7 +233,8 @@ def fanout(
     model: Annotated[Path | None, typer.Option(help="HF model directory: start a fleet for this run.")] = None,
     engines: Annotated[int, typer.Option(min=1, help="With --model: engine processes.")] = 1,
     server: Annotated[
-        list[str] | None, typer.Option(help="With --model: a vLLM server that is up, as an engine; may be given again.")
+        list[str] | None,
+        typer.Option(help="With --model: a vLLM or SGLang server that is up, as an engine; may be given again."),
     ] = None,
     weights: Annotated[
         Path | None, typer.Option(help="Directory of safetensors to bring to every engine first.")

@@ -30,6 +30,10 @@ def launch(
     ] = None,
     port: Annotated[int, typer.Option(help="Of the gateway; 0 takes a free one.")] = 0,
     http: Annotated[int | None, typer.Option(help="Also speak HTTP on this port; 0 takes a free one.")] = None,
+    front: Annotated[
+        list[str] | None,
+        typer.Option(help="With --http, a setting of HttpConfig: weights=checkpoints host=node01 …; may be repeated."),
+    ] = None,
     start_seconds: Annotated[float, typer.Option(help="How long gateway and engines may take to come up.")] = 900.0,
 ) -> None:
     """Run a gateway and engines until Ctrl-C, start again what dies, and say how to connect."""
@@ -39,6 +43,8 @@ def launch(
 
     if place and not ray:
         raise ConfigError(f"--place {place[0]} says how Ray places engines, and there is none without --ray")
+    if front and http is None:
+        raise ConfigError(f"--front {front[0]} is a setting of the HTTP front, and there is none without --http PORT")
     stop = threading.Event()
     with start(
         model,
@@ -48,7 +54,7 @@ def launch(
         run_dir=run_dir,
         start_timeout=start_seconds,
         keep_alive=True,
-        http=HttpConfig(port=http) if http is not None else False,
+        http=load(HttpConfig, overrides=[f"port={http}", *(front or ())]) if http is not None else False,
         cluster=load(RayConfig, overrides=place or ()) if ray else "local",
     ) as bridge:
         for number in (signal.SIGINT, signal.SIGTERM):

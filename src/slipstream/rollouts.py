@@ -48,8 +48,10 @@ class Rollouts:
         self.position = position
         """Of the last group that was taken."""
         self._saved = 0
-        self._expected: tuple[int, Future[list[RolloutGroup]]] | None = None
-        """How many groups were asked for ahead, and their answer."""
+        self._version = 0
+        """For which groups were taken ahead: a trainer that has it takes no more for an older one."""
+        self._expected: tuple[int, int, Future[list[RolloutGroup]]] | None = None
+        """How many groups were asked for ahead, for which version, and their answer."""
 
     def submit(
         self,
@@ -82,7 +84,9 @@ class Rollouts:
         groups = self._answer(wanted, timeout)
         if groups is None:
             groups = self._persist(
-                partial(self._fleet.take, self.bound, self.position, wanted, timeout, saved=self._saved, more=more)
+                partial(
+                    self._fleet.take, self.bound, self.position, wanted, timeout, self._saved, self._version, more=more
+                )
             )
         self.position = groups[-1].position
         return groups
@@ -95,12 +99,12 @@ class Rollouts:
         self._unexpect()
         wanted = self.bound.batch if count is None else count
         asked = self._fleet.take(self.bound, self.position, wanted, EXPECT_SECONDS, saved=self._saved, version=version)
-        self._expected = wanted, portal.start(asked)
+        self._expected = wanted, version, portal.start(asked)
 
     def _unexpect(self) -> None:
         """Nobody waits for it any more."""
         if self._expected is not None:
-            self._expected[1].cancel()
+            self._expected[-1].cancel()
             self._expected = None
 
     def _answer(self, wanted: int, timeout: float) -> list[RolloutGroup] | None:
@@ -109,7 +113,10 @@ class Rollouts:
             self._unexpect()
             return None
         try:
-            return self._expected[1].result(timeout)
+            _, version, answer = self._expected
+            groups = answer.result(timeout)
+            self._version = version
+            return groups
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{wanted} groups that were asked for ahead did not come within {timeout:g} s"

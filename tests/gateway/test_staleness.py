@@ -97,7 +97,10 @@ class Run(RuleBasedStateMachine):
             self.finished.pop(group, None)
             self.staleness.renew(group)
             self.running[group] = self.staleness.version
-        self.taken, self.ahead, self.more = self.ahead, 0, 0
+        self.taken, self.ahead = self.ahead, 0
+        # What a trainer had asked for beyond a batch and did not take, because it has crashed, is under way all the same.
+        limit = self.bound.limit
+        self.more = max(0, len(self.running) + len(self.finished) + self.taken - limit)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

@@ -32,12 +32,20 @@ def progress(request_id: str, start: int, tokens: Sequence[int]) -> Progress:
 
 
 class FakeFleet:
-    """Answers `results(request_id)` to a request: lists are yielded, errors raised. Control calls are written down."""
+    """Answers `results(request_id)` to a request: lists are yielded, errors raised. Control calls are written down, with the
+    engine where one is named."""
 
-    def __init__(self, results: Any = None, failing: dict[str, Exception] | None = None) -> None:
+    def __init__(
+        self,
+        results: Any = None,
+        failing: dict[str, Exception] | None = None,
+        engines: Sequence[str] = ("one",),
+        paused: Sequence[str] = (),
+    ) -> None:
         self._results, self._failing = results, failing or {}
         self.calls: list[str] = []
-        self.status_value = FleetStatus(0, 1.0, 0, (EngineStatus(engine_info(), "ready", 0, 0.0),))
+        rows = (EngineStatus(engine_info(name), "ready", 0, 0.0, is_paused=name in paused) for name in engines)
+        self.status_value = FleetStatus(0, 1.0, 0, tuple(rows))
 
     async def status(self) -> FleetStatus:
         self._fail("status")
@@ -53,8 +61,8 @@ class FakeFleet:
         self._fail("pause")
         self._set_paused(True)
 
-    async def resume(self) -> None:
-        self._fail("resume")
+    async def resume(self, engine: str = "") -> None:
+        self._fail("resume", engine)
         self._set_paused(False)
 
     async def sleep(self, level: int) -> dict[str, Any]:
@@ -64,17 +72,17 @@ class FakeFleet:
     async def forget_prefixes(self) -> None:
         self._fail("forget_prefixes")
 
-    async def wake(self, tags: Any = None) -> dict[str, Any]:
-        self._fail("wake")
+    async def wake(self, tags: Any = None, engine: str = "") -> dict[str, Any]:
+        self._fail("wake", engine)
         return {}
 
     def _set_paused(self, paused: bool) -> None:
         engines = tuple(replace(engine, is_paused=paused) for engine in self.status_value.engines)
         self.status_value = replace(self.status_value, engines=engines)
 
-    def _fail(self, call: str) -> None:
+    def _fail(self, call: str, engine: str = "") -> None:
         if call != "status":
-            self.calls.append(call)
+            self.calls.append(f"{call} {engine}".strip())
         if call in self._failing:
             raise self._failing[call]
 

@@ -69,8 +69,8 @@ def make_model(path: Path, seed: int = 0) -> Path:
 
 @contextlib.contextmanager
 def serve(tmp_path: Path, engines: int = 1, **http: Any) -> Iterator[Served]:
-    model, weights = make_model(tmp_path / "tiny"), tmp_path / "weights"
-    weights.mkdir()
+    model, weights = make_model(tmp_path / "tiny"), Path(http.pop("weights", tmp_path / "weights"))
+    weights.mkdir(exist_ok=True)
     config = slipstream.HttpConfig(weights=str(weights), **http)
     with slipstream.launch(model, engines=engines, http=config, run_dir=tmp_path / "run") as bridge:
         yield Served(bridge, model, weights)

@@ -1,5 +1,7 @@
 """vLLM's calls for RL and the plain ones, over a fleet of two."""
 
+import json
+import tempfile
 import threading
 from pathlib import Path
 
@@ -207,6 +209,31 @@ def test_weight_checksums(fleet):
 def test_what_a_checkpoint_must_hold(fleet):
     found = fleet.get("/bridge/state_dict_info")
     assert found["model.embed_tokens.weight"] == {"shape": [64, 32], "dtype": "float32"}
+
+
+def test_the_mapping_file_says_where_tensors_lie(fleet):
+    file = Path(fleet.bridge.run_dir) / "vllm_bridge_config.json"
+    file.unlink(missing_ok=True)
+    assert fleet.get("/bridge/info")["enabled"]
+    found = json.loads(file.read_text())
+    assert found == fleet.get("/bridge/parameters") and found["model_name"] == "tiny"
+    assert found["engines"].keys() == {"engine-0", "engine-1"}
+    rows = found["engines"]["engine-0"]["parameters"]
+    assert {name: row["shape"] for name, row in rows.items()} == {
+        name: row["shape"] for name, row in fleet.get("/bridge/state_dict_info").items()
+    }
+    wanted = dict(shape=[64, 32], local_shape=[64, 32], dtype="float32", tp_degree=1, data_shard_degree=1)
+    assert rows["model.embed_tokens.weight"] == wanted | {"engine_name": "model.embed_tokens.weight"}
+
+
+def test_weights_that_a_trainer_left_in_shared_memory(tmp_path):
+    """No disk is touched: safetensors in /dev/shm are mapped."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared, serve(tmp_path, weights=shared) as other:
+        left = make_model(Path(shared) / "step-1", seed=7)
+        assert other.post("/bridge/notify_update", {"path": "step-1", "update_count": 1})["loaded"]
+        assert not other.post("/bridge/notify_update", {"path": "step-1", "update_count": 1})["loaded"]
+        with slipstream.connect(other.bridge.run_dir) as trainer:
+            assert trainer.verify(str(left)).is_same
 
 
 @pytest.mark.parametrize("path", ["..", "../tiny", "/etc", "link", "nowhere", "a\x00b", "x" * 5000, "files"])

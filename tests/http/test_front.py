@@ -251,16 +251,24 @@ def test_a_generation_that_takes_too_long_has_failed():
 
 
 def test_a_pause_that_fails_on_one_engine_is_undone():
-    fleet = FakeFleet(failing={"pause": EngineLost("one is gone")})
+    fleet = FakeFleet(engines="ab", failing={"pause": EngineLost("one is gone")})
     (response,) = run(fleet, ("POST", "/pause", {}))
-    assert response.status_code == 503 and fleet.calls == ["pause", "resume"]
-    fleet = FakeFleet(failing={"sleep": EngineLost("one is gone")})
+    assert response.status_code == 503 and fleet.calls == ["pause", "resume a", "resume b"]
+    fleet = FakeFleet(engines="ab", failing={"sleep": EngineLost("one is gone")})
     (response,) = run(fleet, ("POST", "/sleep", {}))
-    assert response.status_code == 503 and fleet.calls == ["sleep", "wake"]
-    fleet = FakeFleet(failing={"pause": EngineLost("one is gone")})
-    fleet._set_paused(True)
+    assert response.status_code == 503 and fleet.calls == ["sleep", "wake a", "wake b"]
+    fleet = FakeFleet(engines="ab", failing={"pause": EngineLost("one is gone")}, paused="a")
     run(fleet, ("POST", "/pause", {}))
-    assert fleet.calls == ["pause"], "it was paused before, and stays so"
+    assert fleet.calls == ["pause", "resume b"], "the other was paused before, and stays so"
+    fleet = FakeFleet(engines="ab", failing={"pause": EngineLost("one is gone"), "resume": EngineLost("one is gone")})
+    (response,) = run(fleet, ("POST", "/pause", {}))
+    assert response.status_code == 503 and fleet.calls == ["pause", "resume a", "resume b"], "each is tried"
+
+
+def test_what_a_pause_forgets():
+    fleet = FakeFleet()
+    run(fleet, ("POST", "/pause", {}), ("POST", "/pause?clear_cache=false", {}))
+    assert fleet.calls == ["pause", "forget_prefixes", "pause"]
 
 
 def test_ready_is_not_alive():

@@ -5,6 +5,7 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -39,6 +40,18 @@ def fleet(tmp_path_factory):
 def test_no_call_fails_inside(call, fleet):
     @given(case=schema[call.path][call.method].as_strategy())
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    def holds(case):
+        check(case, fleet)
+
+    holds()
+
+
+@pytest.mark.parametrize(
+    "call", [call for call in CALLS if call.body or call.query], ids=lambda call: f"{call.method} {call.path}"
+)
+def test_nor_by_what_its_description_does_not_allow(call, fleet):
+    @given(case=schema[call.path][call.method].as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
     def holds(case):
         check(case, fleet)
 

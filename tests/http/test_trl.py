@@ -41,5 +41,14 @@ def test_it_gets_alternatives_and_scores(found, served):
 def test_it_controls_the_fleet_and_hears_that_nccl_ends_elsewhere(found, served):
     assert (found["model"], found["world_size"], found["max_model_len"]) == ("tiny", 1, 128)
     assert found["dtype"] == "torch.float32"
-    assert found["transfer"] is None and "refused" in found
+    assert found["transfer"] is None and "has no weight-transfer engine" in found["no communicator"]
     assert served.get("/is_paused") == {"is_paused": False}
+
+
+def test_its_weight_calls_are_answered_with_the_reason(found):
+    """As it sends them, were there a communicator: tensors that would follow over NCCL are refused, and nothing changes."""
+    assert (
+        found["no tensor"].startswith("Request failed: 400") and "over NCCL, which the HTTP front" in found["no tensor"]
+    )
+    assert found["nothing sent"].startswith("Request failed: 400") and "no weights were named" in found["nothing sent"]
+    assert found["version"] == found["version before"]

@@ -1,6 +1,6 @@
 """Run as a process of its own: TRL's two clients, as they are, against the front. Prints what they found, as JSON.
 
-TRL wants vLLM to be installed, for NCCL alone; what stands in for it here raises when it is used."""
+TRL wants vLLM to be installed, for NCCL alone; what stands in for it here raises when it is used, unless it is told not to."""
 
 import importlib.abc
 import importlib.machinery
@@ -32,12 +32,17 @@ class Empty(types.ModuleType):
         return nothing
 
 
+quiet = False
+
+
 def nothing(*_, **__):
-    raise AssertionError("there is no vLLM here")
+    if not quiet:
+        raise AssertionError("there is no vLLM here")
 
 
 sys.meta_path.insert(0, Absent())
 
+import torch  # noqa: E402
 from accelerate import PartialState  # noqa: E402
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
@@ -54,14 +59,35 @@ found = {
     "transfer": client.get_server_info()["weight_transfer_config"],
 }
 client.reset_prefix_cache()
-try:
-    client.init_communicator("cpu")
-except Exception as error:
-    found["refused"] = str(error)
+
+
+def refusal(call, *arguments):
+    try:
+        call(*arguments)
+    except Exception as error:
+        return str(error)
+
+
+def version():
+    return client._get(f"{client.base_url}/weight_info")["policy_version"]
+
+
+def update_nothing():
+    with client.weight_update():
+        pass
+
+
+found["version before"] = version()
+found["no communicator"] = refusal(client.init_communicator, "cpu")
+client.communicator, quiet = None, True  # as if it had one: what it sends would be sent now
+found["no tensor"] = refusal(client.update_named_param, "model.norm.weight", torch.ones(32))
+found["nothing sent"] = refusal(update_nothing)
+quiet = False
 
 PartialState(cpu=True)  # its logger wants one
 other = AsyncClient(with_token)
 other.wait_for_server_ready()
+found["version"] = version()
 found["max_model_len"], found["dtype"] = other.get_max_model_len(), other.get_dtype()
 other.pause()
 other.resume()

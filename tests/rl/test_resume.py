@@ -17,9 +17,10 @@ import slipstream
 from slipstream import demo
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.gateway.journal import Journal
 from slipstream.model import checkpoint
 from slipstream.rl import resume, state
-from slipstream.rl.config import AlgorithmConfig, TaskConfig, TrainConfig
+from slipstream.rl.config import AlgorithmConfig, RewardConfig, TaskConfig, TrainConfig
 from slipstream.rl.loop import train
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord, read_records
 from slipstream.rl.tokens import write_small_model
@@ -71,10 +72,11 @@ def exported(run_dir):
     }
 
 
-def run(config, model_dir, run_dir, until=None):
-    """The records of a run, which is left after the record that `until` says."""
+def run(config, model_dir, run_dir, until=None, journal=None):
+    """The records of a run, which is left after the record that `until` says. What it takes is forgotten with it, unless there is
+    a folder for the journal."""
     found = []
-    with slipstream.inprocess(model_dir, engine=config.engine) as bridge:
+    with slipstream.inprocess(model_dir, engine=config.engine, run_dir=journal) as bridge:
         records = train(config, bridge, model_dir, run_dir)
         for record in records:
             found.append(record)
@@ -220,6 +222,37 @@ def test_a_run_that_asks_other_prompts_goes_on_where_its_cursor_was(model_dir, t
     assert facts(read_records(tmp_path / "run" / "metrics.jsonl")) == facts(expected)
     last = state.read(state.latest(tmp_path / "run"))[0]
     assert last.cursor == last.journal / 4 > last.step
+
+
+FLAT = False
+
+
+def moody(prompt, completion):
+    """Today so, tomorrow so, as a model that judges may be."""
+    return 0.5 if FLAT else float(len(completion) + 10 * sum(map(ord, completion)))
+
+
+@pytest.mark.parametrize("then", [False, True])
+def test_what_was_taken_is_taken_again_in_its_step_whatever_it_is_worth_now(then, model_dir, tmp_path, monkeypatch):
+    """A step takes one batch where all groups teach something, and three where none does."""
+    algorithm = dataclasses.replace(CONFIG.algorithm, kind="dapo", resample=2)
+    reward = RewardConfig({"tests.rl.test_resume:moody": 1.0}, workers=0)
+    config = dataclasses.replace(CONFIG, steps=6, eval_every=6, keep_checkpoints=9, algorithm=algorithm, reward=reward)
+    monkeypatch.setattr(sys.modules[__name__], "FLAT", then)
+    run_dir = tmp_path / "run"
+    run(config, model_dir, run_dir, until=at_step(5), journal=run_dir)
+    position = state.read(state.latest(run_dir))[0].journal  # after the fourth
+    monkeypatch.setattr(sys.modules[__name__], "FLAT", not then)
+    fifth, sixth = (r for r in run(config, model_dir, run_dir, journal=run_dir) if isinstance(r, StepRecord))
+    assert (fifth.step, fifth.version, sixth.step, sixth.version) == (5, 4, 6, 7)  # versions go on
+    journal = Journal(run_dir / "journal.sqlite")
+    versions = [t.version for t in journal.taken(position, 1000)]
+    if (
+        then
+    ):  # three batches had been taken in the fifth step: it makes do with the first, and the sixth takes none of them
+        assert versions == [4] * 12 + [7] * 4 and (fifth.num_resampled, sixth.num_resampled) == (0, 0)
+    else:  # one had been: it asks for more, of the weights that it has again
+        assert versions == [4] * 4 + [6] * 8 + [7] * 12 and (fifth.num_resampled, sixth.num_resampled) == (8, 8)
 
 
 def test_a_run_that_ended_before_its_export_is_exported(whole, model_dir, tmp_path):

@@ -1,5 +1,7 @@
 """Machines on a network of their own, as far as one kernel can pretend: each has an address, a loopback, an `/etc/hosts` and a
-shared memory that no other sees, so that nothing but the network connects them."""
+shared memory that no other sees, so that nothing but the network connects them.
+
+`python -m tests.topology.lan REPORT` names the tests that a report of pytest's (`--junitxml`) has as skipped for want of this."""
 
 from __future__ import annotations
 
@@ -10,22 +12,30 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_ENTER = 'mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+NEEDS = "several hosts need network namespaces"
+_NOT_PERMITTED = (OSError, subprocess.CalledProcessError)
+_ENTER = (
+    'unset SLIPSTREAM_SHM_DIR && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+)
 
 
 @dataclass(frozen=True)
 class Machine:
     name: str
     address: str
-    space: str
+    inside: tuple[str, ...]
+    """What a command begins with that runs in this machine's network."""
+    switch: tuple[str, ...]
+    """The same, where everything that crosses the network passes."""
     hosts_file: Path
 
     def command(self, *command: str) -> list[str]:
-        return ["ip", "netns", "exec", self.space, "sh", "-c", _ENTER, "sh", str(self.hosts_file), *command]
+        return [*self.inside, "sh", "-c", _ENTER, "sh", str(self.hosts_file), *command]
 
     def slipstream(self, *arguments: str) -> list[str]:
         return self.command(sys.executable, "-m", "slipstream.cli", *arguments)
@@ -39,52 +49,90 @@ class Machine:
 
 
 def environment(over: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours, with this checkout importable, and without what names shared memory of this machine."""
-    own = {key: value for key, value in os.environ.items() if key != "SLIPSTREAM_SHM_DIR"}
-    own["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [own.get("PYTHONPATH")])])
-    return {**own, **(over or {})}
+    """Ours, with this checkout importable."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, **(over or {})}
 
 
 @contextlib.contextmanager
 def lan(directory: Path, *names: str) -> Iterator[list[Machine]]:
-    """Skips where it is not permitted (it takes root), unless SLIPSTREAM_REQUIRE_NETNS says that it must be."""
+    """Skips where neither root nor anybody may make namespaces, unless SLIPSTREAM_REQUIRE_NETNS says that it must be."""
+    with contextlib.ExitStack() as held:
+        try:
+            machines = held.enter_context(_connected(directory, names, []))
+        except _NOT_PERMITTED as plain:
+            try:
+                machines = held.enter_context(_connected(directory, names, held.enter_context(_room())))
+            except _NOT_PERMITTED as own:
+                why = f"{NEEDS}: {_said(plain)}; as root of a user namespace: {_said(own)}"
+                if os.environ.get("SLIPSTREAM_REQUIRE_NETNS") == "1":
+                    pytest.fail(why)
+                pytest.skip(why)
+        yield machines
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[list[str]]:
+    """What a command begins with that runs as root of a user namespace, which takes no root. It ends with this process."""
+    hold = "mount -t tmpfs tmpfs /run && echo made && exec cat"  # `ip netns` keeps its names in /run
+    unshare = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", hold]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(unshare, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as holder:
+        assert holder.stdin and holder.stdout and holder.stderr
+        try:
+            if holder.stdout.readline() != "made\n":
+                raise OSError(holder.stderr.read())
+            yield ["nsenter", f"--target={holder.pid}", "--user", "--preserve-credentials", "--net", "--mount", "--wd"]
+        finally:
+            holder.stdin.close()
+
+
+@contextlib.contextmanager
+def _connected(directory: Path, names: Sequence[str], room: Sequence[str]) -> Iterator[list[Machine]]:
     prefix = f"slipstream-{os.getpid()}"
+    switch, spaces = f"{prefix}-switch", [f"{prefix}-{name}" for name in names]
+    enter = (*room, "ip", "netns", "exec")
     machines = [
-        Machine(name, f"10.77.0.{index}", f"{prefix}-{name}", directory / "hosts")
-        for index, name in enumerate(names, 1)
+        Machine(name, f"10.77.0.{index}", (*enter, space), (*enter, switch), directory / "hosts")
+        for index, (name, space) in enumerate(zip(names, spaces, strict=True), 1)
     ]
     lines = ["127.0.0.1 localhost", *(f"{machine.address} {machine.name}" for machine in machines)]
     (directory / "hosts").write_text("\n".join(lines) + "\n")
-    switch = f"{prefix}-switch"
+
+    def ip(*arguments: str) -> None:
+        subprocess.run([*room, "ip", *arguments], check=True, capture_output=True, text=True)
+
     try:
-        try:
-            _connect(switch, machines)
-        except (OSError, subprocess.CalledProcessError) as error:
-            why = f"several hosts need root, `ip netns` and mounts: {getattr(error, 'stderr', '') or error}"
-            if os.environ.get("SLIPSTREAM_REQUIRE_NETNS") == "1":
-                pytest.fail(why)
-            pytest.skip(why)
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for index, (machine, space) in enumerate(zip(machines, spaces, strict=True)):
+            ip("netns", "add", space)
+            port = f"port{index}"
+            ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", space, "addr", "add", f"{machine.address}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+            subprocess.run(machine.command("true"), check=True, capture_output=True, text=True)
         yield machines
     finally:
-        for space in (switch, *(machine.space for machine in machines)):
-            with contextlib.suppress(OSError):
-                subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+        for space in (switch, *spaces):
+            with contextlib.suppress(*_NOT_PERMITTED):
+                ip("netns", "del", space)
 
 
-def _connect(switch: str, machines: Sequence[Machine]) -> None:
-    _ip("netns", "add", switch)
-    _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-    _ip("-n", switch, "link", "set", "bridge", "up")
-    for index, machine in enumerate(machines):
-        _ip("netns", "add", machine.space)
-        port = f"port{index}"
-        _ip("-n", machine.space, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
-        _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-        _ip("-n", machine.space, "addr", "add", f"{machine.address}/24", "dev", "eth0")
-        _ip("-n", machine.space, "link", "set", "eth0", "up")
-        _ip("-n", machine.space, "link", "set", "lo", "up")
-        subprocess.run(machine.command("true"), check=True, capture_output=True, text=True)
+def _said(error: Exception) -> str:
+    return (getattr(error, "stderr", "") or str(error)).strip()
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def not_run(report: Path) -> list[str]:
+    return [
+        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        for case in ElementTree.parse(report).iter("testcase")
+        if any(NEEDS in skipped.get("message", "") for skipped in case.iter("skipped"))
+    ]
+
+
+if __name__ == "__main__":
+    print("\n".join(not_run(Path(sys.argv[1]))))

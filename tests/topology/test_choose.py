@@ -12,10 +12,14 @@ from typer.testing import CliRunner
 
 from slipstream.cli import app
 from slipstream.config import load
+from slipstream.engines.remote.vllm import VllmDialect
+from slipstream.engines.vllm.delivery import Direct as Live
+from slipstream.engines.vllm.delivery import Reloaded
 from slipstream.errors import ConfigError
 from slipstream.topology import choose as chosen
 from slipstream.topology.choose import ROOM, TRAINER_BYTES, Question, Workload, choose, sync_seconds
 from slipstream.weights.estimate import Estimate, Fleet, Trainer
+from slipstream.weights.transports import TRANSPORTS as EMBEDDED
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -36,23 +40,43 @@ def question(parameters=1e9, trainer=1, engines=1, tp=1, **work):
         (dict(device="gpu"), "in-process", "memory"),
         (dict(device="gpu", max_staleness=1), "in-process", "memory"),
         (dict(device="gpu", engine="vllm"), "one machine", "cuda"),
-        (dict(device="gpu", devices=2), "one machine", "cuda"),
+        (dict(device="gpu", devices=2), "one machine", "shm"),
+        (dict(device="gpu", devices=2, engine="vllm"), "one machine", "cuda"),
         (dict(device="gpu", devices=2, engines=2), "in-process", "memory"),
-        (dict(device="gpu", hosts=2), "fan-out", "nccl"),
-        (dict(device="gpu", hosts=2, ray=True), "ray", "nccl"),
-        (dict(device="gpu", hosts=1, devices=2, ray=True), "one machine", "cuda"),
+        (dict(device="gpu", hosts=2), "fan-out", "tcp"),
+        (dict(device="gpu", hosts=2, engine="vllm"), "fan-out", "nccl"),
+        (dict(device="gpu", hosts=2, ray=True), "ray", "tcp"),
+        (dict(device="gpu", hosts=2, ray=True, engine="vllm"), "ray", "nccl"),
+        (dict(device="gpu", hosts=1, devices=2, ray=True, engine="vllm"), "one machine", "cuda"),
         (dict(device="gpu", hosts=2, network_gbps=0), "fan-out", "disk"),
         (dict(parameters=1e8, hosts=2), "fan-out", "tcp"),
         (dict(parameters=1e8, hosts=2, ray=True), "ray", "tcp"),
         (dict(device="gpu", servers=True, engines=8), "fan-out", "vllm-nccl"),
-        (dict(parameters=1e8, servers=True), "fan-out", "disk"),
-        (dict(device="gpu", servers=True, network_gbps=0), "fan-out", "disk"),
     ],
 )
 def test_what_fits(facts, topology, transport):
     choice = choose(question(**facts))
     assert (choice.topology, choice.transport) == (topology, transport)
     assert len(choice.why) >= 2 and all(choice.why)
+
+
+@given(
+    st.sampled_from(["cpu", "gpu"]), st.sampled_from(["embedded", "vllm"]), st.integers(1, 3), st.integers(1, 4),
+    st.integers(0, 2), st.booleans(), st.booleans(), st.sampled_from([0.0, 5.0]),
+)  # fmt: skip
+def test_no_engine_is_given_a_transport_that_it_does_not_take(
+    device, engine, hosts, devices, stale, ray, servers, network
+):
+    work = dict(device=device, engine=engine, hosts=hosts, devices=devices, max_staleness=stale, ray=ray)
+    try:
+        choice = choose(question(1e8, servers=servers, network_gbps=network, **work))
+    except ConfigError as refused:
+        assert "over NCCL alone" in str(refused) and (servers or engine == "vllm")
+        return
+    vllm = Reloaded.transports if device == "cpu" else Live.transports
+    takes = VllmDialect.transports if servers else vllm if engine == "vllm" else EMBEDDED
+    assert choice.transport in takes
+    assert choice.transport not in ("memory", "shm", "cuda") or (hosts == 1 and not servers)
 
 
 def test_two_that_do_not_fit_together_take_turns():
@@ -81,7 +105,7 @@ def test_what_cannot_work_is_refused_with_what_would():
 
 
 def test_what_an_iteration_takes():
-    work = dict(device="gpu", hosts=2, tokens_per_second=1000.0, train_tokens_per_second=500.0)
+    work = dict(device="gpu", engine="vllm", hosts=2, tokens_per_second=1000.0, train_tokens_per_second=500.0)
     work |= dict(prompts=10, group=10, prompt_tokens=10, tokens=100, network_gbps=2.0)
     choice = choose(question(1e9, **work))
     assert choice.generate_seconds == pytest.approx(10, rel=0.01) and choice.train_seconds == pytest.approx(22)
@@ -108,7 +132,7 @@ def test_more_work_takes_longer_and_more_engines_do_not(
     try:
         choice = choose(asked)
     except ConfigError:
-        assert engines > hosts * devices and not servers
+        assert (servers and device == "cpu") or (engines > hosts * devices and not servers)
         return
     more = choose(replace(asked, work=replace(asked.work, prompts=2 * prompts)))
     assert (more.topology, more.transport) == (choice.topology, choice.transport)
@@ -168,7 +192,8 @@ def test_a_slow_network_bounds_what_crosses_it_and_nothing_else():
 
 def test_the_command_answers_in_words_and_in_figures():
     run = CliRunner().invoke
-    arguments = ["plan", "llama-8b", "--trainer", "fsdp=8", "--engines", "4", "device=gpu", "hosts=2", "devices=8"]
+    arguments = ["plan", "llama-8b", "--trainer", "fsdp=8", "--engines", "4", "engine=vllm"]
+    arguments += ["device=gpu", "hosts=2", "devices=8"]
     said = run(app, arguments).output
     assert "fan-out" in said and "nccl" in said and "a day" in said
     found = json.loads(run(app, [*arguments, "--json"]).output)

@@ -4,24 +4,32 @@ import asyncio
 import contextlib
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from slipstream import portal
+from slipstream.cli import app
 from slipstream.config import GatewayConfig
-from slipstream.errors import ConfigError, EngineFailure, InvalidPrompt, NotReady
+from slipstream.errors import ConfigError, EngineFailure, InvalidPrompt, LaunchFailed, NotReady
 from slipstream.gateway.server import running
+from slipstream.model import checkpoint
+from slipstream.model.config import ModelConfig
 from slipstream.observe.fan_out_display import fan_out_display, summary
 from slipstream.topology import connect, launch
 from slipstream.topology.fan_out import FanOut
 from slipstream.topology.fan_out_run import FleetChoice
 from slipstream.topology.prompt_file import CompletionFile, count_prompts, read_prompts
 from slipstream.types import Failure, SamplingParams
+from tests.conformance.engines import Subject, greedy_reference
+from tests.engines.sglang_stand_in import standing_in
 from tests.engines.test_remote import drawn
 from tests.engines.vllm_server import Script, serving
 from tests.gateway.scripted import ScriptedEngine, attached
@@ -280,6 +288,67 @@ def test_servers_at_several_addresses_are_a_fleet_and_one_that_is_busy_is_passed
             status = bridge.status()
             assert {c.engine for c in found} == {"engine-0", "engine-1"} and status.num_retried == 1
             assert [(e.info.kind, e.circuit, e.num_faults) for e in status.engines] == [("remote", "closed", 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("kv_cache_tokens=4096",), "kv_cache_tokens is decided by the vLLM server"),
+        (("dialect=sglang", "tp=2"), "tp is decided by the SGLang server"),
+        (("dialect=tgi",), "dialect must be one of 'vllm', 'sglang'"),
+        (("url=http://127.0.0.1:9000",), "--server is http://127.0.0.1:8000 and url is 'http://127.0.0.1:9000'"),
+        (("kind=vllm",), "url is for an engine of kind 'remote'; this one is 'vllm'"),
+    ],
+)
+def test_settings_that_are_not_for_a_server_are_refused(options, said):
+    fleet = FleetChoice(model=Path("model"), servers=("http://127.0.0.1:8000",), options=options)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        fleet.open()
+
+
+def test_the_command_generates_through_sglang_servers_with_a_key(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.delenv("SLIPSTREAM_SGLANG_TOKEN", raising=False)
+    model = hf_directory(tmp_path / "model", seed=0)
+    prompts, key, config = tmp_path / "p.jsonl", tmp_path / "key", ModelConfig.read(model)
+    asked = [(5 + i, 6, 7) for i in range(8)]
+    prompts.write_text("".join(json.dumps({"prompt": prompt, "ignore_eos": True}) + "\n" for prompt in asked))
+    key.write_text("sesame\n")
+    subject = Subject(None, config, checkpoint.load(model, config))
+    expected = [list(greedy_reference(subject, prompt, 4)) for prompt in asked]
+    with contextlib.ExitStack() as stack:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+        servers = [stack.enter_context(standing_in(model, tmp_path / name)) for name in ("one", "two")]
+        command = [
+            "fanout",
+            str(prompts),
+            "--model",
+            str(model),
+            "--max-tokens",
+            "4",
+            "--temperature",
+            "0",
+            "--ordered",
+        ]
+        command += [text for server in servers for text in ("--server", server.url)]
+
+        def run(name, *settings):
+            output = tmp_path / f"{name}.jsonl"
+            done = CliRunner().invoke(app, [*command, "-o", str(output), *settings])
+            if done.exit_code:
+                raise done.exception
+            return [row["completions"][0] for row in rows(output)]
+
+        open_to_all = run("open", "dialect=sglang")
+        for server in servers:
+            server.tell(key="sesame")
+        with pytest.raises(LaunchFailed, match=r"Unauthorized.*token_file"):
+            run("locked", "dialect=sglang")
+        with_key = run("key", "dialect=sglang", f"token_file={key}")
+        for found in (open_to_all, with_key):
+            assert [completion["token_ids"] for completion in found] == expected
+            assert {completion["engine"] for completion in found} == {"engine-0", "engine-1"}
 
 
 # --- with real engines ------------------------------------------------------------------------------------------------

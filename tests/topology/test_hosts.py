@@ -31,11 +31,12 @@ class Network:
     """Not for the address of node1: the gateway is known by its name."""
     other_ca: str
 
-    def expected(self, seed):
-        """What an engine in this process says."""
-        with slipstream.inprocess(self.model, engine=EngineConfig(max_concurrency=8, max_model_len=64)) as bridge:
-            bridge.sync(host_trainer.weights(self.model, seed))
-            return host_trainer.answers(bridge)
+
+def expected_of(model, seed):
+    """What an engine in this process says."""
+    with slipstream.inprocess(model, engine=EngineConfig(max_concurrency=8, max_model_len=64)) as bridge:
+        bridge.sync(host_trainer.weights(model, seed))
+        return host_trainer.answers(bridge)
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +70,10 @@ def up(network):
     certificate, key = network.files.of("node1")
     tls = ["--certificate", certificate, "--key", key, "--ca", network.files.ca]
     front = ["--http", "0", "host=node1", f"certificate={certificate}", f"key={key}"]
-    switch = ["ip", "netns", "exec", node1.space.replace("node1", "switch")]
     processes = []
     try:
         sniffer = subprocess.Popen(
-            [*switch, sys.executable, str(Path(TRAINER).with_name("host_sniffer.py")), str(seen)],
+            [*node1.switch, sys.executable, str(Path(TRAINER).with_name("host_sniffer.py")), str(seen)],
             stdout=subprocess.PIPE,
         )
         processes.append(sniffer)
@@ -113,7 +113,7 @@ def test_sync_and_generate_across_machines(network, up):
     facts = json.loads(out.read_text())
 
     assert up.address.startswith("node1:")
-    expected = [network.expected(seed) for seed in host_trainer.SEEDS]
+    expected = [expected_of(network.model, seed) for seed in host_trainer.SEEDS]
     assert expected[0] != expected[1]
     assert facts["tokens"] == [{"node2": tokens, "node3": tokens} for tokens in expected]
     assert set(facts["transports"]) == {"tcp"} and len(facts["transports"]) == 4
@@ -144,9 +144,11 @@ def test_sync_and_generate_across_machines(network, up):
         ("wrong name", "TlsError: the certificate of the gateway at 10.77.0.1:{port} is not for '10.77.0.1'"),
         (
             "no ca",
-            "ConfigError: the gateway at node1:{port} is beyond loopback, and no token is sent there in the clear",
+            "ConfigError: the gateway at node1:{port} is beyond loopback, and no token is sent there in the clear: name the CA of "
+            "the run (ca=, --ca or SLIPSTREAM_CA), or join by its run directory",
         ),
     ],
+    ids=["token", "ca", "name", "plaintext"],
 )
 def test_who_is_refused_is_told_why(network, up, case, said):
     port = up.address.rpartition(":")[2]
@@ -162,6 +164,27 @@ def test_who_is_refused_is_told_why(network, up, case, said):
     joined = engine.run(joins, **credentials)
     for done in (asked, joined):
         assert done.returncode in (1, 2) and f"slipstream: {said.format(port=port)}" in done.stderr
+
+
+def test_plaintext_is_told_why(network, up):
+    """By itself no side of ours speaks it beyond loopback. Behind a tunnel it does not know that it is beyond."""
+    node4, greeting = network.machines["node4"], b"PRI * HTTP/2.0"
+    assert greeting not in up.seen.read_bytes()
+    dig = node4.command(sys.executable, str(Path(TRAINER).with_name("host_tunnel.py")), up.address)
+    with subprocess.Popen(dig, stdout=subprocess.PIPE, text=True, env=environment()) as tunnel:
+        try:
+            near = f"127.0.0.1:{int(tunnel.stdout.readline())}"
+            ask = node4.slipstream("status", "--gateway", near)
+            join = node4.slipstream("engine", "--gateway", near, "--model", str(network.directory / "none"))
+            told = [node4.run(command, SLIPSTREAM_TOKEN=up.token, SLIPSTREAM_CA="") for command in (ask, join)]
+        finally:
+            tunnel.terminate()
+    for done in told:
+        said = f"slipstream: TlsError: the gateway at {near} speaks TLS, and this side does not: name the CA of the run"
+        assert done.returncode in (1, 2) and said in done.stderr
+    # It was dialled in the clear, and was not given the token.
+    eventually(lambda: greeting in up.seen.read_bytes(), network.directory / "gateway.log")
+    assert up.token.encode() not in up.seen.read_bytes()
 
 
 def test_plaintext_gets_no_answer(network, up):
@@ -216,19 +239,17 @@ sys.exit(max(code or 0 for code in codes))
 """
 
 
-@pytest.fixture
-def cluster(network, tmp_path):
-    """A directory for PATH with `slipstream`, and with an `srun` that runs on the machines of the network."""
-    nodes = {name: machine.command() for name, machine in network.machines.items()}
-    (tmp_path / "nodes.json").write_text(json.dumps(nodes))
+def cluster_in(directory, nodes):
+    """A directory for PATH with `slipstream`, and with an `srun` that knows what a command on each node begins with."""
+    (directory / "nodes.json").write_text(json.dumps(nodes))
     programs = {
-        "srun": SRUN.format(nodes=str(tmp_path / "nodes.json")),
+        "srun": SRUN.format(nodes=str(directory / "nodes.json")),
         "slipstream": "import slipstream.cli as c; c.main()",
     }
     for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!{sys.executable}\n{text}")
-        (tmp_path / name).chmod(0o755)
-    return tmp_path
+        (directory / name).write_text(f"#!{sys.executable}\n{text}")
+        (directory / name).chmod(0o755)
+    return directory
 
 
 def sbatch(cluster, *arguments, **variables):
@@ -246,14 +267,15 @@ def sbatch(cluster, *arguments, **variables):
     return done, cluster / "runs" / "slipstream-77-0"
 
 
-def test_a_slurm_job_on_three_nodes(network, cluster):
+def test_a_slurm_job_on_three_nodes(network, tmp_path):
+    cluster = cluster_in(tmp_path, {name: machine.command() for name, machine in network.machines.items()})
     out = cluster / "trained.json"
     trainer = ["--", sys.executable, TRAINER, str(network.model), "2", str(out)]
     options = ["--model", str(network.model), "--inference-nodes", "2"]
     done, run_dir = sbatch(cluster, *options, *trainer, SLURM_JOB_NODELIST="node[1-3]", KILL_AN_ENGINE="1")
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
-    expected = [network.expected(seed) for seed in host_trainer.SEEDS]
+    expected = [expected_of(network.model, seed) for seed in host_trainer.SEEDS]
     assert facts["tokens"] == [{"node2-0": tokens, "node3-0": tokens} for tokens in expected]
     assert set(facts["transports"]) == {"tcp"}
     assert list(facts["killed"].values()) == [expected[1]]  # started again on its node, and given its weights
@@ -265,11 +287,13 @@ def test_a_slurm_job_on_three_nodes(network, cluster):
     assert again.returncode == 2 and "was used by another attempt" in again.stderr
 
 
-def test_a_slurm_job_on_one_machine_ends_as_its_trainer_does(network, cluster):
-    out = cluster / "trained.json"
-    command = f"{sys.executable} {TRAINER} {network.model} 2 {out} && exit 3"
-    options = ["--model", str(network.model), "--inference-nodes", "0", "--engines-per-node", "2"]
+def test_a_slurm_job_on_one_machine_ends_as_its_trainer_does(tmp_path):
+    """Which may be this one: no network is needed."""
+    write_small_model(model := tmp_path / "model")
+    cluster, out = cluster_in(tmp_path, {"node4": []}), tmp_path / "trained.json"
+    command = f"{sys.executable} {TRAINER} {model} 2 {out} && exit 3"
+    options = ["--model", str(model), "--inference-nodes", "0", "--engines-per-node", "2"]
     done, _ = sbatch(cluster, *options, "--", "sh", "-c", command, SLURM_JOB_NODELIST="node4")
     assert done.returncode == 3, done.stderr
     facts = json.loads(out.read_text())
-    assert facts["tokens"][1] == {name: network.expected(2) for name in ("node4-0", "node4-1")}
+    assert facts["tokens"][1] == {name: expected_of(model, 2) for name in ("node4-0", "node4-1")}

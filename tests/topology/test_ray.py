@@ -26,6 +26,7 @@ from slipstream.topology import read_run_dir
 from slipstream.types import SamplingParams
 from tests.tiny import random_params, tiny_config, write_config
 from tests.topology.lan import environment, lan
+from tests.topology.test_launch_command import check_front, held
 
 CONFIG = tiny_config("llama", max_position_embeddings=512)
 OPTIONS = EngineConfig(max_concurrency=8)
@@ -268,6 +269,12 @@ def test_the_command_holds_a_fleet_until_it_is_ended(
     # That of a killed gateway is for the next one in this directory. An engine may be on another machine, where nobody comes.
     assert {path.parent for path in holding} <= ({run_dir, run_dir / "kept"} if end == signal.SIGKILL else set())
     eventually(lambda: nodes.ray.available_resources().get("CPU") == free, "Ray has its CPUs back")
+
+
+def test_the_front_has_settings_of_its_own(nodes: Nodes, tmp_path: Path) -> None:
+    """Its paths are those of whoever started it, whatever directory Ray's workers are in."""
+    with held(tmp_path, "--ray", "--place", f"address={nodes.address}", "max_concurrency=8") as client:
+        check_front(client, tmp_path)
 
 
 def test_how_to_place_is_for_ray_alone(tmp_path: Path) -> None:

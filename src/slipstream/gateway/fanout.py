@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from slipstream.errors import ProtocolMismatch, SlipstreamError
@@ -13,9 +13,14 @@ from slipstream.gateway.attach import EngineLink
 T = TypeVar("T")
 
 
-async def control(links: Mapping[str, EngineLink], verb: pb.Control, timeout: float) -> pb.ControlReply:
+async def control(
+    links: Mapping[str, EngineLink],
+    verb: pb.Control,
+    timeout: float,
+    on_done: Callable[[Collection[str]], None] = lambda names: None,
+) -> pb.ControlReply:
     """Pause, resume, sleep, wake, forget, memory or verify on all of `links`. If some fail, the others have done it all the
-    same, and the error names both: these verbs may be repeated."""
+    same, and the error names both: these verbs may be repeated. `on_done` hears who has done it, in any case."""
     doing = verb.WhichOneof("verb")
     if doing is None:
         raise ProtocolMismatch("a control call without a verb came")
@@ -24,6 +29,7 @@ async def control(links: Mapping[str, EngineLink], verb: pb.Control, timeout: fl
         return await link.ask(pb.ToEngine(control=verb), timeout, doing)
 
     done, failed = await each({name: one(link) for name, link in links.items()})
+    on_done(done.keys())
     if failed:
         raise together(failed, f"{doing} failed on {', '.join(failed)}; done on {', '.join(done) or 'no engine'}")
     if doing == "verify":

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from pathlib import Path
 
 import grpc
@@ -97,15 +97,16 @@ class Service(GatewayServicer):
             seconds, verb = request.timeout_seconds, request.control.WhichOneof("verb")
             if verb == "pause":  # also those that do not answer: who knows whether they have
                 self._note_pause(names, True)
-            reply = await control(
-                links, request.control, seconds if 0 < seconds < MAX_STEP_SECONDS else MAX_STEP_SECONDS
-            )
-            if verb == "resume":
-                self._note_pause(names, False)
-            return reply
+
+            def done(names: Collection[str]) -> None:
+                if verb == "resume":
+                    self._note_pause(names, False)
+
+            timeout = seconds if 0 < seconds < MAX_STEP_SECONDS else MAX_STEP_SECONDS
+            return await control(links, request.control, timeout, done)
         raise AssertionError("aborted above")
 
-    def _note_pause(self, names: Sequence[str], is_paused: bool) -> None:
+    def _note_pause(self, names: Collection[str], is_paused: bool) -> None:
         for name in names:
             self._registry.paused(name, is_paused)
 

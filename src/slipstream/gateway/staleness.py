@@ -85,7 +85,8 @@ class Staleness:
 
     def ask_more(self, count: int, at: int) -> None:
         """The trainer wants so many besides those that it has taken for version `at`, even if that is more than a batch. To
-        ask again changes nothing."""
+        ask again changes nothing. Who asks and then syncs without taking (it has crashed) leaves more under way than the limit;
+        what is too old then is made anew."""
         self._more[at] = max(self._more[at], self.taken[at] + count - self.bound.batch)
 
     def start(self, group: int, version: int | None = None) -> None:

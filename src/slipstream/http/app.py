@@ -78,6 +78,7 @@ CALLS: tuple[Call, ...] = (
     Call("POST", "/generate", plain.generate, "Completions, plainly.", plain.GenerateBody, is_given_up=True),
     Call("GET", "/bridge/info", plain.info, "What serves, and how often it was updated."),
     Call("GET", "/bridge/state_dict_info", plain.state_dict_info, "What a checkpoint must hold."),
+    Call("GET", "/bridge/parameters", plain.parameters, "Where each tensor of a checkpoint lies in each engine."),
     Call("POST", "/bridge/notify_update", plain.notify_update, "New weights lie there: load them.", plain.NotifyBody),
     Call("POST", "/bridge/pause", plain.pause, "As /pause?mode=keep."),
     Call("POST", "/bridge/resume", plain.resume, "As /resume."),

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from slipstream.errors import NotReady, RequestError
+from slipstream.errors import RequestError
 from slipstream.http import vllm_dialect
 from slipstream.http.answers import Answer
 from slipstream.http.choices import finite
@@ -65,6 +65,8 @@ async def generate(front: Front, body: GenerateBody) -> Answer:
 async def info(front: Front) -> Answer:
     status = await front.status()
     engines = [e.info for e in status.engines if e.state != "lost"]
+    if engines:
+        await front.map()  # trainers look for the file when they have asked this
     return {
         "enabled": front.config.weights != "",
         "shared_weights": False,
@@ -79,11 +81,12 @@ async def info(front: Front) -> Answer:
 
 async def state_dict_info(front: Front) -> Answer:
     """What a checkpoint must hold."""
-    engines, _ = await front.fleet.refresh()
-    if not engines:
-        raise NotReady("no engine has registered yet")
-    first = engines[0]
-    return {t.name: {"shape": list(t.shape), "dtype": first.dtype} for t in first.tensors}
+    first, *_ = (await front.map())["engines"].values()
+    return {name: {"shape": row["shape"], "dtype": row["dtype"]} for name, row in first["parameters"].items()}
+
+
+async def parameters(front: Front) -> Answer:
+    return await front.map()
 
 
 async def notify_update(front: Front, body: NotifyBody) -> Answer:

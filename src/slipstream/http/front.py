@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from slipstream.bridge import Fleet
 from slipstream.config import HttpConfig
+from slipstream.errors import NotReady
+from slipstream.http import mapping
 from slipstream.http.answers import HttpError
 from slipstream.http.flights import Flights
 from slipstream.http.metrics import Metrics
@@ -33,13 +37,17 @@ class Front:
     started: int = field(default_factory=lambda: int(time.time()))
     dozes: bool = False
     """The fleet is paused because it was told to sleep at level 0."""
+    run_dir: Path | None = None
+    """Where local trainers look for the mapping file."""
     _known: tuple[float, EngineInfo] | None = None
+    _mapped: object = None
+    """What the mapping file was written for."""
 
     @classmethod
-    def of(cls, fleet: Fleet, connect: Callable[[], Fleet], config: HttpConfig) -> Front:
+    def of(cls, fleet: Fleet, connect: Callable[[], Fleet], config: HttpConfig, run_dir: Path | None = None) -> Front:
         words = Words.read(Path(config.model)) if config.model else Words()
         weights = Weights(connect, Path(config.weights) if config.weights else None)
-        return cls(fleet, config, words, weights, Flights(config.request_seconds))
+        return cls(fleet, config, words, weights, Flights(config.request_seconds), run_dir=run_dir)
 
     @property
     def name(self) -> str:
@@ -50,6 +58,17 @@ class Front:
         if name not in ("", self.name):
             text = f"the model {name[:100]!r} does not exist; this fleet serves {self.name!r}"
             raise HttpError(404, text, "model_not_found", "model")
+
+    async def map(self) -> dict[str, Any]:
+        """Where each tensor lies in each engine; also in the mapping file from now on."""
+        engines, _ = await self.fleet.refresh()
+        if not engines:
+            raise NotReady("no engine has registered yet")
+        found = mapping.mapping(self.name, engines)
+        if self.run_dir is not None and (self._mapped != found or not (self.run_dir / mapping.FILE).exists()):
+            await asyncio.to_thread(mapping.write, self.run_dir, found)
+            self._mapped = found
+        return found
 
     async def status(self) -> FleetStatus:
         return await self.fleet.status()

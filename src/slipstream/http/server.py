@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -37,8 +38,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def beside(config: HttpConfig, max_message_bytes: int, ca: str = "") -> Beside:
-    """The front as something that runs beside a gateway: a client of it, over its own address, like any other."""
+def beside(config: HttpConfig, max_message_bytes: int, ca: str = "", run_dir: Path | None = None) -> Beside:
+    """The front as something that runs beside a gateway: a client of it, over its own address, like any other. `run_dir` is for
+    files that trainers read."""
 
     @contextlib.asynccontextmanager
     async def start(address: str, token: str, before: Mapping[str, object]) -> AsyncIterator[dict[str, str]]:
@@ -47,7 +49,7 @@ def beside(config: HttpConfig, max_message_bytes: int, ca: str = "") -> Beside:
 
         fleet = connect()
         try:
-            async with running(Front.of(fleet, connect, config), token, before) as url:
+            async with running(Front.of(fleet, connect, config, run_dir), token, before) as url:
                 yield {"http": url}
         finally:
             await fleet.close()

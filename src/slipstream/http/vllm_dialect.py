@@ -1,13 +1,15 @@
 """vLLM's calls for RL, for a whole fleet at once: pause, sleep, prefix cache. Answers are shaped as vLLM's.
 
-A call acts on every engine or, where one cannot, on none: what others have done already is undone before the error is
-answered. All may be repeated."""
+What stops engines acts on every one or, where one cannot, on none: those that it has stopped go on before the error is
+answered. (Weights that were dropped, by sleep at level 2, only an update brings back.) What lets them go on is not undone:
+nobody is stopped because another hangs. All may be repeated."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from slipstream.errors import NotReady, SlipstreamError
 from slipstream.http.answers import Answer
@@ -23,7 +25,7 @@ class PauseQuery:
     mode: Mode = "abort"
     """Of the requests that came over HTTP and run: end them, let them finish first, or let them go on after `/resume`."""
     clear_cache: bool = True
-    """Nothing that an older version has computed is ever used, cleared or not."""
+    """Of prefixes. Nothing that an older version has computed is ever used, cleared or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,9 @@ class WakeQuery:
 @dataclass(frozen=True, kw_only=True)
 class CacheQuery:
     reset_running_requests: bool = False
+    """Not needed for the cache to be reset, and changes nothing: those that run go on with what they have computed."""
     reset_external: bool = False
+    """There is no cache outside of the engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +67,18 @@ class AbortBody:
 
 async def pause(front: Front, query: PauseQuery) -> Answer:
     await pause_fleet(front, query.mode)
+    if query.clear_cache:
+        await front.fleet.forget_prefixes()
     return {"status": "paused"}
 
 
 async def pause_fleet(front: Front, mode: Mode) -> None:
-    was_paused = await _is_paused(front)
-    await _settle(front, mode, was_paused or await _is_asleep(front))
+    paused = await _paused(front)
+    await _settle(front, mode, bool(paused) or bool(await _asleep(front)))
     try:
         await front.fleet.pause()
     except SlipstreamError:
-        if not was_paused:
-            with contextlib.suppress(SlipstreamError):
-                await front.fleet.resume()
+        await _undo(front, front.fleet.resume, paused)
         raise
     if mode == "abort":  # what came between the two
         await front.flights.abort()
@@ -87,7 +91,7 @@ async def resume(front: Front) -> Answer:
 
 
 async def is_paused(front: Front) -> Answer:
-    return {"is_paused": await _is_paused(front)}
+    return {"is_paused": bool(await _paused(front))}
 
 
 async def abort_requests(front: Front, body: AbortBody) -> Answer:
@@ -96,7 +100,7 @@ async def abort_requests(front: Front, body: AbortBody) -> Answer:
 
 async def sleep(front: Front, query: SleepQuery) -> Answer:
     if query.level == 0:  # a pause that ends with `/wake_up`
-        front.dozes = front.dozes or not await _is_paused(front)
+        front.dozes = front.dozes or not await _paused(front)
         await pause_fleet(front, query.mode)
     else:
         await sleep_fleet(front, query.level, query.mode)
@@ -104,14 +108,12 @@ async def sleep(front: Front, query: SleepQuery) -> Answer:
 
 
 async def sleep_fleet(front: Front, level: int, mode: Mode) -> None:
-    was_asleep = await _is_asleep(front)
-    await _settle(front, mode, was_asleep or await _is_paused(front))
+    asleep = await _asleep(front)
+    await _settle(front, mode, bool(asleep) or bool(await _paused(front)))
     try:
         await front.fleet.sleep(level)
     except SlipstreamError:
-        if not was_asleep:
-            with contextlib.suppress(SlipstreamError):
-                await front.fleet.wake()
+        await _undo(front, front.fleet.wake, asleep)
         raise
 
 
@@ -126,7 +128,7 @@ async def wake_up(front: Front, query: WakeQuery) -> Answer:
 
 
 async def is_sleeping(front: Front) -> Answer:
-    return {"is_sleeping": front.dozes or await _is_asleep(front)}
+    return {"is_sleeping": front.dozes or bool(await _asleep(front))}
 
 
 async def reset_prefix_cache(front: Front, query: CacheQuery) -> Answer:
@@ -143,12 +145,18 @@ async def _settle(front: Front, mode: Mode, is_held: bool) -> None:
         await front.flights.drain()
 
 
-async def _is_paused(front: Front) -> bool:
-    return any(e.is_paused for e in (await front.status()).engines if e.state != "lost")
+async def _undo(front: Front, call: Callable[..., Awaitable[Any]], before: Collection[str]) -> None:
+    """On the engines that were not stopped before, one by one: who does not answer keeps nobody from it."""
+    names = [e.info.name for e in (await front.status()).engines if e.state != "lost" and e.info.name not in before]
+    await asyncio.gather(*(call(engine=name) for name in names), return_exceptions=True)
 
 
-async def _is_asleep(front: Front) -> bool:
-    return any(e.state == "asleep" for e in (await front.status()).engines)
+async def _paused(front: Front) -> set[str]:
+    return {e.info.name for e in (await front.status()).engines if e.is_paused and e.state != "lost"}
+
+
+async def _asleep(front: Front) -> set[str]:
+    return {e.info.name for e in (await front.status()).engines if e.state == "asleep"}
 
 
 # --- what the server is -----------------------------------------------------------------------------------------------

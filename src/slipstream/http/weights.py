@@ -38,7 +38,8 @@ class Weights:
     def root(self) -> Path:
         if self._root is None:
             raise Unsupported(
-                "no checkpoints may be loaded over HTTP here; start the gateway with weights=DIRECTORY, under which they lie"
+                "no checkpoints may be loaded over HTTP here; start the front with the directory under which they lie "
+                "(slipstream gateway --http PORT weights=DIRECTORY, slipstream launch --http PORT --front weights=DIRECTORY)"
             )
         return self._root
 

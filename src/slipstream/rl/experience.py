@@ -30,10 +30,12 @@ def prepare(
     model: ModelConfig,
     config: AlgorithmConfig,
     reference: Params | None = None,
+    bonus: np.ndarray | None = None,
     over: Over = lambda score, batch: np.asarray(score(batch)),
 ) -> Batch:
     """Fills in what `config` needs, from rewards [prompts, G] in the order of the batch's rows; not packed yet. A sample whose
     reward is NaN is left out: it has mask 0, and the advantages of its group are those of a group without it, if two are left.
+    `bonus`, of the same shape, is learned from, too, but does not make groups differ that were judged alike.
 
     `reference` is the policy that `config.kl` pulls towards, needed where its weight is not 0 and the batch does not have that
     policy's logprobs. `over` says how a batch goes through the model: on which devices, how many rows at a time."""
@@ -50,10 +52,11 @@ def prepare(
         logprobs = over(functools.partial(scorer(model, config.temperature), reference), batch)
         batch = batch._replace(reference=logprobs * batch.mask)
     recipe = config.recipe
+    earned = rewards if bonus is None else rewards + bonus
     if recipe.token_rewards:
-        batch = _token_advantages(batch, rewards, weights, model, config, over)
+        batch = _token_advantages(batch, earned, weights, model, config, over)
     else:
-        batch = batch._replace(advantages=outcome_advantages(rewards, config).reshape(-1, 1) * batch.mask)
+        batch = batch._replace(advantages=outcome_advantages(earned, config).reshape(-1, 1) * batch.mask)
     if recipe.filter_groups:
         informative = by_group(advantages.informative, rewards)
         batch = batch._replace(mask=batch.mask * informative.reshape(-1, 1).astype(np.float32))

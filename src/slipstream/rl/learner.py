@@ -50,10 +50,10 @@ class Learner:
         self.state = TrainState(saved.params, saved.opt_state)
         return saved.facts
 
-    def prepare(self, batch: Batch, rewards: np.ndarray) -> Batch:
+    def prepare(self, batch: Batch, rewards: np.ndarray, bonus: np.ndarray | None = None) -> Batch:
         """`experience.prepare`, with these weights."""
         weights, model, config = self.state.weights, self._model, self._config
-        return experience.prepare(batch, rewards, weights, model, config, self._reference, self._over)
+        return experience.prepare(batch, rewards, weights, model, config, self._reference, bonus, self._over)
 
     def logprobs(self, batch: Batch, temperature: float) -> np.ndarray:
         """[B, T − 1]: what the policy gives to a batch's tokens."""

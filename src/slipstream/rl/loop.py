@@ -5,8 +5,8 @@ step (`one_step_off`), or as far as `max_staleness` says (`async`). The loop is 
 takes what is finished; that nothing is older than it may be is the gateway's affair (`slipstream/rollouts.py`). Every token's
 version reaches the loss.
 
-Everything random derives from `config.seed` and the step's number, never from what ran before. In `sync` mode two runs of one
-config make the same records, and so does one that was interrupted and gone on with."""
+Everything random derives from `config.seed` and the number of the step or batch, never from what ran before. In `sync` mode two
+runs of one config make the same records, and so does one that was interrupted and gone on with."""
 
 from __future__ import annotations
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from slipstream.bridge import Bridge
+from slipstream.errors import RewardError
 from slipstream.model import decoder
 from slipstream.model.config import ModelConfig
 from slipstream.observe.mismatch import tokens_of
@@ -28,7 +29,7 @@ from slipstream.rl.steady import Steady
 from slipstream.rl.taken import Taken
 from slipstream.rl.tasks import Task
 from slipstream.rl.tokens import Codec
-from slipstream.types import MemoryReport, SyncReport
+from slipstream.types import MemoryReport, RolloutGroup, SyncReport
 
 
 class Run:
@@ -61,8 +62,10 @@ class Run:
             self._recent.extend(facts.recent)
             if resume.finished(config, start.step, self._recent):
                 self._last = start.step
-        self._first = self._cursor + 1 - config.bound
+        self._first = self._cursor + 1 - config.bound * (1 + config.algorithm.recipe.resample)
         """Batch of prompts that the run before may not have taken all of."""
+        self._trained = -1
+        """The version for which the last step has taken its groups."""
         self._steady = Steady(bridge, config.patience, config.in_flight)
         self._prompts = Prompts(config, task, codec, _room(config, model))
         self._rollouts = bridge.rollouts(
@@ -119,11 +122,11 @@ class Run:
     def take_step(self, judge: Judge) -> StepRecord:
         step, clock = self.step + 1, Stopwatch()
         all_ = self._collect(judge, clock)
-        taken = all_.chosen(self._config.algorithm)
+        taken = all_.chosen(self._config.algorithm.prompts)
         batch = make_batch(taken.completions, version=taken.versions, max_tokens=self._config.algorithm.max_tokens)
         if self._reference is not None:
             batch = self._reference.fill(batch)
-        batch = self.learner.prepare(batch, taken.earned(self._config.algorithm))
+        batch = self.learner.prepare(batch, taken.rewards, taken.overlong(self._config.algorithm))
         clock.lap("reward")
         mismatch = ""
         if self._config.diagnose_every and step % self._config.diagnose_every == 0:
@@ -154,17 +157,35 @@ class Run:
         )
 
     def _collect(self, judge: Judge, clock: Stopwatch) -> Taken:
-        """A batch of groups, and others in place of those that teach nothing."""
-        how = self._config.algorithm
-        taken = self._take(judge, clock)
+        """A batch of groups, and others in place of those that teach nothing.
+
+        What a run takes again that goes on from a checkpoint, it takes in the steps in which it had taken it, even where
+        rewards are not the same the second time: a step has a version of its own."""
+        how, reward = self._config.algorithm, self._config.reward
+        groups = self._take(clock)
+        while how.recipe.resample and groups[-1].version == self._trained:  # the step before had asked for more then
+            groups = self._take(clock)
+        taken = Taken(groups, self._judged(groups, judge, clock))
         for _ in range(how.recipe.resample):
-            if np.count_nonzero(taken.informative(how)) >= how.prompts:
+            if np.count_nonzero(taken.informative) >= how.prompts:
                 break
             self._finish_sync()  # what is taken now is for the version that it makes
-            taken += self._take(judge, clock, more=True)
+            clock.lap("sync")
+            groups = self._take(clock, more=True)
+            if groups[-1].version not in (taken.version, self._bridge.version):  # it had asked for no more then
+                self._rollouts.position, self._cursor = taken.groups[-1].position, self._cursor - 1
+                break
+            try:
+                rewards = self._judged(groups, judge, clock)
+            except RewardError:
+                if reward.on_error == "raise":
+                    raise
+                rewards = np.full((len(groups), how.group), np.nan, np.float32)  # others of the step were judged
+            taken += Taken(groups, rewards)
+        self._trained = taken.version
         return taken
 
-    def _take(self, judge: Judge, clock: Stopwatch, more: bool = False) -> Taken:
+    def _take(self, clock: Stopwatch, more: bool = False) -> list[RolloutGroup]:
         """Submits prompts as far ahead as the mode wants, and waits for a batch of groups; `more` if it is not the step's
         first."""
         config = self._config
@@ -178,9 +199,12 @@ class Run:
             for group in groups:
                 require_versions(group.completions, [group.version] * len(group.completions))
         clock.lap("generate")
+        return groups
+
+    def _judged(self, groups: Sequence[RolloutGroup], judge: Judge, clock: Stopwatch) -> np.ndarray:
         rewards = judge(groups, [self._prompts.text(group.id) for group in groups])
         clock.lap("reward")
-        return Taken(groups, rewards)
+        return rewards
 
     def _learn(self, step: int, batch: Batch, clock: Stopwatch) -> tuple[Metrics, dict[str, int]]:
         """Also what engines held before and during it, where they sleep meanwhile."""

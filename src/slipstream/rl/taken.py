@@ -29,22 +29,28 @@ class Taken:
         """[groups, samples]: tokens."""
         return np.array([[len(c.token_ids) for c in group.completions] for group in self.groups])
 
-    def earned(self, how: AlgorithmConfig) -> np.ndarray:
-        """What is learned from: the rewards, less what completions lose that are too long."""
+    def overlong(self, how: AlgorithmConfig) -> np.ndarray | None:
+        """[groups, samples]: what completions lose that are too long, below 0."""
         if not how.overlong_tokens:
-            return self.rewards
-        return self.rewards + advantages.overlong(self.lengths, how.max_tokens, how.overlong_tokens)
+            return None
+        return advantages.overlong(self.lengths, how.max_tokens, how.overlong_tokens)
 
-    def informative(self, how: AlgorithmConfig) -> np.ndarray:
-        """[groups]: those that teach something."""
-        return np.asarray(by_group(advantages.informative, self.earned(how)).any(axis=1))
+    @property
+    def informative(self) -> np.ndarray:
+        """[groups]: those whose samples were not all judged alike."""
+        return np.asarray(by_group(advantages.informative, self.rewards).any(axis=1))
 
-    def chosen(self, how: AlgorithmConfig) -> Taken:
+    def chosen(self, count: int) -> Taken:
         """The groups of these that are learned from."""
-        if len(self.groups) == how.prompts:
+        if len(self.groups) == count:
             return self
-        rows = advantages.chosen(self.informative(how), how.prompts)
+        rows = advantages.chosen(self.informative, count)
         return Taken([self.groups[row] for row in rows], self.rewards[rows])
+
+    @property
+    def version(self) -> int:
+        """The trainer's, when it took the last of them."""
+        return self.groups[-1].version
 
     @property
     def completions(self) -> list[Completion]:

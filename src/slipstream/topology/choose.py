@@ -217,24 +217,25 @@ TOPOLOGIES = (
 )
 
 TRANSPORTS = (
+    Rule(lambda q: q.work.servers, "vllm-nccl", "a vLLM server takes weights over NCCL"),
     Rule(
-        lambda q: q.work.network_gbps == 0 and (q.work.hosts > 1 or q.work.servers),
-        "disk",
-        "trainer and engines cannot reach each other: a checkpoint that both can read",
-    ),
-    Rule(lambda q: q.work.servers and q.work.device == "gpu", "vllm-nccl", "a vLLM server takes weights over NCCL"),
-    Rule(lambda q: q.work.servers, "disk", "a server without a GPU takes weights from a checkpoint"),
-    Rule(
-        lambda q: q.work.hosts > 1 and q.work.device == "gpu",
+        lambda q: q.work.hosts > 1 and q.work.engine == "vllm",
         "nccl",
         "from GPU to GPU over the network, no host between",
+    ),
+    Rule(
+        lambda q: q.work.hosts > 1 and q.work.network_gbps == 0,
+        "disk",
+        "trainer and engines cannot reach each other: a checkpoint that both can read",
     ),
     Rule(
         lambda q: q.work.hosts > 1, "tcp", "every engine rank gets the bytes that it needs over a connection of its own"
     ),
     Rule(lambda q: _first(TOPOLOGIES, q).answer == "in-process", "memory", "the engine reads the trainer's arrays"),
     Rule(
-        lambda q: q.work.device == "gpu", "cuda", "engines on the same host map the trainer's memory: nothing is sent"
+        lambda q: q.work.device == "gpu" and q.work.engine == "vllm",
+        "cuda",
+        "vLLM on the same host maps the trainer's memory: nothing is sent",
     ),
     Rule(lambda q: True, "shm", "shared memory: one copy, into where the engine computes"),
 )
@@ -253,6 +254,15 @@ def _first(rules: tuple[Rule, ...], question: Question) -> Rule:
 
 
 def _check(q: Question) -> None:
+    if (q.work.servers or (q.work.hosts > 1 and q.work.engine == "vllm")) and (
+        q.work.device == "cpu" or q.work.network_gbps == 0
+    ):
+        what = "a vLLM server" if q.work.servers else "vLLM on another host"
+        lacking = "there is none" if q.work.device == "cpu" else "these cannot reach each other (network_gbps=0)"
+        raise ConfigError(
+            f"{what} takes weights over NCCL alone, from GPU to GPU, and {lacking}; engines of our own (engine=embedded "
+            "servers=false) take them over TCP or from a checkpoint"
+        )
     memory = ROOM * q.work.memory
     if q.trainer_bytes > memory:
         ranks = math.ceil(TRAINER_BYTES * q.found.num_parameters / memory)

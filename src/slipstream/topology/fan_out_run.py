@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +28,9 @@ class FleetChoice:
     model: Path | None = None
     engines: int = 1
     servers: tuple[str, ...] = ()
-    """Addresses of vLLM servers; each is an engine."""
+    """Addresses of vLLM or SGLang servers; each is an engine."""
     options: tuple[str, ...] = ()
-    """Of the engines to be started: `kv_cache_tokens=4096`."""
+    """Of the engines to be started, all alike: `kv_cache_tokens=4096`, or for servers `dialect=sglang`."""
     weights: Path | None = None
     """A checkpoint that is to be the policy."""
 
@@ -45,10 +45,17 @@ class FleetChoice:
     def open(self) -> Bridge:
         if self.model is None:
             return connect(self.run_dir or self.gateway)
-        config = load(EngineConfig, overrides=self.options)
-        if not self.servers:
-            return launch(self.model, engines=self.engines, engine=config)
-        return launch(self.model, engine=[dataclasses.replace(config, kind="remote", url=url) for url in self.servers])
+        if self.servers:
+            return launch(self.model, engine=[self._server(url) for url in self.servers])
+        return launch(self.model, engines=self.engines, engine=load(EngineConfig, overrides=self.options))
+
+    def _server(self, url: str) -> EngineConfig:
+        config = load(EngineConfig, overrides=["kind=remote", f"url={json.dumps(url)}", *self.options])
+        if config.url != url:
+            raise ConfigError(
+                f"--server is {url} and url is {config.url!r}; leave url out, and give --server for each server"
+            )
+        return config
 
 
 def run(

@@ -75,7 +75,7 @@ class ActorGroup:
         self._gateway = (
             ray.remote(GatewayHost)
             .options(num_cpus=0, max_restarts=self._config.max_restarts, scheduling_strategy=here)
-            .remote(self._run_dir, config, http, self._start_timeout)
+            .remote(self._run_dir, config, _absolute(http) if http is not None else None, self._start_timeout)
         )
         self._wait_for([self._gateway], "the gateway")
 
@@ -127,6 +127,16 @@ class ActorGroup:
         if self._is_ours:
             self._is_ours = False
             ray.shutdown()
+
+
+def _absolute(http: HttpConfig) -> HttpConfig:
+    """An actor's working directory is not ours."""
+
+    def of(path: str) -> str:
+        return str(Path(path).absolute()) if path else ""
+
+    model, weights, certificate, key = map(of, (http.model, http.weights, http.certificate, http.key))
+    return replace(http, model=model, weights=weights, certificate=certificate, key=key)
 
 
 def _end(actors: Sequence[Any]) -> None:

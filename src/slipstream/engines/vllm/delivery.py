@@ -94,6 +94,7 @@ class Delivery(Protocol):
 
 class Reloaded:
     is_one_call = False
+    transports: tuple[str, ...] = ("shm",)
 
     def __init__(self, name: str, model: ModelConfig, dtype: str, call: Call, has_checkpoint: bool) -> None:
         self._name, self._dtype, self._call = name, dtype, call
@@ -101,7 +102,6 @@ class Reloaded:
         self._names = {t.name for t in families.tensors(model)}
         # Weights come whole: each worker takes its own part from memory that all of them see.
         self.parameters, self.num_ranks = families.parameters(model, 1), 1
-        self.transports: tuple[str, ...] = ("shm",)
         self.num_bytes = num_bytes(self.parameters, dtype)
         self._inbox = Inbox(self.parameters, dtype, name)
         self._quick = False
@@ -188,6 +188,7 @@ class Direct(Reception):
     """`failed` are the live parameters that did not pass the proof, and why."""
 
     is_one_call = True
+    transports: tuple[str, ...] = (*PLANES, "shm")
 
     def __init__(
         self,
@@ -204,7 +205,6 @@ class Direct(Reception):
         self.parameters, self._reloaded = written_parameters(model, tp, failed)
         super().__init__(self.parameters, dtype, name)
         self.num_ranks = tp
-        self.transports: tuple[str, ...] = (*PLANES, "shm")
         self.num_bytes = num_bytes(self.parameters, dtype)
         self._inbox = Inbox(self.parameters, dtype, name)
         """For weights that come through shared memory."""
