@@ -83,11 +83,14 @@ class Rollouts:
             raise RolloutError(f"{wanted} groups are asked for; take at least one")
         groups = self._answer(wanted, timeout)
         if groups is None:
-            groups = self._persist(
-                partial(
-                    self._fleet.take, self.bound, self.position, wanted, timeout, self._saved, self._version, more=more
-                )
+            asked = partial(
+                self._fleet.take, self.bound, self.position, wanted, timeout, self._saved, self._version, more=more
             )
+            try:
+                groups = self._persist(asked)
+            except (DeadlineExceeded, NotReady):
+                self._version = 0  # has its sync failed? Then for the one that serves
+                raise
         self.position = groups[-1].position
         return groups
 

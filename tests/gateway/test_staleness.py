@@ -25,7 +25,7 @@ class Run(RuleBasedStateMachine):
         self.running: dict[int, int] = {}
         """By group: the version under which it was really begun."""
         self.finished: dict[int, int] = {}
-        self.next = self.taken = self.ahead = self.more = 0
+        self.next = self.taken = self.ahead = self.more = self.over = 0
 
     @property
     def wanted(self) -> int:
@@ -97,10 +97,9 @@ class Run(RuleBasedStateMachine):
             self.finished.pop(group, None)
             self.staleness.renew(group)
             self.running[group] = self.staleness.version
-        self.taken, self.ahead = self.ahead, 0
+        self.taken, self.ahead, self.more = self.ahead, 0, 0
         # What a trainer had asked for beyond a batch and did not take, because it has crashed, is under way all the same.
-        limit = self.bound.limit
-        self.more = max(0, len(self.running) + len(self.finished) + self.taken - limit)
+        self.over = max(0, len(self.running) + len(self.finished) + self.taken - self.bound.limit)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -114,7 +113,7 @@ class Run(RuleBasedStateMachine):
         limit = (self.bound.max_staleness + 1) * self.bound.batch
         if self.bound.surplus is not None:
             limit = min(limit, self.bound.batch + self.bound.surplus)
-        assert len(self.running) + len(self.finished) + self.taken + self.ahead <= limit + self.more
+        assert len(self.running) + len(self.finished) + self.taken + self.ahead <= limit + self.more + self.over
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:

@@ -265,12 +265,6 @@ def test_a_pause_that_fails_on_one_engine_is_undone():
     assert response.status_code == 503 and fleet.calls == ["pause", "resume a", "resume b"], "each is tried"
 
 
-def test_what_a_pause_forgets():
-    fleet = FakeFleet()
-    run(fleet, ("POST", "/pause", {}), ("POST", "/pause?clear_cache=false", {}))
-    assert fleet.calls == ["pause", "forget_prefixes", "pause"]
-
-
 def test_ready_is_not_alive():
     empty = FakeFleet()
     empty.status_value = FleetStatus(-1, 1.0, 0, ())

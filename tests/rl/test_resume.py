@@ -21,6 +21,7 @@ from slipstream.gateway.journal import Journal
 from slipstream.model import checkpoint
 from slipstream.rl import resume, state
 from slipstream.rl.config import AlgorithmConfig, RewardConfig, TaskConfig, TrainConfig
+from slipstream.rl.ledger import Ledger
 from slipstream.rl.loop import train
 from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord, read_records
 from slipstream.rl.tokens import write_small_model
@@ -238,21 +239,39 @@ def test_what_was_taken_is_taken_again_in_its_step_whatever_it_is_worth_now(then
     algorithm = dataclasses.replace(CONFIG.algorithm, kind="dapo", resample=2)
     reward = RewardConfig({"tests.rl.test_resume:moody": 1.0}, workers=0)
     config = dataclasses.replace(CONFIG, steps=6, eval_every=6, keep_checkpoints=9, algorithm=algorithm, reward=reward)
-    monkeypatch.setattr(sys.modules[__name__], "FLAT", then)
     run_dir = tmp_path / "run"
-    run(config, model_dir, run_dir, until=at_step(5), journal=run_dir)
-    position = state.read(state.latest(run_dir))[0].journal  # after the fourth
-    monkeypatch.setattr(sys.modules[__name__], "FLAT", not then)
-    fifth, sixth = (r for r in run(config, model_dir, run_dir, journal=run_dir) if isinstance(r, StepRecord))
-    assert (fifth.step, fifth.version, sixth.step, sixth.version) == (5, 4, 6, 7)  # versions go on
-    journal = Journal(run_dir / "journal.sqlite")
-    versions = [t.version for t in journal.taken(position, 1000)]
-    if (
-        then
-    ):  # three batches had been taken in the fifth step: it makes do with the first, and the sixth takes none of them
-        assert versions == [4] * 12 + [7] * 4 and (fifth.num_resampled, sixth.num_resampled) == (0, 0)
+
+    def left_after(step, flat):
+        """The fifth and sixth step, as far as it came, and the versions for which groups were taken from the fifth on."""
+        monkeypatch.setattr(sys.modules[__name__], "FLAT", flat)
+        found = run(config, model_dir, run_dir, until=at_step(step), journal=run_dir)
+        position = state.read(state.latest(run_dir))[0].journal
+        versions = [t.version for t in Journal(run_dir / "journal.sqlite").taken(position, 1000)]
+        steps = [r for r in found if isinstance(r, StepRecord) and r.step > 4]
+        return [(r.step, r.version, r.num_resampled) for r in steps], versions
+
+    assert left_after(5, flat=then) == ([(5, 4, 8 if then else 0)], [4] * (12 if then else 4))
+    if then:  # three batches had been taken in the fifth step: it takes them again, and would make do with one now
+        assert left_after(6, flat=False) == ([(5, 4, 8), (6, 7, 0)], [4] * 12 + [7] * 4)
+        # Twice interrupted: what was the fifth step's is the fifth step's. The sixth has one, and wants more now.
+        assert left_after(6, flat=True) == ([(5, 4, 8), (6, 7, 8)], [4] * 12 + [7] * 4 + [10] * 8)
     else:  # one had been: it asks for more, of the weights that it has again
-        assert versions == [4] * 4 + [6] * 8 + [7] * 12 and (fifth.num_resampled, sixth.num_resampled) == (8, 8)
+        assert left_after(6, flat=True) == ([(5, 4, 8), (6, 7, 8)], [4] * 4 + [6] * 8 + [7] * 12)
+        assert left_after(6, flat=False) == ([(5, 4, 8), (6, 7, 8)], [4] * 4 + [6] * 8 + [7] * 12)
+
+
+def test_a_ledger_outlives_a_line_that_was_cut_off(tmp_path):
+    ledger = Ledger(tmp_path)
+    assert ledger.known(1) == 0 and not ledger.is_over(1)
+    for step, batches in ((1, 1), (1, 2), (2, 1), (1, 1)):
+        ledger.note(step, batches)
+    with (tmp_path / "batches.jsonl").open("a") as file:
+        file.write("[3, ")
+    again = Ledger(tmp_path)
+    assert [again.known(step) for step in (1, 2, 3)] == [2, 1, 0] and again.is_over(1) and not again.is_over(2)
+    again.note(2, 2)
+    assert Ledger(tmp_path).known(2) == 2
+    Ledger(None).note(1, 1)
 
 
 def test_a_run_that_ended_before_its_export_is_exported(whole, model_dir, tmp_path):

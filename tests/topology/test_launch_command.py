@@ -55,7 +55,7 @@ def held(where: Path, *more: str) -> Iterator[httpx.Client]:
                 yield client
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(120)
 
 
 def check_front(client: httpx.Client, where: Path) -> None:

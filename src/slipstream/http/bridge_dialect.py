@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from slipstream.errors import RequestError
+from slipstream.errors import NotReady, RequestError
 from slipstream.http import vllm_dialect
 from slipstream.http.answers import Answer
 from slipstream.http.choices import finite
 from slipstream.http.front import Front
 from slipstream.http.sampling import Prompts, Sampled, Tokens, completions, prompts_of, requests
 from slipstream.http.shapes import Limits
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +68,11 @@ async def generate(front: Front, body: GenerateBody) -> Answer:
 async def info(front: Front) -> Answer:
     status = await front.status()
     engines = [e.info for e in status.engines if e.state != "lost"]
-    if engines:
-        await front.map()  # trainers look for the file when they have asked this
+    if front.run_dir is not None and engines and not front.is_mapped(engines):
+        try:
+            await front.map()  # trainers look for the file when they have asked this
+        except (NotReady, OSError) as error:
+            log.warning("the mapping file could not be written: %s", error)
     return {
         "enabled": front.config.weights != "",
         "shared_weights": False,

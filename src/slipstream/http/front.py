@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Front:
     _known: tuple[float, EngineInfo] | None = None
     _mapped: object = None
     """What the mapping file was written for."""
+    _mapping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def of(cls, fleet: Fleet, connect: Callable[[], Fleet], config: HttpConfig, run_dir: Path | None = None) -> Front:
@@ -65,10 +66,15 @@ class Front:
         if not engines:
             raise NotReady("no engine has registered yet")
         found = mapping.mapping(self.name, engines)
-        if self.run_dir is not None and (self._mapped != found or not (self.run_dir / mapping.FILE).exists()):
-            await asyncio.to_thread(mapping.write, self.run_dir, found)
-            self._mapped = found
+        async with self._mapping:
+            if self.run_dir is not None and not self.is_mapped(engines):
+                await asyncio.to_thread(mapping.write, self.run_dir, found)
+                self._mapped = _kinds(engines)
         return found
+
+    def is_mapped(self, engines: Sequence[EngineInfo]) -> bool:
+        """The mapping file is about these."""
+        return self._mapped == _kinds(engines) and self.run_dir is not None and (self.run_dir / mapping.FILE).exists()
 
     async def status(self) -> FleetStatus:
         return await self.fleet.status()
@@ -83,3 +89,8 @@ class Front:
             first = min(engines, key=lambda e: e.info.max_model_len)
             self._known = (now, first.info)
         return self._known[1]
+
+
+def _kinds(engines: Sequence[EngineInfo]) -> set[tuple[str, str, str, int]]:
+    """What their layouts follow from."""
+    return {(e.name, e.model, e.dtype, e.num_ranks) for e in engines}

@@ -25,7 +25,7 @@ class PauseQuery:
     mode: Mode = "abort"
     """Of the requests that came over HTTP and run: end them, let them finish first, or let them go on after `/resume`."""
     clear_cache: bool = True
-    """Of prefixes. Nothing that an older version has computed is ever used, cleared or not."""
+    """Changes nothing: what an older version has computed is never used. `/reset_prefix_cache` empties it all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +67,16 @@ class AbortBody:
 
 async def pause(front: Front, query: PauseQuery) -> Answer:
     await pause_fleet(front, query.mode)
-    if query.clear_cache:
-        await front.fleet.forget_prefixes()
     return {"status": "paused"}
 
 
 async def pause_fleet(front: Front, mode: Mode) -> None:
-    paused = await _paused(front)
+    present, paused = await _present(front), await _paused(front)
     await _settle(front, mode, bool(paused) or bool(await _asleep(front)))
     try:
         await front.fleet.pause()
     except SlipstreamError:
-        await _undo(front, front.fleet.resume, paused)
+        await _undo(front.fleet.resume, present - paused)
         raise
     if mode == "abort":  # what came between the two
         await front.flights.abort()
@@ -108,12 +106,12 @@ async def sleep(front: Front, query: SleepQuery) -> Answer:
 
 
 async def sleep_fleet(front: Front, level: int, mode: Mode) -> None:
-    asleep = await _asleep(front)
+    present, asleep = await _present(front), await _asleep(front)
     await _settle(front, mode, bool(asleep) or bool(await _paused(front)))
     try:
         await front.fleet.sleep(level)
     except SlipstreamError:
-        await _undo(front, front.fleet.wake, asleep)
+        await _undo(front.fleet.wake, present - asleep)
         raise
 
 
@@ -145,10 +143,13 @@ async def _settle(front: Front, mode: Mode, is_held: bool) -> None:
         await front.flights.drain()
 
 
-async def _undo(front: Front, call: Callable[..., Awaitable[Any]], before: Collection[str]) -> None:
-    """On the engines that were not stopped before, one by one: who does not answer keeps nobody from it."""
-    names = [e.info.name for e in (await front.status()).engines if e.state != "lost" and e.info.name not in before]
-    await asyncio.gather(*(call(engine=name) for name in names), return_exceptions=True)
+async def _undo(call: Callable[..., Awaitable[Any]], names: Collection[str]) -> None:
+    """Engine by engine: who does not answer keeps nobody from it."""
+    await asyncio.gather(*(call(engine=name) for name in sorted(names)), return_exceptions=True)
+
+
+async def _present(front: Front) -> set[str]:
+    return {e.info.name for e in (await front.status()).engines if e.state != "lost"}
 
 
 async def _paused(front: Front) -> set[str]:

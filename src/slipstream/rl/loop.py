@@ -66,7 +66,7 @@ def _run(
     reference = None
     if fleet is not None and config.algorithm.kl.by_engine:
         reference = Reference(fleet, params, config.patience)
-    run = Run(config, bridge, model, codec, task, params, start, reference)
+    run = Run(config, bridge, model, codec, task, params, start, run_dir, reference)
     del params  # in memory for as long as the learner wants it, and not until the end
     run.begin()
     if run.evaluation_missing:

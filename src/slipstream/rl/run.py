@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from slipstream.rl.evaluation import evaluate, require_versions
 from slipstream.rl.experience import judged
 from slipstream.rl.judge import Judge
 from slipstream.rl.learner import Learner
+from slipstream.rl.ledger import Ledger
 from slipstream.rl.loss import Metrics
 from slipstream.rl.prompts import Prompts
 from slipstream.rl.records import Evaluation, PhaseSeconds, StepRecord, Stopwatch
@@ -44,6 +46,7 @@ class Run:
         task: Task,
         params: decoder.Params,
         start: resume.Start,
+        run_dir: Path,
         reference: Reference | None = None,
     ) -> None:
         """`params` is the policy after the warm-up. A run that goes on has its weights from the checkpoint instead; the
@@ -64,8 +67,7 @@ class Run:
                 self._last = start.step
         self._first = self._cursor + 1 - config.bound * (1 + config.algorithm.recipe.resample)
         """Batch of prompts that the run before may not have taken all of."""
-        self._trained = -1
-        """The version for which the last step has taken its groups."""
+        self._ledger = Ledger(run_dir if config.algorithm.recipe.resample else None)
         self._steady = Steady(bridge, config.patience, config.in_flight)
         self._prompts = Prompts(config, task, codec, _room(config, model))
         self._rollouts = bridge.rollouts(
@@ -121,7 +123,7 @@ class Run:
 
     def take_step(self, judge: Judge) -> StepRecord:
         step, clock = self.step + 1, Stopwatch()
-        all_ = self._collect(judge, clock)
+        all_ = self._collect(step, judge, clock)
         taken = all_.chosen(self._config.algorithm.prompts)
         batch = make_batch(taken.completions, version=taken.versions, max_tokens=self._config.algorithm.max_tokens)
         if self._reference is not None:
@@ -156,33 +158,29 @@ class Run:
             num_resampled=len(all_.groups) - len(taken.groups),
         )
 
-    def _collect(self, judge: Judge, clock: Stopwatch) -> Taken:
-        """A batch of groups, and others in place of those that teach nothing.
-
-        What a run takes again that goes on from a checkpoint, it takes in the steps in which it had taken it, even where
-        rewards are not the same the second time: a step has a version of its own."""
-        how, reward = self._config.algorithm, self._config.reward
+    def _collect(self, step: int, judge: Judge, clock: Stopwatch) -> Taken:
+        """A batch of groups, and others in place of those that teach nothing. What had been taken before the run was
+        interrupted is taken again."""
+        how, ledger = self._config.algorithm, self._ledger
+        ledger.note(step, 1)
         groups = self._take(clock)
-        while how.recipe.resample and groups[-1].version == self._trained:  # the step before had asked for more then
-            groups = self._take(clock)
-        taken = Taken(groups, self._judged(groups, judge, clock))
-        for _ in range(how.recipe.resample):
-            if np.count_nonzero(taken.informative) >= how.prompts:
+        taken, batches = Taken(groups, self._judged(groups, judge, clock)), 1
+        while batches <= how.recipe.resample:
+            had, enough = ledger.known(step), np.count_nonzero(taken.informative) >= how.prompts
+            if had <= batches and (enough or ledger.is_over(step)):
                 break
             self._finish_sync()  # what is taken now is for the version that it makes
             clock.lap("sync")
+            batches += 1
+            ledger.note(step, batches)
             groups = self._take(clock, more=True)
-            if groups[-1].version not in (taken.version, self._bridge.version):  # it had asked for no more then
-                self._rollouts.position, self._cursor = taken.groups[-1].position, self._cursor - 1
-                break
             try:
                 rewards = self._judged(groups, judge, clock)
             except RewardError:
-                if reward.on_error == "raise":
+                if self._config.reward.on_error == "raise":
                     raise
                 rewards = np.full((len(groups), how.group), np.nan, np.float32)  # others of the step were judged
             taken += Taken(groups, rewards)
-        self._trained = taken.version
         return taken
 
     def _take(self, clock: Stopwatch, more: bool = False) -> list[RolloutGroup]:

@@ -48,11 +48,6 @@ class Taken:
         return Taken([self.groups[row] for row in rows], self.rewards[rows])
 
     @property
-    def version(self) -> int:
-        """The trainer's, when it took the last of them."""
-        return self.groups[-1].version
-
-    @property
     def completions(self) -> list[Completion]:
         return [completion for group in self.groups for completion in group.completions]
 

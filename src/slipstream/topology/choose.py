@@ -154,9 +154,11 @@ class Question:
 
     @property
     def engine_bytes(self) -> int:
-        """On a device: the weights that serve, and the room in which the next version lands; on one host's GPUs it lands in the
-        weights that serve."""
-        is_mapped = self.work.device == "gpu" and self.work.hosts == 1
+        """On a device: the weights that serve, and the room in which the next version lands; vLLM on the trainer's host, and an
+        engine in its process, need none on a GPU."""
+        is_mapped = (
+            self.work.device == "gpu" and self.work.hosts == 1 and (self.work.engine == "vllm" or self.is_shared)
+        )
         return self.found.engine_rank_bytes + (0 if is_mapped else self.found.engine_extra_bytes)
 
     @property
