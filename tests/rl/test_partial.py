@@ -70,8 +70,8 @@ def batches(monkeypatch):
     found = []
     take = Steady.take
 
-    def taken(self, rollouts, timeout):
-        found.append(take(self, rollouts, timeout))
+    def taken(self, rollouts, timeout, more=False):
+        found.append(take(self, rollouts, timeout, more=more))
         return found[-1]
 
     monkeypatch.setattr(Steady, "take", taken)
