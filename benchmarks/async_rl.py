@@ -287,7 +287,7 @@ def report(loops: list[Loop], console: Console) -> dict[str, Any]:
         "iterations/min",
         *PHASES,
         "groups by age",
-        title="Same prompts, one run; median ms of a step's phases",
+        title="Same prompts, block by block in turn; median ms of a step's phases",
     )
     rates, rates_of_all = ({loop.name: loop.rate(blocks) for loop in loops} for blocks in (counted, every))
     for loop in loops:

@@ -63,6 +63,15 @@ def sync(engines: Engines, desk: Rollouts) -> None:
     desk.synced(engines.version)
 
 
+async def after_a_batch(tmp_path: Path, bound: Bound) -> tuple[Engines, Journal, Rollouts]:
+    """Of six prompts, a to f, the first two were taken."""
+    engines, journal = Engines(), Journal(tmp_path / "journal.sqlite")
+    desk = rollouts(engines, bound, journal)
+    desk.submit(prompts(*"abcdef"))
+    await desk.take(0, 2, 5)
+    return engines, journal, desk
+
+
 def test_groups_are_taken_in_order_and_once() -> None:
     async def main() -> None:
         engines = Engines()
@@ -90,11 +99,7 @@ def test_groups_are_taken_in_order_and_once() -> None:
 
 def test_who_asks_for_more_than_a_batch_gets_more_of_the_same_version(tmp_path: Path) -> None:
     async def main() -> None:
-        engines = Engines()
-        journal = Journal(tmp_path / "journal.sqlite")
-        desk = rollouts(engines, Bound(0, 2), journal)
-        desk.submit(prompts(*"abcdef"))
-        await desk.take(0, 2, 5)
+        engines, journal, desk = await after_a_batch(tmp_path, Bound(0, 2))
         engines.slow = {b"d"}
         with pytest.raises(DeadlineExceeded):
             await desk.take(2, 2, 0.2, more=True)
@@ -248,11 +253,7 @@ def test_on_policy_nothing_is_taken_before_its_version_serves() -> None:
 
 def test_a_gateway_that_comes_back_knows_what_was_taken_ahead(tmp_path: Path) -> None:
     async def main() -> None:
-        engines = Engines()
-        journal = Journal(tmp_path / "journal.sqlite")
-        desk = rollouts(engines, Bound(1, 2), journal)
-        desk.submit(prompts(*"abcdef"))
-        await desk.take(0, 2, 5)
+        engines, journal, desk = await after_a_batch(tmp_path, Bound(1, 2))
         await desk.take(2, 2, 5, version=1)
         again = rollouts(engines, Bound(1, 2), journal)
         assert again.counts["waiting"] == 2 and not again.counts["running"]

@@ -76,8 +76,6 @@ class Rollouts:
         self._journal, self._generate, self._refusal = journal, generate, refusal
         taken = Counter({at: journal.num_taken_at(at) for at in (version, version + 1)})
         self._staleness = Staleness(bound, version, taken)
-        for at in taken:
-            self._staleness.ask_more(0, at)  # what was taken beyond a batch had been asked for
         self._queue: deque[Group] = deque(journal.waiting())
         self._running: dict[int, asyncio.Task[None]] = {}
         self._deaths: Counter[int] = Counter()

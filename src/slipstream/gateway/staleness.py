@@ -78,6 +78,10 @@ class Staleness:
     _started: dict[int, int] = field(default_factory=dict)
     """By group: the version that served when it was started. None of its tokens is older."""
 
+    def __post_init__(self) -> None:
+        for at in self.taken:
+            self.ask_more(0, at)  # what was taken beyond a batch had been asked for
+
     @property
     def room(self) -> int:
         """How many groups may be started now."""

@@ -7,7 +7,7 @@ nobody is stopped because another hangs. All may be repeated."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from slipstream.errors import NotReady, SlipstreamError
 from slipstream.http.answers import Answer
 from slipstream.http.front import Front
 from slipstream.http.shapes import Limits
-from slipstream.types import MemoryTag
+from slipstream.types import EngineStatus, MemoryTag
 
 Mode = Literal["abort", "wait", "keep"]
 
@@ -71,12 +71,12 @@ async def pause(front: Front, query: PauseQuery) -> Answer:
 
 
 async def pause_fleet(front: Front, mode: Mode) -> None:
-    present, paused = await _present(front), await _paused(front)
-    await _settle(front, mode, bool(paused) or bool(await _asleep(front)))
+    engines = await _engines(front)
+    await _settle(front, mode, bool(_paused(engines) | _asleep(engines)))
     try:
         await front.fleet.pause()
     except SlipstreamError:
-        await _undo(front.fleet.resume, present - paused)
+        await _undo(front.fleet.resume, engines.keys() - _paused(engines))
         raise
     if mode == "abort":  # what came between the two
         await front.flights.abort()
@@ -89,7 +89,7 @@ async def resume(front: Front) -> Answer:
 
 
 async def is_paused(front: Front) -> Answer:
-    return {"is_paused": bool(await _paused(front))}
+    return {"is_paused": bool(_paused(await _engines(front)))}
 
 
 async def abort_requests(front: Front, body: AbortBody) -> Answer:
@@ -98,7 +98,7 @@ async def abort_requests(front: Front, body: AbortBody) -> Answer:
 
 async def sleep(front: Front, query: SleepQuery) -> Answer:
     if query.level == 0:  # a pause that ends with `/wake_up`
-        front.dozes = front.dozes or not await _paused(front)
+        front.dozes = front.dozes or not _paused(await _engines(front))
         await pause_fleet(front, query.mode)
     else:
         await sleep_fleet(front, query.level, query.mode)
@@ -106,12 +106,12 @@ async def sleep(front: Front, query: SleepQuery) -> Answer:
 
 
 async def sleep_fleet(front: Front, level: int, mode: Mode) -> None:
-    present, asleep = await _present(front), await _asleep(front)
-    await _settle(front, mode, bool(asleep) or bool(await _paused(front)))
+    engines = await _engines(front)
+    await _settle(front, mode, bool(_paused(engines) | _asleep(engines)))
     try:
         await front.fleet.sleep(level)
     except SlipstreamError:
-        await _undo(front.fleet.wake, present - asleep)
+        await _undo(front.fleet.wake, engines.keys() - _asleep(engines))
         raise
 
 
@@ -126,7 +126,7 @@ async def wake_up(front: Front, query: WakeQuery) -> Answer:
 
 
 async def is_sleeping(front: Front) -> Answer:
-    return {"is_sleeping": front.dozes or bool(await _asleep(front))}
+    return {"is_sleeping": front.dozes or bool(_asleep(await _engines(front)))}
 
 
 async def reset_prefix_cache(front: Front, query: CacheQuery) -> Answer:
@@ -148,16 +148,16 @@ async def _undo(call: Callable[..., Awaitable[Any]], names: Collection[str]) -> 
     await asyncio.gather(*(call(engine=name) for name in sorted(names)), return_exceptions=True)
 
 
-async def _present(front: Front) -> set[str]:
-    return {e.info.name for e in (await front.status()).engines if e.state != "lost"}
+async def _engines(front: Front) -> dict[str, EngineStatus]:
+    return {e.info.name: e for e in (await front.status()).engines if e.state != "lost"}
 
 
-async def _paused(front: Front) -> set[str]:
-    return {e.info.name for e in (await front.status()).engines if e.is_paused and e.state != "lost"}
+def _paused(engines: Mapping[str, EngineStatus]) -> set[str]:
+    return {name for name, engine in engines.items() if engine.is_paused}
 
 
-async def _asleep(front: Front) -> set[str]:
-    return {e.info.name for e in (await front.status()).engines if e.state == "asleep"}
+def _asleep(engines: Mapping[str, EngineStatus]) -> set[str]:
+    return {name for name, engine in engines.items() if engine.state == "asleep"}
 
 
 # --- what the server is -----------------------------------------------------------------------------------------------
