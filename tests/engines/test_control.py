@@ -16,7 +16,7 @@ from slipstream.config import EngineConfig
 from slipstream.engines.embedded import EmbeddedEngine
 from slipstream.engines.local import LocalFleet
 from slipstream.errors import EngineFailure, FleetChanged, NotReady, Unsupported, UpdateInProgress
-from slipstream.types import Completion, Failure, MemoryReport, VersionSpan
+from slipstream.types import Completion, Failure, MemoryReport, Request, VersionSpan
 from tests.conformance.engines import Subject, other_params, request, update_of
 from tests.engines.subjects import (
     CONFIG,
@@ -35,11 +35,11 @@ LONG = request("long", [7, 8, 9], max_tokens=40)
 
 
 async def interrupted(
-    subject: Subject, deed: Callable[[], Awaitable[Any]], tick: int = 20
+    subject: Subject, deed: Callable[[], Awaitable[Any]], tick: int = 20, one: Request = LONG
 ) -> tuple[asyncio.Task[list[Completion | Failure]], Any]:
-    """`LONG` runs, and `deed` is done once it has `tick` tokens."""
+    """`one` runs, and `deed` is done after `tick` ticks: once `LONG` has as many tokens."""
     hold = Hold(subject, tick)
-    generating = asyncio.create_task(collect(subject, LONG))
+    generating = asyncio.create_task(collect(subject, one))
     await hold.reached()
     doing = asyncio.ensure_future(deed())
     await hold.release()
@@ -169,6 +169,26 @@ def test_a_commit_in_mid_flight(in_flight: Any) -> None:
             # The new weights over the whole sequence, against those over what the old ones left in the cache.
             assert (np.abs(raw[20:] - new_rows[20:]) < 1e-5).all() == (in_flight == "recompute")
             assert np.abs(raw[20] - old_rows[20]) > 1e-3
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
+def test_a_commit_in_the_midst_of_a_prompt(in_flight: Any) -> None:
+    """All tokens are of one version, so nothing that they rest on is of the other."""
+    prompt, version = tuple(range(5, 26)), 0 if in_flight == "finish" else 1
+    assert OPTIONS["prefill_tokens"] < len(prompt) - 1, "it should take two ticks"
+    with opened() as subject:
+        weights = subject.params, other_params(subject)
+
+        async def scenario() -> Completion:
+            await stage(subject, weights[1])
+            one = request("two ticks", prompt)
+            generating, _ = await interrupted(subject, lambda: subject.engine.commit(1, in_flight), tick=1, one=one)
+            return await only(generating)
+
+        found = subject.runner.run(scenario())
+        assert found.spans == (VersionSpan(version, 0, 8),)
+        rows = subject.logprobs(prompt + found.token_ids, weights[version])
+        np.testing.assert_allclose(found.raw_logprobs, rows[np.arange(20, 28), found.token_ids], atol=1e-5)
 
 
 def test_finish_waits_for_those_that_lost_their_pages_too() -> None:

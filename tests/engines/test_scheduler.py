@@ -132,6 +132,7 @@ class Device:
             self.slots[self.place(sample, position)] = (sample.ids[: position + 1], self.version)
 
     def decode(self, sample: Sample, count: int) -> None:
+        assert sample.tokens or sample.cache_version == self.version, "its first token rests on another version"
         for _ in range(count):
             self.write(sample, sample.length - 1, sample.length)
             sample.extend([drawn_after(sample.ids, sample)], [-1.0], [-2.0], [], False, self.version)
@@ -529,23 +530,40 @@ def test_nothing_of_an_old_version_is_shared() -> None:
 
 def test_a_cache_of_two_versions_stays_its_owners() -> None:
     device = Device()
-    running, prefilling = device.add(ticket("abcdef", limit=9), ticket("ghijklmnopqr"))
+    (running,) = device.add(ticket("abcdef", limit=9))
     device.tick(steps=1)
     device.new_version()
     device.check()
     device.drain()
     assert device.scheduler.tree.num_pages == 0
     assert running.spans[0].version == 0 and running.spans[-1].version == 1
-    assert [span.version for span in prefilling.spans] == [1]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_change_of_version_in_the_midst_of_a_prompt_starts_it_again(prefix_cache: bool) -> None:
+    device = Device(prefix_cache=prefix_cache)
+    (sample,) = device.add(ticket("abcdefghijkl"))
+    assert pieces(device.tick()) == [("abcdefghijkl", 0, 8, False)]
+    device.new_version()
+    device.check()
+    assert pieces(device.tick()) == [("abcdefghijkl", 0, 8, False)]
+    device.tick(steps=1)
+    assert sample.cache_version == 1
+    device.drain()
+    assert [span.version for span in sample.spans] == [1]
 
 
 def test_a_new_version_frees_followers_of_an_old_leader() -> None:
     device = Device()
     leader, follower = device.add(ticket("abcdefghijklmnop", n=2))
     device.tick()
+    device.tick(steps=1)
+    device.sleep()
+    tick = device.tick()
+    assert [(p.sample, p.start) for p in tick.prefill] == [(leader, 0)]
     device.new_version()
     tick = device.tick()
-    assert [(p.sample, p.start) for p in tick.prefill] == [(leader, 8)]
+    assert [(p.sample, p.start) for p in tick.prefill] == [(leader, 8)]  # as it has a token already
     device.tick()
     assert follower.cache_version == 1
     device.drain()

@@ -234,7 +234,7 @@ def published(
     publisher = Publisher(Fleet(events))  # type: ignore[arg-type]
     publisher._routes = {"a": route}  # type: ignore[dict-item]
     monkeypatch.setattr(publisher, "_routes_for", lambda *_: dict(publisher._routes))
-    monkeypatch.setattr(publisher_module, "is_ready", lambda tensor: ready)
+    monkeypatch.setattr(publisher_module, "are_ready", lambda tensors: ready)
     with contextlib.suppress(TransferError):
         asyncio.run(publisher.publish({"w": jnp.ones(1)}, [route.engine], 2))
     return events

@@ -14,7 +14,7 @@ A piece is written into the live parameter when the version is committed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -139,14 +139,18 @@ def is_deleted(tensor: Any) -> bool:
     return any(leaf.is_deleted() for leaf in _leaves(tensor))
 
 
-def is_ready(tensor: Any) -> bool:
-    """Whether it is computed; arrays of the host's always are. One that was deleted will not get better by waiting."""
-    if not is_jax_array(tensor):
-        return not isinstance(tensor, MappedTensor) or all(is_ready(leaf) for leaf in tensor.leaves)
-    try:
-        return bool(tensor.is_ready())
-    except RuntimeError:
-        return True
+def are_ready(tensors: Iterable[Any]) -> bool:
+    """Whether they are computed; arrays of the host's always are. One that was deleted will not get better by waiting."""
+    for tensor in tensors:
+        try:
+            if is_jax_array(tensor):
+                if not tensor.is_ready():
+                    return False
+            elif isinstance(tensor, MappedTensor) and not are_ready(tensor.leaves):
+                return False
+        except RuntimeError:
+            continue
+    return True
 
 
 def is_row_major(array: Any) -> bool:
@@ -197,6 +201,8 @@ class DeviceOutbox:
         self._senders: dict[bytes, DeviceSender] = {}
         self._known: dict[int, tuple[Find, Cut, Strided | None]] = {}
         """By the identity of a move, of which the plan keeps one object each."""
+        self._chosen: tuple[Set[str], list[list[int]], int] | None = None
+        """What was sent last time: unchanged tensors, what is left to send by rank, and its bytes."""
         self._pinned: list[Mapping[int, DevicePiece]] = []
         """What engines may be reading: neither freed nor donated before they say that they are done."""
         self.berths: Berths | None = None
@@ -214,21 +220,23 @@ class DeviceOutbox:
 
     def promise(self, unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """What `send` will return."""
-        sent = self._plan.changed(unchanged)
-        manifests, num_bytes = [], 0
-        for stream, sizes in zip(self._streams, self._sizes):
-            indices = [index for index, move in stream.items() if move.parameter in sent]
-            manifests.append(pack_manifest(version, dict.fromkeys(indices, 0)))
-            num_bytes += sum(map(sizes.__getitem__, indices))
-        return manifests, num_bytes
+        chosen, num_bytes = self._choose(unchanged)
+        return [pack_manifest(version, dict.fromkeys(indices, 0)) for indices in chosen], num_bytes
+
+    def _choose(self, unchanged: Set[str]) -> tuple[list[list[int]], int]:
+        if self._chosen is None or self._chosen[0] != unchanged:
+            sent = self._plan.changed(unchanged)
+            chosen = [[index for index, move in stream.items() if move.parameter in sent] for stream in self._streams]
+            num_bytes = sum(sizes[index] for sizes, indices in zip(self._sizes, chosen) for index in indices)
+            self._chosen = frozenset(unchanged), chosen, num_bytes
+        return self._chosen[1:]
 
     def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """As `Outbox.send`. Returns when every array is computed and the engine's ranks know where, or have them."""
         assert self.berths is not None
-        sent = self._plan.changed(unchanged)
         self._pinned = [
-            {index: self._piece(tensors, move) for index, move in stream.items() if move.parameter in sent}
-            for stream in self._streams
+            {index: self._piece(tensors, stream[index]) for index in indices}
+            for stream, indices in zip(self._streams, self._choose(unchanged)[0])
         ]
         self._wait(tensors)
         for rank, pieces in enumerate(self._pinned):

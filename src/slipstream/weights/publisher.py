@@ -30,7 +30,7 @@ from slipstream.types import (
     VerifyReport,
 )
 from slipstream.weights import source, transports
-from slipstream.weights.device import PLANES, DeviceOutbox, is_ready, on_accelerator
+from slipstream.weights.device import PLANES, DeviceOutbox, are_ready, on_accelerator
 from slipstream.weights.layout import whole
 from slipstream.weights.plan import Plan, Source, make_plan
 from slipstream.weights.source import Tensor
@@ -258,7 +258,7 @@ class Publisher:
         if not predicted:
             routes = self._answered(routes, await self._fleet.begun())
         try:
-            is_quick = all(route.is_quick for route in routes.values()) and all(map(is_ready, tensors.values()))
+            is_quick = all(route.is_quick for route in routes.values()) and are_ready(tensors.values())
             sent = await self._send(routes, tensors, unchanged, version, in_thread=not is_quick)
         except TransferError:
             if predicted:  # an engine that was started again has other links; if so, the answer to `begin` says it
@@ -286,15 +286,21 @@ class Publisher:
     ) -> _Run:
         # A single rank swaps if it has everything, or not at all. Of several, each has to say that it has before any may.
         is_one = sum(route.engine.num_ranks for route in routes.values()) == 1
-        are_ready = all(map(is_ready, tensors.values()))
+        is_computed = are_ready(tensors.values())
         offers = {name: route.offer() for name, route in routes.items()}
         # An engine must not wait for weights that are still computed.
-        promised = self._promised(routes, unchanged, version) if is_one and are_ready else None
+        promised = self._promised(routes, unchanged, version) if is_one and is_computed else None
+        order = None
         if promised is not None:
             # The order goes by way of the gateway, and what it is about does not: they are on their way together, and whichever
-            # is there first waits for the other.
-            await self._fleet.swap(version, offers, expected, _manifests(promised), in_flight)
-        sent = await self._send(routes, tensors, unchanged, version, in_thread=not are_ready)
+            # is there first waits for the other. Until gRPC says that it is rid of the order, the engine may have it.
+            order = asyncio.create_task(self._fleet.swap(version, offers, expected, _manifests(promised), in_flight))
+            await asyncio.sleep(0)
+        try:
+            sent = await self._send(routes, tensors, unchanged, version, in_thread=not is_computed)
+        finally:
+            if order is not None:
+                await order
         handed_over = time.perf_counter()
         if not is_one:
             await self._confirmed(routes)

@@ -113,7 +113,8 @@ class Descriptions:
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
         found = {}
         for name, tensor in tensors.items():
-            make = (tensor.shape, tensor.dtype, tensor.sharding) if is_jax_array(tensor) else ()  # type: ignore[attr-defined]
+            # The outputs of a compiled step have the very same of both each time; to compare shapes takes five times as long.
+            make = (tensor.aval, tensor.sharding) if is_jax_array(tensor) else ()  # type: ignore[attr-defined]
             known = self._known.get(name)
             if known is None or not make or known[0] != make:
                 known = self._known[name] = (make, _source(tensor, self._rank))

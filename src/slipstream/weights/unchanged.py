@@ -23,8 +23,10 @@ class Memory:
     """What one engine committed last."""
 
     def __init__(self) -> None:
-        self._arrays: dict[str, list[tuple[weakref.ref[Any], object]]] = {}
-        """By tensor: the arrays that it was made of, and how it was cut from each."""
+        self._whole: dict[str, weakref.ref[Any]] = {}
+        """Tensors that were an array of JAX's."""
+        self._mapped: dict[str, list[tuple[weakref.ref[Any], object]]] = {}
+        """Mapped tensors: the arrays that each was made of, and how it was cut from them."""
         self._hashes: dict[str, int] = {}
 
     def unchanged(self, tensors: Mapping[str, Tensor], wanted: Sequence[TensorSpec]) -> set[str]:
@@ -39,8 +41,10 @@ class Memory:
 
     def is_same(self, name: str, tensor: Tensor) -> bool:
         """Made of the very arrays that were committed last, which cannot have changed."""
-        held = self._arrays.get(name)
-        if held is None:
+        if (whole := self._whole.get(name)) is not None:
+            return whole() is tensor
+        held = self._mapped.get(name)
+        if held is None or not isinstance(tensor, MappedTensor):
             return False
         parts = _parts(tensor)
         return len(held) == len(parts) and all(
@@ -49,23 +53,25 @@ class Memory:
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self._arrays.pop(name, None)
-            self._hashes.pop(name, None)
-            parts = _parts(tensor)
-            if all(_is_of_jax(type(array)) and not array.is_deleted() for array, _ in parts):  # type: ignore[attr-defined]
-                self._arrays[name] = [(weakref.ref(array), cut) for array, cut in parts]
+            for known in (self._whole, self._mapped, self._hashes):
+                known.pop(name, None)
+            if _is_immutable(tensor):
+                self._whole[name] = weakref.ref(tensor)
+            elif isinstance(tensor, MappedTensor) and all(map(_is_immutable, tensor.leaves)):
+                self._mapped[name] = [(weakref.ref(leaf), cut) for leaf, cut in _parts(tensor)]
             elif isinstance(tensor, np.ndarray):
                 self._hashes[name] = checksum(tensor)
 
 
-def _parts(tensor: Tensor) -> list[tuple[Tensor, object]]:
+def _parts(tensor: MappedTensor) -> list[tuple[Any, object]]:
     """The arrays that hold a tensor, each with the cut that makes a rectangle of the tensor out of it."""
-    if isinstance(tensor, MappedTensor):
-        return [(origin.leaf, (origin.shard, origin.held)) for origin in tensor.origins]
-    return [(tensor, None)]
+    return [(origin.leaf, (origin.shard, origin.held)) for origin in tensor.origins]
+
+
+def _is_immutable(array: Any) -> bool:
+    return _is_of_jax(type(array)) and not array.is_deleted()
 
 
 @cache
 def _is_of_jax(kind: type) -> bool:
-    """Immutable, that is."""
     return kind.__module__.split(".")[0] in ("jax", "jaxlib") and hasattr(kind, "is_deleted")

@@ -111,13 +111,14 @@ class Scheduler:
 
     def new_version(self, version: int) -> None:
         """What follows is computed by another policy: nothing cached serves anyone but its owner, who has a mix from now on.
-        Scores must be of one version, so those under way start again."""
+        Who has drawn nothing yet starts again, as do scores: what will say that it is of this version alone must not rest on
+        what another has left in the cache."""
         self._version = version
         self.forget_cached()
         for sample in self.live:
             sample.cache_version = -1
             sample.pending.clear()
-            if sample.ticket.is_scoring:
+            if not sample.tokens:
                 self._put_back(sample)
         for sample in self.waiting:
             if sample.ticket.is_scoring:

@@ -88,21 +88,24 @@ class CudaSender:
         """The pieces' arrays have been computed: the reader's stream knows nothing of JAX's."""
         if not pieces:
             return
+        arrays = {index: piece.array for index, piece in pieces.items()}
         computed = {index: self._compute(index, piece) for index, piece in pieces.items() if piece.strides is None}
+        arrays |= computed
         self._computed = list(computed.values())
         for array in self._computed:
             array.block_until_ready()
-        arrays = {index: computed.get(index, piece.array) for index, piece in pieces.items()}
-        pointers = {index: array.unsafe_buffer_pointer() for index, array in arrays.items()}
-        found = self._exports.places(dict(zip(pointers.values(), arrays.values())))
-        rows = [number for index, pointer in pointers.items() for number in (index, *found.places[pointer])]
+        pointers = [array.unsafe_buffer_pointer() for array in arrays.values()]
+        found = self._exports.places(dict(zip(pointers, arrays.values())))
+        rows = np.empty((len(arrays), 3), np.int64)
+        rows[:, 0] = list(arrays)
+        rows[:, 1:] = [found.places[pointer] for pointer in pointers]
         shapes = []
         for index in pieces.keys() - self._told:
             array = arrays[index]
             geometry = pieces[index].strides or Strided.of(tuple(array.shape))
             facts = [np.dtype(array.dtype).name, geometry.offset, geometry.shape, geometry.strides]
             shapes.append([index, *facts])
-        self._tell(version, found, shapes, np.array(rows, np.int64))
+        self._tell(version, found, shapes, rows)
         self._unheard = self._unreleased = version
         self._told.update(pieces)
 
@@ -136,8 +139,8 @@ class CudaSender:
                 data = rows.tobytes() if last else b""
                 fds = [fd for _, (_, fd) in batch]
                 head = _HEAD.pack(_MAGIC, version, len(text), len(data), len(fds))
-                socket.send_fds(self._socket, [head], fds)
-                self._socket.sendall(text + data)
+                message = head + text + data
+                self._socket.sendall(message[socket.send_fds(self._socket, [message], fds) :])
         except OSError as error:
             raise TransferError(
                 f"engine {self._peer} went away while it was told of version {version}: {error}"

@@ -51,14 +51,16 @@ class Exports:
 
     def _in_place(self, pointers: Collection[int]) -> Found:
         found, seen = Found({}), list[Region]()
+        base = end = number = 0
         self._turn += 1
         try:
             for pointer in sorted(pointers):
                 # Sorted, so that the arrays of a region follow each other. Whether it is still the same is asked every
                 # time: an allocator may have given a region back, and got other memory at the same addresses.
-                if not seen or not seen[-1].base <= pointer < seen[-1].base + seen[-1].size:
-                    seen.append(self._driver.region(pointer))
-                found.places[pointer] = (self._number(seen[-1], found), pointer - seen[-1].base)
+                if not base <= pointer < end:
+                    seen.append(region := self._driver.region(pointer))
+                    base, end, number = region.base, region.base + region.size, self._number(region, found)
+                found.places[pointer] = (number, pointer - base)
         except NotExportable:
             for region, fd in found.new.values():
                 os.close(fd)
