@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import mmap
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -28,7 +29,7 @@ class Memfd:
     def __init__(self) -> None:
         self.owned: dict[Region, tuple[int, mmap.mmap]] = {}
         self.mapped: dict[int, mmap.mmap] = {}
-        self.num_maps = 0
+        self.num_maps = self.num_copies = 0
 
     def allocate(self, size: int, device: int = 0) -> Region:
         fd = os.memfd_create("region")
@@ -51,6 +52,11 @@ class Memfd:
 
     def copy(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
+
+    def copies(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
+        for target, source, size in runs:
+            self.copy(target, source, size)
+            self.num_copies += 1
 
     def free(self, region: Region) -> None:
         fd, _ = self.owned.pop(region)

@@ -25,6 +25,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.engines.vllm import live as vllm_live
 from slipstream.engines.vllm.live import Live, invented, prove, with_their_modules
 from slipstream.errors import MappingError, TransferError
 from slipstream.types import Berths
@@ -371,9 +372,11 @@ def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype:
     held = Live(live, lambda weights: loaded.update(weights), rank, torch.device("cpu"))
 
     def make(*_: Any) -> Any:
-        return cuda.CudaReceiver([0], TorchMemory, Memfd(), deadline=5.0, check=held.stage)
+        held._driver = driver = Memfd()
+        return cuda.CudaReceiver([0], TorchMemory, driver, deadline=5.0, check=held.stage)
 
     monkeypatch.setattr(held, "_make", make)
+    monkeypatch.setattr(vllm_live, "LARGE_BYTES", 1 << 10)  # some are, and some are not
     written, reloaded = written_parameters(config, tp, failed)
     return live, held, held.open("cuda", plan, written, reloaded), loaded
 
@@ -427,6 +430,7 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
             indices = unpack_manifest(manifests[rank], version, len(plan.incoming[rank]))
             held.apply(version, indices)
             assert_bits(live, naive(config, tensors, tp, rank, kind))
+            assert (held._driver.num_copies > 0) == (dtype == "float32"), "the driver copies, and does not cast"
         assert asyncio.run(outbox.released()) > 0
         outbox.committed(set())
     outbox.close()

@@ -124,12 +124,12 @@ def unchanged(memory: Memory, tensors: Any) -> set[str]:
 
 def test_the_same_array_cut_in_another_way_is_another_tensor() -> None:
     memory, tree = Memory(), {"kv": jnp.arange(8.0).reshape(4, 2)}
-    memory.keep(FUSED.tensors(tree))
+    memory = memory.after(FUSED.tensors(tree))
     assert unchanged(memory, FUSED.tensors(tree)) == {"k", "v"}
     assert unchanged(memory, TreeMapping(FUSED.rules).tensors(tree)) == {"k", "v"}  # no matter who says how
     for other in (SWAPPED, TURNED):
         assert unchanged(memory, other.tensors(tree)) == set()
-    memory.keep(SWAPPED.tensors(tree))
+    memory = memory.after(SWAPPED.tensors(tree))
     assert unchanged(memory, FUSED.tensors(tree)) == set()
 
 
@@ -139,7 +139,7 @@ def test_of_a_tensor_from_several_arrays_all_must_be_the_same() -> None:
     put = lambda array: jax.device_put(array, NamedSharding(mesh, PartitionSpec("x")))  # noqa: E731
     halves = TreeMapping(tuple(Rule(x, Target("w", within=Within(0, 4 * i, 8))) for i, x in enumerate("ab")))
     memory, tree = Memory(), {x: put(jnp.ones((4, 2))) for x in "ab"}
-    memory.keep(halves.tensors(tree))
+    memory = memory.after(halves.tensors(tree))
     assert unchanged(memory, halves.tensors(tree)) == {"w"}
     assert unchanged(memory, halves.tensors({"a": tree["b"], "b": tree["a"]})) == set()
     for x in "ab":
@@ -148,7 +148,7 @@ def test_of_a_tensor_from_several_arrays_all_must_be_the_same() -> None:
 
 def test_an_array_in_the_place_of_one_that_is_gone_is_another() -> None:
     memory, array = Memory(), jnp.zeros((4, 2))
-    memory.keep(FUSED.tensors({"kv": array}))
+    memory = memory.after(FUSED.tensors({"kv": array}))
     del array
     gc.collect()
     kept = []  # so that sooner or later one has the address of the first
@@ -159,7 +159,7 @@ def test_an_array_in_the_place_of_one_that_is_gone_is_another() -> None:
 
 def test_arrays_that_can_be_written_to_are_sent_where_they_are_mapped() -> None:
     memory, array = Memory(), np.zeros((4, 2), np.float32)
-    memory.keep(FUSED.tensors({"kv": array}))
+    memory = memory.after(FUSED.tensors({"kv": array}))
     array[0] = 1
     assert unchanged(memory, FUSED.tensors({"kv": array})) == set()
 
@@ -168,9 +168,9 @@ def test_a_checksum_is_of_what_was_committed_last() -> None:
     """Not of what was before, when an array of another kind has come between."""
     memory, array, mapped = Memory(), np.zeros((2, 2), np.float32), FUSED.tensors({"kv": jnp.ones((4, 2))})
     for between in (jnp.ones((2, 2)), mapped["k"]):
-        memory.keep({"k": array})
+        memory = memory.after({"k": array})
         assert unchanged(memory, {"k": array.copy()}) == {"k"}
-        memory.keep({"k": between})
+        memory = memory.after({"k": between})
         assert unchanged(memory, {"k": array}) == set()
 
 
@@ -188,7 +188,7 @@ class Outbox:
     def promise(self, unchanged: Any, version: int) -> Any:
         return ([b"manifest"], 4) if self._promises else None
 
-    def send(self, tensors: Any, unchanged: Any, version: int) -> Any:
+    def send(self, tensors: Any, unchanged: Any, version: int, is_computed: bool = False) -> Any:
         self._events.append("send")
         if self._breaks:
             raise TransferError("the line is dead")
@@ -228,7 +228,8 @@ def published(
         way="here",
         offer=lambda: None,
         unchanged=lambda tensors: set(),
-        committed=lambda tensors, unchanged: None,
+        foresee=lambda tensors: None,
+        committed=lambda unchanged: None,
         close=lambda: events.append("close"),
     )
     publisher = Publisher(Fleet(events))  # type: ignore[arg-type]

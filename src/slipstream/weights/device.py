@@ -140,16 +140,16 @@ def is_deleted(tensor: Any) -> bool:
 
 
 def are_ready(tensors: Iterable[Any]) -> bool:
-    """Whether they are computed; arrays of the host's always are. One that was deleted will not get better by waiting."""
-    for tensor in tensors:
-        try:
+    """Whether they are computed; arrays of the host's always are. One that was deleted never is: who waits for it hears so."""
+    try:
+        for tensor in tensors:
             if is_jax_array(tensor):
                 if not tensor.is_ready():
                     return False
             elif isinstance(tensor, MappedTensor) and not are_ready(tensor.leaves):
                 return False
-        except RuntimeError:
-            continue
+    except RuntimeError:
+        return False
     return True
 
 
@@ -231,14 +231,17 @@ class DeviceOutbox:
             self._chosen = frozenset(unchanged), chosen, num_bytes
         return self._chosen[1:]
 
-    def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
+    def send(
+        self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int, is_computed: bool = False
+    ) -> tuple[list[bytes], int]:
         """As `Outbox.send`. Returns when every array is computed and the engine's ranks know where, or have them."""
         assert self.berths is not None
         self._pinned = [
             {index: self._piece(tensors, stream[index]) for index in indices}
             for stream, indices in zip(self._streams, self._choose(unchanged)[0])
         ]
-        self._wait(tensors)
+        if not is_computed:
+            self._wait(tensors)
         for rank, pieces in enumerate(self._pinned):
             if self._streams[rank]:  # also when nothing changed: a rank may be waiting to hear it
                 self._sender(rank).send(version, pieces)

@@ -86,7 +86,7 @@ class _Route:
             self.outbox = DeviceOutbox(plan, engine.parameters, rank, engine.name)
         else:
             self.outbox = Outbox(plan, engine.parameters, rank, hashed)
-        self.memory = Memory()
+        self.memory = self._later = Memory()
         self.is_quick = transports.is_quick(transport, plan.num_bytes)
         self._known = False
         """The engine has the plan, and we have links to it."""
@@ -118,10 +118,14 @@ class _Route:
         self.outbox.close()
         transports.withdraw(self._offered)
 
-    def committed(self, tensors: Mapping[str, Tensor], unchanged: set[str]) -> None:
+    def foresee(self, tensors: Mapping[str, Tensor]) -> None:
+        """What the engine will hold: noted while it is at work, and not when everybody waits for us."""
+        self._later = self.memory.after(tensors)
+
+    def committed(self, unchanged: set[str]) -> None:
         self._known = True
         self.outbox.committed(unchanged)
-        self.memory.keep(tensors)
+        self.memory = self._later
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ class Publisher:
         committed = time.perf_counter()
         for name, route in routes.items():
             if name in commits:
-                route.committed(tensors, unchanged[name])
+                route.committed(unchanged[name])
         lost = [e.name for e in engines if e.name not in commits]
         self._drop(*lost)
         report = SyncReport(
@@ -272,6 +276,7 @@ class Publisher:
         stages = await self._fleet.staged()
         staged = time.perf_counter()
         await self._fleet.commit(version, in_flight)
+        self._foresee(routes, tensors)
         commits = await self._fleet.committed()
         return _Run(routes, stages, commits, sum(size for _, size in sent.values()), handed_over, staged)
 
@@ -308,6 +313,7 @@ class Publisher:
             await self._fleet.swap(version, offers, expected, _manifests(sent), in_flight)
         if is_one:
             await self._confirmed(routes)
+        self._foresee(routes, tensors)
         stages, commits = await self._fleet.swapped()
         return _Run(routes, stages, commits, sum(size for _, size in sent.values()), handed_over, handed_over)
 
@@ -317,6 +323,10 @@ class Publisher:
         """What `_send` will return, if that can be said."""
         found = {name: route.outbox.promise(unchanged[name], version) for name, route in routes.items()}
         return {name: made for name, made in found.items() if made is not None} or None
+
+    def _foresee(self, routes: Mapping[str, _Route], tensors: Mapping[str, Tensor]) -> None:
+        for route in routes.values():
+            route.foresee(tensors)
 
     async def _confirmed(self, routes: Mapping[str, _Route]) -> None:
         for route in routes.values():
@@ -332,7 +342,7 @@ class Publisher:
     ) -> dict[str, tuple[list[bytes], int]]:
         """Manifests and bytes by engine; in threads to all engines at once, where that takes long enough to pay."""
         if not in_thread:
-            return {n: route.outbox.send(tensors, unchanged[n], version) for n, route in routes.items()}
+            return {n: route.outbox.send(tensors, unchanged[n], version, True) for n, route in routes.items()}
         sends = [asyncio.to_thread(route.outbox.send, tensors, unchanged[n], version) for n, route in routes.items()]
         return dict(zip(routes, await asyncio.gather(*sends)))
 

@@ -70,7 +70,9 @@ class Outbox:
     def promise(self, unchanged: Set[str], version: int) -> None:
         """Checksums are known when the bytes are sent."""
 
-    def send(self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
+    def send(
+        self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int, is_computed: bool = False
+    ) -> tuple[list[bytes], int]:
         """Sends what changed to every rank; returns a manifest per rank and the number of bytes. A parameter is sent
         unless all the tensors that it is made of are unchanged."""
         sent = self._plan.changed(unchanged)

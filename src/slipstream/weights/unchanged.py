@@ -22,12 +22,12 @@ from slipstream.weights.trees import MappedTensor
 class Memory:
     """What one engine committed last."""
 
-    def __init__(self) -> None:
-        self._whole: dict[str, weakref.ref[Any]] = {}
+    def __init__(self, other: Memory | None = None) -> None:
+        self._whole: dict[str, weakref.ref[Any]] = dict(other._whole) if other else {}
         """Tensors that were an array of JAX's."""
-        self._mapped: dict[str, list[tuple[weakref.ref[Any], object]]] = {}
+        self._mapped: dict[str, list[tuple[weakref.ref[Any], object]]] = dict(other._mapped) if other else {}
         """Mapped tensors: the arrays that each was made of, and how it was cut from them."""
-        self._hashes: dict[str, int] = {}
+        self._hashes: dict[str, int] = dict(other._hashes) if other else {}
 
     def unchanged(self, tensors: Mapping[str, Tensor], wanted: Sequence[TensorSpec]) -> set[str]:
         """Names that need not be sent. A tensor that is not in `tensors` (a partial sync) is left as it is."""
@@ -51,16 +51,19 @@ class Memory:
             ref() is array and before == cut for (ref, before), (array, cut) in zip(held, parts)
         )
 
-    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+    def after(self, tensors: Mapping[str, Tensor]) -> Memory:
+        """What it will be once the engine has committed these."""
+        found = Memory(self)
         for name, tensor in tensors.items():
-            for known in (self._whole, self._mapped, self._hashes):
+            for known in (found._whole, found._mapped, found._hashes):
                 known.pop(name, None)
             if _is_immutable(tensor):
-                self._whole[name] = weakref.ref(tensor)
+                found._whole[name] = weakref.ref(tensor)
             elif isinstance(tensor, MappedTensor) and all(map(_is_immutable, tensor.leaves)):
-                self._mapped[name] = [(weakref.ref(leaf), cut) for leaf, cut in _parts(tensor)]
+                found._mapped[name] = [(weakref.ref(leaf), cut) for leaf, cut in _parts(tensor)]
             elif isinstance(tensor, np.ndarray):
-                self._hashes[name] = checksum(tensor)
+                found._hashes[name] = checksum(tensor)
+        return found
 
 
 def _parts(tensor: MappedTensor) -> list[tuple[Any, object]]:
@@ -69,7 +72,7 @@ def _parts(tensor: MappedTensor) -> list[tuple[Any, object]]:
 
 
 def _is_immutable(array: Any) -> bool:
-    return _is_of_jax(type(array)) and not array.is_deleted()
+    return _is_of_jax(type(array)) and not array.is_deleted()  # type: ignore[arg-type]
 
 
 @cache

@@ -21,11 +21,16 @@ from slipstream.weights.device import Receiver
 from slipstream.weights.layout import shape_of, slices
 from slipstream.weights.plan import Move, Plan
 from slipstream.weights.strided import Strided
+from slipstream.weights.transports.vmm import Driver
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 OVERTAKEN_SECONDS = 2.0
 """An order to write waits for the news of what, which is sent at the same time. No step runs meanwhile."""
+
+LARGE_BYTES = 8 << 20
+"""Tensors from this size on are copied one by one, by the driver. A kernel for many tensors is launched again for every 40 MB
+of them, which takes the host longer; and nobody hears of a commit before all is launched."""
 
 COPIED_BYTES = 64 << 20
 """Brought to host memory at a time, to be hashed."""
@@ -120,6 +125,8 @@ class _Staged:
 
     version: int
     indices: set[int] = field(default_factory=set)
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    """Target, source and bytes, for the driver."""
     bulk: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=dict
     )
@@ -132,7 +139,7 @@ class _Staged:
     def copy(self) -> _Staged:
         bulk = {key: (list(targets), list(sources)) for key, (targets, sources) in self.bulk.items()}
         wholes = {name: list(pieces) for name, pieces in self.wholes.items()}
-        return _Staged(self.version, set(self.indices), bulk, list(self.singles), wholes)
+        return _Staged(self.version, set(self.indices), list(self.runs), bulk, list(self.singles), wholes)
 
 
 class Live:
@@ -141,6 +148,8 @@ class Live:
     def __init__(self, parameters: Mapping[str, torch.Tensor], reload: Reload, rank: int, device: torch.device) -> None:
         self._parameters, self._reload, self._rank, self._device = parameters, reload, rank, device
         self._receiver: Receiver | None = None
+        self._driver: Driver | None = None
+        """Where it knows the memory that pieces lie in."""
         self._moves: Sequence[Move] = ()
         self._shapes: list[tuple[int, ...]] = []
         self._targets: dict[int, torch.Tensor] = {}
@@ -173,8 +182,8 @@ class Live:
             from slipstream.weights.transports.cuda import CudaReceiver
             from slipstream.weights.transports.vmm import Vmm
 
-            wrap = partial(DeviceMemory, device=self._device)
-            return CudaReceiver(senders, wrap, Vmm(index), check=self.stage)
+            self._driver, wrap = Vmm(index), partial(DeviceMemory, device=self._device)
+            return CudaReceiver(senders, wrap, self._driver, check=self.stage)
         if transport == "nccl":
             from slipstream.weights.transports.nccl import NcclReceiver
 
@@ -212,12 +221,14 @@ class Live:
             if target is None:
                 move = self._moves[index]
                 staged.wholes.setdefault(move.parameter, []).append((move.local_box, piece))
-            elif index in self._dense and piece.shape == target.shape and piece.is_contiguous():
+            elif not (index in self._dense and piece.shape == target.shape and piece.is_contiguous()):
+                staged.singles.append((target, piece))
+            elif self._driver is not None and piece.dtype == target.dtype and target.nbytes >= LARGE_BYTES:
+                staged.runs.append((target.data_ptr(), piece.data_ptr(), target.nbytes))
+            else:
                 targets, sources = staged.bulk.setdefault((target.dtype, piece.dtype), ([], []))
                 targets.append(target)
                 sources.append(piece)
-            else:
-                staged.singles.append((target, piece))
         self._staged = staged
 
     def apply(self, version: int, indices: Collection[int]) -> float:
@@ -229,6 +240,9 @@ class Live:
             self._wait(version, indices)
         staged, self._staged = self._staged, _Staged(-1)
         start = self._moment()
+        if staged.runs:
+            assert self._driver is not None
+            self._driver.copies(staged.runs, self._stream())
         for targets, sources in staged.bulk.values():
             torch._foreach_copy_(targets, sources, non_blocking=True)  # a few kernels, instead of one for each
         for target, piece in staged.singles:
@@ -255,6 +269,9 @@ class Live:
                 f"rank {self._rank} has {found} within reach, not the {len(indices)} of version {version} that are to be "
                 f"written{why}"
             )
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
 
     def _moment(self) -> torch.cuda.Event | float:
         if self._device.type != "cuda":
@@ -295,7 +312,7 @@ class Live:
         self._staged, self._targets = _Staged(-1), {}
         if self._receiver is not None:
             self._receiver.close()
-            self._receiver = None
+            self._receiver = self._driver = None
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # what was received into may be a whole model
 

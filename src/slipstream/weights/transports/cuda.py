@@ -140,7 +140,8 @@ class CudaSender:
                 fds = [fd for _, (_, fd) in batch]
                 head = _HEAD.pack(_MAGIC, version, len(text), len(data), len(fds))
                 message = head + text + data
-                self._socket.sendall(message[socket.send_fds(self._socket, [message], fds) :])
+                if rest := message[socket.send_fds(self._socket, [message], fds) :]:
+                    self._socket.sendall(rest)
         except OSError as error:
             raise TransferError(
                 f"engine {self._peer} went away while it was told of version {version}: {error}"

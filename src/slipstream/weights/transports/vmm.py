@@ -6,6 +6,7 @@ file descriptors. An importer maps the same physical memory, for reading only. N
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -46,6 +47,10 @@ class Driver(Protocol):
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Device to device; done when it returns."""
+        ...
+
+    def copies(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
+        """Of `(target, source, bytes)`, device to device, in a stream's order; not done when it returns."""
         ...
 
     def free(self, region: Region) -> None:
@@ -133,6 +138,11 @@ class Vmm:
         self._use(self._device)
         self._do("cuMemcpyDtoD", target, source, size)
         self._do("cuCtxSynchronize")
+
+    def copies(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
+        self._use(self._device)
+        for target, source, size in runs:
+            self._do("cuMemcpyDtoDAsync", target, source, size, stream)
 
     def free(self, region: Region) -> None:
         self.unmap(region.base, region.size)
