@@ -28,7 +28,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 OVERTAKEN_SECONDS = 2.0
 """An order to write waits for the news of what, which is sent at the same time. No step runs meanwhile."""
 
-LARGE_BYTES = 8 << 20
+LARGE_BYTES = 16 << 20
 """Tensors from this size on are copied one by one, by the driver. A kernel for many tensors is launched again for every 40 MB
 of them, which takes the host longer; and nobody hears of a commit before all is launched."""
 
