@@ -22,12 +22,12 @@ from slipstream.weights.trees import MappedTensor
 class Memory:
     """What one engine committed last."""
 
-    def __init__(self, other: Memory | None = None) -> None:
-        self._whole: dict[str, weakref.ref[Any]] = dict(other._whole) if other else {}
+    def __init__(self) -> None:
+        self._whole: dict[str, weakref.ref[Any]] = {}
         """Tensors that were an array of JAX's."""
-        self._mapped: dict[str, list[tuple[weakref.ref[Any], object]]] = dict(other._mapped) if other else {}
+        self._mapped: dict[str, list[tuple[weakref.ref[Any], object]]] = {}
         """Mapped tensors: the arrays that each was made of, and how it was cut from them."""
-        self._hashes: dict[str, int] = dict(other._hashes) if other else {}
+        self._hashes: dict[str, int] = {}
 
     def unchanged(self, tensors: Mapping[str, Tensor], wanted: Sequence[TensorSpec]) -> set[str]:
         """Names that need not be sent. A tensor that is not in `tensors` (a partial sync) is left as it is."""
@@ -53,10 +53,11 @@ class Memory:
 
     def after(self, tensors: Mapping[str, Tensor]) -> Memory:
         """What it will be once the engine has committed these."""
-        found = Memory(self)
+        found = Memory()
+        found._whole = {name: ref for name, ref in self._whole.items() if name not in tensors}
+        found._mapped = {name: parts for name, parts in self._mapped.items() if name not in tensors}
+        found._hashes = {name: digest for name, digest in self._hashes.items() if name not in tensors}
         for name, tensor in tensors.items():
-            for known in (found._whole, found._mapped, found._hashes):
-                known.pop(name, None)
             if _is_immutable(tensor):
                 found._whole[name] = weakref.ref(tensor)
             elif isinstance(tensor, MappedTensor) and all(map(_is_immutable, tensor.leaves)):
