@@ -12,6 +12,7 @@ from decode_job import Case, Job, Round, run_rounds, say, serve
 
 import slipstream
 from slipstream.config import EngineConfig
+from slipstream.engines.embedded import thrift
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.types import Completion, Failure, Request, SamplingParams
 
@@ -20,6 +21,7 @@ LEVELS = ("num_programs", "compile_seconds", "cached_pages", "free_pages", "num_
 
 
 def run(job: Job) -> dict[str, Any]:
+    thrift.PATIENCE = 0  # after the warm-up nothing is compiled, as late in a long run
     start = time.perf_counter()
     options = EngineConfig(
         max_concurrency=job.max_samples, max_model_len=job.max_model_len, dtype=job.dtype, **job.options["engine"]

@@ -3,7 +3,8 @@
 #
 #   decode   vLLM through the gateway beside vLLM itself, with nothing else on the GPU; 5 minutes
 #   sync     the weights' benchmark: 1.2B, 0.1B and 8B; 5 minutes
-#   tests    the tests that can share the GPU, GRPO with vLLM, and a SmolLM2 run if models/smollm2 is there, all at a time; 5 minutes
+#   tests    the tests that can share the GPU, and a SmolLM2 run if models/smollm2 is there, all at a time; then GRPO with vLLM;
+#            5 minutes
 #   alone    the tests that look at the memory of the whole GPU; 5 minutes
 #
 # For a GPU of 80 GB or more, in an environment with JAX for CUDA, vLLM and what the tests need. PYTHON names the interpreter (python3).
@@ -44,9 +45,10 @@ case $what in
         logged nccl pytest tests/gpu/test_nccl_gpu.py &
         logged direct pytest tests/gpu/test_vllm_gpu.py -k direct_write &
         logged vllm pytest tests/gpu/test_vllm_gpu.py -k "not direct_write and not sleep and not killed" &
-        logged grpo "$python" examples/grpo_vllm.py --steps 60 --every 1 --python "$python" &
         [ ! -e models/smollm2 ] || logged smollm smollm &
         wait
+        # Alone: while one vLLM starts, it does not like another to give memory back.
+        logged grpo "$python" examples/grpo_vllm.py --steps 60 --every 1 --python "$python"
         ;;
     alone)
         export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -54,7 +56,7 @@ case $what in
         logged faults pytest tests/gpu/test_vllm_gpu.py -k "sleep or killed"
         ;;
     *)
-        sed -n '2,7p' "$0"
+        sed -n '2,8p' "$0"
         exit 2
         ;;
 esac

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.engines.embedded import thrift
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, Request
@@ -38,6 +39,14 @@ def repetitive(config: ModelConfig) -> Any:
     return checkpoint.unflatten(
         {name: leaf * next((x for key, x in scales.items() if key in name), 1.0) for name, leaf in named.items()}
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sizes_that_fit() -> Iterator[None]:
+    """Else most would run in the first program that was compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thrift, "PATIENCE", 0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from slipstream.config import EngineConfig
-from slipstream.engines.embedded import EmbeddedEngine
+from slipstream.engines.embedded import EmbeddedEngine, thrift
 from slipstream.engines.embedded.pace import Pace
+from slipstream.engines.embedded.setup import programs_for
 from slipstream.errors import (
     ConfigError,
     EngineFailure,
@@ -27,7 +28,7 @@ from slipstream.errors import (
 )
 from slipstream.model import checkpoint
 from slipstream.model.config import ModelConfig
-from slipstream.types import Completion, Failure, VersionSpan
+from slipstream.types import Completion, Failure, Request, VersionSpan
 from tests.conformance.engines import Subject, greedy_reference, log_softmax, other_params, request
 from tests.engines.subjects import Hold, close, collect, stage
 from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config, variant, write_tokenizer
@@ -64,12 +65,31 @@ def test_those_that_are_left_go_on_in_a_smaller_program(make: Make, monkeypatch:
         return stats["decode_steps"], stats["decode_rows"]
 
     patient, keen = (make(max_concurrency=16) for _ in range(2))
+    monkeypatch.setattr(thrift, "PATIENCE", 0)
     monkeypatch.setattr(Pace, "floor", lambda self, rows, steps: 0)
     wanted = tokens(patient)
     monkeypatch.setattr(Pace, "floor", lambda self, rows, steps: 8 if rows > 8 else 0)
     assert tokens(keen) == wanted and {len(wanted[str(i)]) for i in range(12)} == {3, 16}
     assert counts(patient) == (16, 12 * 16)
     assert counts(keen) == (16, 12 * 3 + 3 * 13)
+
+
+def test_few_go_on_in_the_program_of_many_until_one_of_their_own_is_worth_it(make: Make) -> None:
+    """And get the same bits."""
+    programs_for.cache_clear()  # others have compiled some
+    subject = make(max_concurrency=16)
+    many = [request(str(i), [i + 5], max_tokens=6, seed=i) for i in range(12)]
+
+    def bits(*requests: Request) -> dict[str, tuple[Any, ...]]:
+        found = [o for o in subject.generate(*requests) if isinstance(o, Completion)]
+        return {o.request_id: (o.token_ids, o.logprobs, o.raw_logprobs) for o in found}
+
+    together = bits(*many)
+    compiled = subject.engine._worker._executor._programs.thrift.compiled  # type: ignore[attr-defined]
+    assert [size for name, size in compiled if name == "decode"] == [16]
+    assert bits(many[3])["3"] == together["3"] and ("decode", 8) not in compiled
+    compiled["decode", 16] = 0.0  # what it took
+    assert bits(many[7])["7"] == together["7"] and ("decode", 8) in compiled
 
 
 # --- models ---

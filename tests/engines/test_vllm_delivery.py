@@ -4,6 +4,7 @@ engine's process decides, apart from vLLM. (`tests/vllm` has the workers of a re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 
 from slipstream.engines.vllm import delivery as delivery_module
 from slipstream.engines.vllm import live as live_module
-from slipstream.engines.vllm.delivery import Direct, Reloaded
-from slipstream.engines.vllm.live import Live, NothingWritten
+from slipstream.engines.vllm.delivery import Direct, NotHere, Reloaded
+from slipstream.engines.vllm.live import Live, NothingWritten, NotYet
 from slipstream.errors import (
     ChecksumMismatch,
     EngineFailure,
@@ -29,6 +30,7 @@ from slipstream.errors import (
 )
 from slipstream.types import Checksums, EngineInfo, Offer
 from slipstream.weights import families, source
+from slipstream.weights.checksum import with_version, without_version
 from slipstream.weights.device import DeviceOutbox
 from slipstream.weights.families.live import vllm_parameters, written_parameters
 from slipstream.weights.plan import Plan, make_plan
@@ -69,20 +71,24 @@ class Workers:
     def slipstream_open(self, rank: int, transport: str, plan: bytes, failed: Sequence[str]) -> list[bytes]:
         return self.ranks[rank].open(transport, Plan.from_bytes(plan), self._parameters, self._reloaded)
 
-    def slipstream_apply(self, rank: int, version: int, indices: Any) -> tuple[dict[str, int], float, str]:
+    def slipstream_apply(
+        self, rank: int, version: int, indices: Any, patience: float
+    ) -> tuple[dict[str, int], float, str, bool]:
         try:
             if any(indices):
-                self.ranks[rank].apply(version, indices[rank])
+                self.ranks[rank].apply(version, indices[rank], patience)
         except NothingWritten as error:
-            return {}, 0.0, str(error)
-        return {"s0": 3}, 0.0, ""
+            return {}, 0.0, str(error), isinstance(error, NotYet)
+        return {"s0": 3}, 0.0, "", False
 
     def slipstream_map(self, rank: int, files: Sequence[str]) -> None:
         for file in files:
             with open(file, "r+b") as opened:
                 self._maps[file] = mmap.mmap(opened.fileno(), 0)
 
-    def slipstream_write(self, rank: int, places: Any, dtype: str, reloaded: Any) -> tuple[dict[str, int], float, str]:
+    def slipstream_write(
+        self, rank: int, places: Any, dtype: str, reloaded: Any
+    ) -> tuple[dict[str, int], float, str, bool]:
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, at in places:
                 file, offset, shape = at[rank]
@@ -91,7 +97,7 @@ class Workers:
                 yield name, memory.reshape(shape)
 
         self.ranks[rank].write(tensors(), reloaded)
-        return {"s0": 3}, 0.0, ""
+        return {"s0": 3}, 0.0, "", False
 
     def slipstream_checksums(self, rank: int, names: Sequence[str]) -> list[tuple[str, list[int]]]:
         own = [p for p in vllm_parameters(CONFIG, TP) if p.rank == rank and p.name in names]
@@ -116,9 +122,12 @@ class Trainer:
         offer = Offer(self.plan.to_bytes(), self.plan.fingerprint, "cuda", self.fresh)
         self.outbox.berths = await self.delivery.begin(self.serving, version, offer)
         self.fresh = False
-        manifests, _ = self.outbox.send(self.tensors, unchanged or set(), version)
+        manifests = self.send(version, unchanged)
         await self.outbox.confirmed()
         await self.delivery.stage(version, [[m] for m in manifests])
+
+    def send(self, version: int, unchanged: set[str] | None = None) -> list[bytes]:
+        return self.outbox.send(self.tensors, unchanged or set(), version)[0]
 
     async def commit(self, version: int) -> dict[str, int]:
         drawn, _ = await self.delivery.load(version)
@@ -147,6 +156,19 @@ async def with_a_second_version_staged(workers: Workers) -> tuple[Direct, Traine
     old = trainer.tensors
     trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
     await trainer.stage(2)
+    return delivery, trainer, old
+
+
+async def with_an_order_ahead_of_the_weights(workers: Workers) -> tuple[Direct, Trainer, Any]:
+    """As `with_a_second_version_staged`, but the ranks have not heard of the second."""
+    delivery = direct(workers)
+    trainer = Trainer(delivery)
+    await trainer.stage(1)
+    await trainer.commit(1)
+    old = trainer.tensors
+    trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
+    await delivery.begin(1, 2, Offer(b"", trainer.plan.fingerprint, "cuda", fresh=False))
+    await delivery.stage(2, [[m] for m in trainer.outbox.promise(set(), 2)[0]])
     return delivery, trainer, old
 
 
@@ -224,12 +246,77 @@ def test_steps_that_do_not_fit_are_refused(workers: Workers) -> None:
     asyncio.run(scenario())
 
 
+def test_what_is_said_of_a_version_is_read_even_if_it_looks_like_the_last_one(workers: Workers) -> None:
+    async def scenario() -> None:
+        delivery = direct(workers)
+        trainer = Trainer(delivery)
+        for version in (1, 2):
+            await trainer.stage(version)
+            await trainer.commit(version)
+        manifests, _ = trainer.outbox.promise(set(), 3)
+        await delivery.begin(2, 3, Offer(b"", trainer.plan.fingerprint, "cuda", fresh=False))
+        twice = with_version(3, 2 * without_version(manifests[0], 3))
+        for first, why in (
+            (trainer.outbox.promise(set(), 2)[0][0], "for version 2 came; expected version 3"),
+            (manifests[0][:-1], "a manifest of"),
+            (twice, "names pieces twice"),
+            (with_version(3, without_version(manifests[0], 3)[:-12]), r"pieces of .* came"),
+        ):
+            with pytest.raises(ChecksumMismatch, match=why):
+                await delivery.stage(3, [[first], [manifests[1]]])
+        report = await delivery.stage(3, [[m] for m in manifests])
+        assert report.num_bytes == trainer.plan.num_bytes
+        await delivery.rollback(3)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_order_that_overtakes_the_weights_changes_nothing_and_may_be_given_again(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery_module, "PATIENCE_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        delivery, trainer, old = await with_an_order_ahead_of_the_weights(workers)
+        for _ in range(3):
+            with pytest.raises(NotHere, match=r"has 0 piece\(s\) of version -1 within reach, not the"):
+                await delivery.load(2)
+            assert_serves(workers, old)
+            await delivery.restore()  # there is nothing to restore
+        trainer.send(2)
+        await trainer.outbox.confirmed()
+        assert await delivery.load(2) == ({"s0": 3}, 0.0)
+        assert_serves(workers, trainer.tensors)
+        delivery.finish(2)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["rolled back", "the trainer is gone"])
+def test_an_order_whose_weights_never_come_changes_nothing(workers: Workers, how: str) -> None:
+    async def scenario() -> None:
+        delivery, trainer, old = await with_an_order_ahead_of_the_weights(workers)
+        if how == "rolled back":
+            await delivery.rollback(2)
+        trainer.outbox.close()
+        with pytest.raises(UnknownVersion if how == "rolled back" else TransferError, match=r"not staged|went away"):
+            while True:
+                with contextlib.suppress(NotHere):  # until the ranks have heard
+                    await delivery.load(2)
+        await delivery.restore()
+        assert_serves(workers, old)
+
+    asyncio.run(scenario())
+
+
 def test_a_rank_that_does_not_have_it_writes_nothing_and_the_old_version_goes_on(workers: Workers) -> None:
     async def scenario() -> None:
         delivery, trainer, old = await with_a_second_version_staged(workers)
         for rank in workers.ranks:
             rank.forget()
-        with pytest.raises(TransferError, match=r"has 0 piece\(s\) of version -1 within reach"):
+        with pytest.raises(NotHere, match=r"has 0 piece\(s\) of version -1 within reach"):
             await delivery.load(2)
         await delivery.restore()  # there is nothing to restore
         assert_serves(workers, old)

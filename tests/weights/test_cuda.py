@@ -137,6 +137,63 @@ def test_other_memory_at_the_same_address_is_mapped_anew(reader: cuda.CudaReceiv
     sender.close()
 
 
+def test_pieces_that_come_back_to_their_place_are_the_same_and_those_elsewhere_are_not() -> None:
+    shown: list[Any] = []
+    receiver = cuda.CudaReceiver([0], HostMemory, Memfd(), 5.0, check=lambda version, pieces: shown.append(pieces))
+    receiver.start()
+    driver = Memfd()
+    region = driver.allocate(1 << 16)
+    sender = sender_to(receiver, driver)
+    for version, offset in enumerate([0, 512, 0, 512, *range(1024, 1024 + 64 * 20, 64), 0], 1):
+        sender.send(version, {0: piece(FakeArray(region, offset, np.full(4, version, np.float32)))})
+        receiver.wait(version, [0])
+        assert float(receiver.source(0)[0]) == version
+        finish(receiver, version, sender)
+    assert shown[2] is shown[0] and shown[3] is shown[1] and shown[1] is not shown[0]
+    assert shown[-1] is not shown[0], "not everything is kept"
+    last, region = shown[-1], driver.allocate(1 << 16)  # the old one is idle for some time, and then gone
+    for version in range(100, 101 + IDLE_TURNS):
+        sender.send(version, {0: piece(FakeArray(region, 0, np.full(4, version, np.float32)))})
+        receiver.wait(version, [0])
+        assert float(receiver.source(0)[0]) == version and shown[-1] is not last
+        finish(receiver, version, sender)
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_version_is_released_even_if_its_predecessors_memory_cannot_be_unmapped(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = Memfd()
+    receiver = cuda.CudaReceiver([0, 1], HostMemory, far, deadline=5.0)
+    receiver.start()
+    unmap, driver = far.unmap, Memfd()
+    region = driver.allocate(1 << 12)
+    gone, stays = sender_to(receiver, driver), sender_to(receiver, driver)
+    for index, sender in enumerate((gone, stays)):
+        sender.send(1, {index: piece(FakeArray(region, 0, np.ones(4, np.float32)))})
+        heard(sender)
+    gone.close()
+    until(lambda: any(reader.error is not None for reader in receiver._readers))
+
+    def broken(address: int, size: int) -> None:
+        if fails:
+            raise TransferError("the driver says no")
+        unmap(address, size)
+
+    monkeypatch.setattr(far, "unmap", broken)
+    receiver.done(1, lambda: 0.5)
+    assert asyncio.run(stays.released()) == 0.5
+    fails = False
+    stays.send(2, {1: piece(FakeArray(region, 0, np.full(4, 2, np.float32)))})
+    heard(stays)
+    receiver.done(2, lambda: 0.25)
+    assert asyncio.run(stays.released()) == 0.25
+    stays.close()
+    receiver.close()
+
+
 def test_memory_that_is_no_longer_used_is_let_go(reader: cuda.CudaReceiver) -> None:
     """Allocators that take memory for each array give it back, too; as long as it is mapped it is not free."""
     driver, far = Memfd(), reader._driver
@@ -428,7 +485,7 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
         heard(outbox)
         for rank, (live, held, _, _) in enumerate(ranks):
             indices = unpack_manifest(manifests[rank], version, len(plan.incoming[rank]))
-            held.apply(version, indices)
+            held.apply(version, indices, 0.0)
             assert_bits(live, naive(config, tensors, tp, rank, kind))
             assert (held._driver.num_copies > 0) == (dtype == "float32"), "the driver copies, and does not cast"
         assert asyncio.run(outbox.released()) > 0
@@ -450,7 +507,7 @@ def test_pieces_that_the_plan_does_not_know_are_refused_and_nothing_is_written(m
             heard(sender)
         sender.close()
     with pytest.raises(TransferError, match=r"has 0 piece\(s\) of version -1 within reach, not the 1 of version 1"):
-        held.apply(1, [0])
+        held.apply(1, [0], 0.1)
     assert all(torch.isnan(tensor).all() for tensor in live.values())
     held.close()
 
@@ -464,9 +521,34 @@ def test_an_order_to_write_that_comes_before_the_pieces_waits_for_them(monkeypat
     outbox.berths = Berths((tuple(links),), b"")
     late = threading.Timer(0.2, outbox.send, (tensors, set(), 1))
     late.start()
-    held.apply(1, range(len(plan.incoming[0])))
+    held.apply(1, range(len(plan.incoming[0])), 30.0)
     late.join()
     assert_bits(live, naive(config, tensors, 1, 0, torch.float32))
+    outbox.close()
+
+
+def test_a_tree_that_comes_back_to_its_place_is_written_with_what_lies_there_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was worked out for a place is used again, also between syncs of parts, and for no other place."""
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    config = tiny_config("llama")
+    info, tensors, plan = planned(config)
+    live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
+    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox.berths = Berths((tuple(links),), b"")
+    changed = {f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"} | {"model.norm.weight"}
+    serves = tensors
+    for version in range(1, 8):
+        new = {name: jnp.asarray(np.asarray(t) * version) for name, t in tensors.items()}
+        unchanged = set() if version != 4 else {t.name for t in families.tensors(config)} - changed
+        manifests, _ = outbox.send(new, unchanged, version)
+        heard(outbox)
+        held.apply(version, unpack_manifest(manifests[0], version, len(plan.incoming[0])), 30.0)
+        serves = serves | {name: tensor for name, tensor in new.items() if name not in unchanged}
+        assert_bits(live, naive(config, serves, 1, 0, torch.float32))
+        asyncio.run(outbox.released())
+    assert len(held._sorted) == 2, "a whole tree and a part, each in one place"
     outbox.close()
 
 
@@ -480,7 +562,7 @@ def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     unchanged = {t.name for t in families.tensors(config)} - {"model.layers.0.self_attn.k_proj.weight"}
     manifests, num_bytes = outbox.send(tensors, unchanged, 1)
     indices = unpack_manifest(manifests[0], 1, len(plan.incoming[0]))
-    held.apply(1, indices)
+    held.apply(1, indices, 30.0)
     written = {name for name, tensor in live.items() if not torch.isnan(tensor).all()}
     assert written == {"model.layers.0.self_attn.qkv_proj.weight"}
     assert num_bytes == live["model.layers.0.self_attn.qkv_proj.weight"].nbytes
@@ -500,7 +582,7 @@ def test_parameters_that_failed_the_proof_go_through_the_loader_whole(monkeypatc
     outbox.berths = Berths(((), tuple(links)), b"")
     outbox._streams[0] = {}
     manifests, _ = outbox.send(tensors, set(), 1)
-    held.apply(1, unpack_manifest(manifests[1], 1, len(plan.incoming[1])))
+    held.apply(1, unpack_manifest(manifests[1], 1, len(plan.incoming[1])), 30.0)
     assert loaded.keys() == reloaded
     for name, tensor in loaded.items():
         np.testing.assert_array_equal(tensor.numpy(), np.asarray(tensors[name]))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,7 +189,7 @@ class Outbox:
         return ([b"manifest"], 4) if self._promises else None
 
     def send(self, tensors: Any, unchanged: Any, version: int, is_computed: bool = False) -> Any:
-        self._events.append("send")
+        self._events.append("send" if is_computed else "send: computed later")
         if self._breaks:
             raise TransferError("the line is dead")
         return [b"manifest"], 4
@@ -217,7 +217,13 @@ class Fleet:
 
 
 def published(
-    monkeypatch: pytest.MonkeyPatch, ranks: int = 1, promises: bool = True, ready: bool = True, breaks: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int = 1,
+    promises: bool = True,
+    ready: Callable[[Any], bool] = lambda tensors: True,
+    breaks: bool = False,
+    in_flight: Any = "keep",
+    unchanged: Collection[str] = (),
 ) -> list[str]:
     """What happens in the second of two updates, when links are known."""
     events: list[str] = []
@@ -227,7 +233,7 @@ def published(
         is_quick=True,
         way="here",
         offer=lambda: None,
-        unchanged=lambda tensors: set(),
+        unchanged=lambda tensors: set(unchanged),
         foresee=lambda tensors: None,
         committed=lambda unchanged: None,
         close=lambda: events.append("close"),
@@ -235,10 +241,22 @@ def published(
     publisher = Publisher(Fleet(events))  # type: ignore[arg-type]
     publisher._routes = {"a": route}  # type: ignore[dict-item]
     monkeypatch.setattr(publisher, "_routes_for", lambda *_: dict(publisher._routes))
-    monkeypatch.setattr(publisher_module, "are_ready", lambda tensors: ready)
+    monkeypatch.setattr(publisher_module, "are_ready", ready)
     with contextlib.suppress(TransferError):
-        asyncio.run(publisher.publish({"w": jnp.ones(1)}, [route.engine], 2))
+        asyncio.run(publisher.publish({f"w{i}": jnp.ones(1) for i in range(100)}, [route.engine], 2, in_flight))
     return events
+
+
+class Looks:
+    """Stands in for `are_ready`, and counts how many arrays it was asked about."""
+
+    def __init__(self, answer: Callable[[int], bool] = lambda num_arrays: True) -> None:
+        self.at: list[int] = []
+        self._answer = answer
+
+    def __call__(self, tensors: Any) -> bool:
+        self.at.append(len(list(tensors)))
+        return self._answer(self.at[-1])
 
 
 def test_the_order_is_on_its_way_while_a_rank_is_told_what_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +264,28 @@ def test_the_order_is_on_its_way_while_a_rank_is_told_what_it_is_about(monkeypat
 
 
 def test_no_engine_waits_for_weights_that_are_still_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published(monkeypatch, ready=False) == ["send", "swap", "confirmed"]
+    assert published(monkeypatch, ready=lambda tensors: False) == ["send: computed later", "swap", "confirmed"]
+
+
+def test_who_cannot_be_told_by_a_few_is_waited_for_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is out. The event loop goes on; what is not computed is waited for in a thread."""
+    looks = Looks(lambda num_arrays: num_arrays < 100)
+    assert published(monkeypatch, ready=looks) == ["swap", "send: computed later", "confirmed"]
+    assert looks.at[0] <= 10 and looks.at[1] == 100
+
+
+def test_only_what_is_sent_says_whether_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What did not change is computed long since."""
+    looks = Looks()
+    published(monkeypatch, ready=looks, unchanged=[f"w{i}" for i in range(98)])
+    assert looks.at == [3, 100]  # the last of two twice; and all of them once the order is out
+
+
+@pytest.mark.parametrize("policy", ["finish", "recompute"])
+def test_where_an_engine_would_stand_still_all_must_be_computed(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    looks = Looks()
+    published(monkeypatch, ready=looks, in_flight=policy)
+    assert looks.at[0] == 100
 
 
 def test_checksums_that_come_of_sending_go_with_the_order(monkeypatch: pytest.MonkeyPatch) -> None:

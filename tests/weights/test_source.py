@@ -43,6 +43,24 @@ def test_a_flat_mapping_keeps_its_dotted_names():
     }
 
 
+def test_what_comes_again_is_described_once():
+    describe = source.Descriptions(rank=3)
+    tree = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
+    found = describe(tree)
+    assert found == source.describe(tree, 3)
+    assert describe({name: leaf * 2 for name, leaf in tree.items()}) is found
+    for other in (
+        tree | {"b": jnp.ones(5)},
+        tree | {"b": jnp.ones(4, jnp.bfloat16)},
+        tree | {"b": np.ones(6)},
+        tree | {"b": np.ones(7)},
+        {"a": tree["a"]},
+        {"c": tree["a"], "b": tree["b"]},
+    ):
+        assert describe(other) == source.describe(other, 3)
+    assert describe(tree) == found
+
+
 def test_describe_and_read():
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     tensors = source.named_tensors({"w": jnp.asarray(array)})

@@ -64,7 +64,8 @@ class EngineLink:
         """One question, one answer; an error that the engine answers is raised."""
         with self._call(message) as answers:
             try:
-                return _checked(await asyncio.wait_for(answers.get(), timeout))
+                async with asyncio.timeout(timeout):  # before Python 3.12, `wait_for` makes a task
+                    return _checked(await answers.get())
             except TimeoutError:
                 raise DeadlineExceeded(f"engine {self.name!r} did not {doing} within {timeout:g} s") from None
 

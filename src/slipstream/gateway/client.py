@@ -244,7 +244,8 @@ class GatewayFleet:
             raise GatewayLost(f"the update's connection to the gateway at {self.address} is gone")
         try:
             with self._errors("updating weights"):
-                reply = await asyncio.wait_for(self._updates.read(), self._timeout + GRACE_SECONDS)
+                async with asyncio.timeout(self._timeout + GRACE_SECONDS):
+                    reply = await self._updates.read()
                 if reply is grpc.aio.EOF:
                     await self._raise_end_of_stream()
         except TimeoutError:

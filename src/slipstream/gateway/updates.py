@@ -1,12 +1,11 @@
 """A weight update over the fleet, as the gateway runs it: stage and verify everywhere, then commit everywhere.
 
 One trainer at a time holds the update stream. When an engine cannot stage, or the trainer's stream breaks, everything
-begun is rolled back and the old version goes on. A commit that has started runs to its end whatever the trainer does,
-so that the fleet's version and the engines' agree."""
+begun is rolled back and the old version goes on. A commit that has started runs to its end whatever the trainer does
+(`trainers.py` runs every step in a task of its own), so that the fleet's version and the engines' agree."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
@@ -77,20 +76,17 @@ class FleetUpdate:
             answer = await self._links[name].ask(pb.ToEngine(commit=step), timeout, f"commit version {step.version}")
             return answer.committed
 
-        async def everywhere() -> pb.UpdateReply:
-            done, failed = await each({name: one(name) for name in names})
-            for name, error in failed.items():
-                log.warning("engine %s did not commit version %d: %s", name, step.version, error)
-            # Else they would take no later update. Those that do not answer would not answer this either.
-            await self._roll_back(
-                step.version, [name for name, error in failed.items() if not isinstance(error, DeadlineExceeded)]
-            )
-            if not done:
-                raise together(failed, f"no engine committed version {step.version}")
-            self._committed(step.version, done)
-            return pb.UpdateReply(committed=pb.Committed(engines=done))
-
-        return await asyncio.shield(asyncio.create_task(everywhere()))
+        done, failed = await each({name: one(name) for name in names})
+        for name, error in failed.items():
+            log.warning("engine %s did not commit version %d: %s", name, step.version, error)
+        # Else they would take no later update. Those that do not answer would not answer this either.
+        await self._roll_back(
+            step.version, [name for name, error in failed.items() if not isinstance(error, DeadlineExceeded)]
+        )
+        if not done:
+            raise together(failed, f"no engine committed version {step.version}")
+        self._committed(step.version, done)
+        return pb.UpdateReply(committed=pb.Committed(engines=done))
 
     async def swap(self, step: pb.Swap, timeout: float) -> pb.UpdateReply:
         """All three steps. An engine that is alone takes them as one; of several, all stage before any commits."""
@@ -112,24 +108,21 @@ class FleetUpdate:
             commit=step.commit,
         )
 
-        async def all_of_it() -> pb.UpdateReply:
-            try:
-                answer = await self._links[name].ask(pb.ToEngine(swap=message), timeout, f"swap to version {version}")
-            except SlipstreamError as error:
-                if not isinstance(error, DeadlineExceeded):
-                    await self._roll_back(version, [name])
-                serving = f"the fleet goes on with version {self._registry.version}"
-                raise together({name: error}, f"version {version} was not committed; {serving}") from None
-            self._committed(version, [name])
-            done = answer.swapped
-            return pb.UpdateReply(
-                swapped=pb.Swapped(
-                    staged=pb.Staged(engines={name: done.staged}),
-                    committed=pb.Committed(engines={name: done.committed}),
-                )
+        try:
+            answer = await self._links[name].ask(pb.ToEngine(swap=message), timeout, f"swap to version {version}")
+        except SlipstreamError as error:
+            if not isinstance(error, DeadlineExceeded):
+                await self._roll_back(version, [name])
+            serving = f"the fleet goes on with version {self._registry.version}"
+            raise together({name: error}, f"version {version} was not committed; {serving}") from None
+        self._committed(version, [name])
+        done = answer.swapped
+        return pb.UpdateReply(
+            swapped=pb.Swapped(
+                staged=pb.Staged(engines={name: done.staged}),
+                committed=pb.Committed(engines={name: done.committed}),
             )
-
-        return await asyncio.shield(asyncio.create_task(all_of_it()))
+        )
 
     async def rollback(self) -> None:
         """Undoes what was begun, on every engine that still answers. Nothing to undo is fine."""

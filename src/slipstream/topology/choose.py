@@ -32,9 +32,9 @@ SYNC = {
     "memory": (0.0045, 5.77),
     "shm": (0.0071, 3.68),
     "tcp": (0.0060, 2.38),
-    "cuda": (0.0032, 1424.0),
-    "nccl": (0.0209, 60.1),
-    "vllm-nccl": (0.0, 29.9),
+    "cuda": (0.00275, 1764.0),
+    "nccl": (0.0214, 60.0),
+    "vllm-nccl": (0.0, 36.4),
 }
 """Seconds that a sync takes whatever its size, and GB/s: in-process (loop.json, and a copy in weight_sync.json), shared
 memory and TCP with checksums (weight_sync.json), from a JAX trainer into vLLM on one H200 (weight_sync_gpu.json)."""

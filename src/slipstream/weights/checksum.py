@@ -54,13 +54,20 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 def pack_manifest(version: int, checksums: Mapping[int, int]) -> bytes:
     """Checksums of the pieces that were sent, by their index in the plan, bound to the version they belong to."""
-    rows = b"".join(_ENTRY.pack(index, value) for index, value in checksums.items())
-    return _HEAD.pack(_MAGIC, version, len(checksums)) + rows
+    return with_version(version, pack_rows(checksums))
 
 
-def unpack_manifest(data: bytes, version: int, count: int) -> dict[int, int]:
-    """Raises `ChecksumMismatch` when the manifest is of another version, or speaks of pieces that the plan (of `count`
-    moves) does not have."""
+def pack_rows(checksums: Mapping[int, int]) -> bytes:
+    """A manifest without its version."""
+    return b"".join(_ENTRY.pack(index, value) for index, value in checksums.items())
+
+
+def with_version(version: int, rows: bytes) -> bytes:
+    return _HEAD.pack(_MAGIC, version, len(rows) // _ENTRY.size) + rows
+
+
+def without_version(data: bytes, version: int) -> bytes:
+    """The rows of a manifest. Raises `ChecksumMismatch` when it is of another version."""
     if len(data) < _HEAD.size or data[:4] != _MAGIC:
         raise ChecksumMismatch(f"the manifest of version {version} cannot be read ({len(data)} bytes)")
     _, got_version, got_count = _HEAD.unpack_from(data)
@@ -68,8 +75,15 @@ def unpack_manifest(data: bytes, version: int, count: int) -> dict[int, int]:
         raise ChecksumMismatch(
             f"a manifest of {got_count} pieces for version {got_version} came; expected version {version}"
         )
-    found = dict(_ENTRY.iter_unpack(data[_HEAD.size :]))
-    if len(found) != got_count or any(index >= count for index in found):
+    return data[_HEAD.size :]
+
+
+def unpack_manifest(data: bytes, version: int, count: int) -> dict[int, int]:
+    """Raises `ChecksumMismatch` when the manifest is of another version, or speaks of pieces that the plan (of `count`
+    moves) does not have."""
+    rows = without_version(data, version)
+    found = dict(_ENTRY.iter_unpack(rows))
+    if len(found) * _ENTRY.size != len(rows) or max(found, default=-1) >= count:
         raise ChecksumMismatch(
             f"the manifest of version {version} names pieces twice, or some that the plan does not have"
         )

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 from slipstream.errors import MappingError, TransferError
 from slipstream.types import Berths, Box, Parameter
-from slipstream.weights.checksum import pack_manifest
+from slipstream.weights.checksum import pack_rows, with_version
 from slipstream.weights.layout import intersect, shift, slices
 from slipstream.weights.plan import Move, Plan, lacks_tensor
 from slipstream.weights.source import Tensor, is_jax_array, shard_boxes
@@ -201,8 +201,8 @@ class DeviceOutbox:
         self._senders: dict[bytes, DeviceSender] = {}
         self._known: dict[int, tuple[Find, Cut, Strided | None]] = {}
         """By the identity of a move, of which the plan keeps one object each."""
-        self._chosen: tuple[Set[str], list[list[int]], int] | None = None
-        """What was sent last time: unchanged tensors, what is left to send by rank, and its bytes."""
+        self._chosen: tuple[Set[str], list[list[int]], list[bytes], int] | None = None
+        """What was sent last time: unchanged tensors, what is left to send by rank, its manifests' rows, and its bytes."""
         self._pinned: list[Mapping[int, DevicePiece]] = []
         """What engines may be reading: neither freed nor donated before they say that they are done."""
         self.berths: Berths | None = None
@@ -220,15 +220,16 @@ class DeviceOutbox:
 
     def promise(self, unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
         """What `send` will return."""
-        chosen, num_bytes = self._choose(unchanged)
-        return [pack_manifest(version, dict.fromkeys(indices, 0)) for indices in chosen], num_bytes
+        _, rows, num_bytes = self._choose(unchanged)
+        return [with_version(version, packed) for packed in rows], num_bytes
 
-    def _choose(self, unchanged: Set[str]) -> tuple[list[list[int]], int]:
+    def _choose(self, unchanged: Set[str]) -> tuple[list[list[int]], list[bytes], int]:
         if self._chosen is None or self._chosen[0] != unchanged:
             sent = self._plan.changed(unchanged)
             chosen = [[index for index, move in stream.items() if move.parameter in sent] for stream in self._streams]
             num_bytes = sum(sizes[index] for sizes, indices in zip(self._sizes, chosen) for index in indices)
-            self._chosen = frozenset(unchanged), chosen, num_bytes
+            rows = [pack_rows(dict.fromkeys(indices, 0)) for indices in chosen]
+            self._chosen = frozenset(unchanged), chosen, rows, num_bytes
         return self._chosen[1:]
 
     def send(

@@ -145,6 +145,11 @@ def _manifests(sent: Mapping[str, tuple[list[bytes], int]]) -> dict[str, list[li
     return {name: [[manifest] for manifest in manifests] for name, (manifests, _) in sent.items()}
 
 
+def _some(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """From all over the tree: usually one program computes them all, or several do so one after the other."""
+    return [*tensors[:: 1 + len(tensors) // 8], *tensors[-1:]]
+
+
 DRAFT = "draft."
 """Before the names of a draft model's tensors: they are part of the policy's version and of its transaction."""
 
@@ -291,17 +296,21 @@ class Publisher:
     ) -> _Run:
         # A single rank swaps if it has everything, or not at all. Of several, each has to say that it has before any may.
         is_one = sum(route.engine.num_ranks for route in routes.values()) == 1
-        is_computed = are_ready(tensors.values())
         offers = {name: route.offer() for name, route in routes.items()}
-        # An engine must not wait for weights that are still computed.
-        promised = self._promised(routes, unchanged, version) if is_one and is_computed else None
+        # An engine should not wait for weights that are still computed. With the policies under which it goes on meanwhile,
+        # should they be, a few of them speak for all.
+        same = set.intersection(*unchanged.values())
+        new = [tensor for name, tensor in tensors.items() if name not in same] if same else list(tensors.values())
+        seems_computed = are_ready(_some(new) if in_flight in ("keep", "requeue") else new)
+        promised = self._promised(routes, unchanged, version) if is_one and seems_computed else None
         order = None
         if promised is not None:
             # The order goes by way of the gateway, and what it is about does not: they are on their way together, and whichever
             # is there first waits for the other. Until gRPC says that it is rid of the order, the engine may have it.
             order = asyncio.create_task(self._fleet.swap(version, offers, expected, _manifests(promised), in_flight))
-            await asyncio.sleep(0)
         try:
+            await asyncio.sleep(0)
+            is_computed = seems_computed and are_ready(tensors.values())
             sent = await self._send(routes, tensors, unchanged, version, in_thread=not is_computed)
         finally:
             if order is not None:

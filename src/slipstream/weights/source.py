@@ -17,6 +17,7 @@ process can address are listed and read; nothing is gathered."""
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
@@ -59,7 +60,7 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
         from slipstream.weights.stored import stored_tensors
 
         return dict(stored_tensors(params))
-    if isinstance(params, Mapping) and params and all(isinstance(k, str) and _is_array(v) for k, v in params.items()):
+    if isinstance(params, Mapping) and params and _are_named_arrays(params):
         return _without_tied_head(dict(params))
     if (known := _named_before(params)) is not None:
         return known
@@ -77,6 +78,12 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
         raise MappingError("the tree has no leaves; pass the model's parameters")
     _remember_names(params, found)
     return found
+
+
+def _are_named_arrays(params: Mapping[Any, Any]) -> bool:
+    if set(map(type, params)) == {str} and set(map(type, params.values())) <= _array_types:
+        return True
+    return all(isinstance(name, str) and _is_array(leaf) for name, leaf in params.items())
 
 
 _names: dict[Any, tuple[str, ...]] = {}
@@ -103,23 +110,35 @@ def _remember_names(params: Any, found: Mapping[str, Tensor]) -> None:
         _names[structure] = tuple(found)
 
 
+_make_of = operator.attrgetter("aval", "sharding")
+"""The outputs of a compiled step have the very same of both each time; to compare shapes takes five times as long."""
+
+
 class Descriptions:
     """`describe`, of the tensors of a tree that comes again and again, with other values."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._known: dict[str, tuple[tuple[Any, ...], Source]] = {}
+        self._last: tuple[list[str], list[tuple[Any, Any]], dict[str, Source]] = [], [], {}
+        """The names of the last tree, how its arrays were made, and what was said of them."""
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
-        found = {}
-        for name, tensor in tensors.items():
-            # The outputs of a compiled step have the very same of both each time; to compare shapes takes five times as long.
-            make = (tensor.aval, tensor.sharding) if is_jax_array(tensor) else ()  # type: ignore[attr-defined]
-            known = self._known.get(name)
-            if known is None or not make or known[0] != make:
-                known = self._known[name] = (make, _source(tensor, self._rank))
-            found[name] = known[1]
-        return found
+        """The very same as last time if nothing differs."""
+        try:
+            names, makes = list(tensors), list(map(_make_of, tensors.values()))
+        except AttributeError:  # some are no arrays of JAX's
+            return {name: self._one(name, tensor) for name, tensor in tensors.items()}
+        if (names, makes) != self._last[:2]:
+            self._last = names, makes, {name: self._one(name, tensor) for name, tensor in tensors.items()}
+        return self._last[2]
+
+    def _one(self, name: str, tensor: Tensor) -> Source:
+        make = _make_of(tensor) if is_jax_array(tensor) else ()
+        known = self._known.get(name)
+        if known is None or not make or known[0] != make:
+            known = self._known[name] = (make, _source(tensor, self._rank))
+        return known[1]
 
 
 def describe(tensors: Mapping[str, Tensor], rank: int = 0) -> dict[str, Source]:

@@ -12,11 +12,11 @@ import numpy as np
 
 from slipstream.engines.embedded.attention import Shared
 from slipstream.engines.embedded.placement import to_host
-from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows, Steps
+from slipstream.engines.embedded.programs import DECODE, PREFILL, SCORE, VERIFY, Cache, Chunk, Programs, Rows, Steps
 from slipstream.engines.embedded.scheduler import Piece, Tick
 from slipstream.engines.embedded.settings import Settings, is_rich
-from slipstream.engines.embedded.shapes import bucket
 from slipstream.engines.embedded.speculative import lookup
+from slipstream.engines.embedded.thrift import Size, Thrift
 from slipstream.engines.sequence import Sample
 from slipstream.model.decoder import Params
 from slipstream.types import MemoryReport, MemoryTag, TopLogprobs
@@ -51,11 +51,11 @@ class Executor:
 
     @property
     def num_programs(self) -> int:
-        return sum(len(programs.compiled) for programs in self._models)
+        return sum(len(programs.thrift.compiled) for programs in self._models)
 
     @property
     def compile_seconds(self) -> float:
-        return sum((sum(programs.compiled.values()) for programs in self._models), 0.0)
+        return sum((sum(programs.thrift.compiled.values()) for programs in self._models), 0.0)
 
     # --- memory ---
 
@@ -105,24 +105,28 @@ class Executor:
         cache, draft_cache = self._cache, self._draft_cache
         self._cache = self._draft_cache = None
         assert cache is not None
-        prefilled, scores, steps, num_guessed = None, None, None, 0
+        flight = Flight(tick, self.shapes.block, programs.thrift)
         if tick.copies:
             cache = programs.copy(cache, tick.copies)
             if draft and draft_cache:
                 draft_cache = draft.copy(draft_cache, tick.copies)
         if tick.prefill:
-            chunk = self._chunk(tick.prefill)
+            chunk, size = self._chunk(tick.prefill, PREFILL)
             prefilled, cache = programs.prefill(params, cache, chunk)
+            flight.prefill = Work(prefilled, size)
             if draft and draft_cache:
                 _, draft_cache = draft.prefill(policy.draft or {}, draft_cache, chunk)
         if tick.scoring:
             wants_top = any(piece.sample.ticket.sampling.top_logprobs for piece in tick.scoring)
-            chunk = self._chunk(tick.scoring)
+            chunk, size = self._chunk(tick.scoring, SCORE[wants_top])
             scores, cache = programs.score(params, cache, chunk, programs.max_top if wants_top else 0)
+            flight.scoring = Work(scores, size)
         if tick.decode:
             rich = any(is_rich(sample.ticket.sampling) for sample in tick.decode)
-            rows, settings = self._rows(tick), self._settings(tick.decode, rich)
-            if self._guesses and not rich:
+            guessing = self._guesses and not rich
+            size = programs.size_for_rows(VERIFY if guessing else DECODE[rich], len(tick.decode), tick.soon)
+            rows, settings = self._rows(tick, size.taken), self._settings(tick.decode, size.taken, rich)
+            if guessing:
                 guesses: Any
                 if draft and draft_cache:
                     drafted, draft_cache = draft.decode(
@@ -133,20 +137,22 @@ class Executor:
                 else:
                     guesses = self._lookups(tick.decode, len(rows.tokens))
                     found = (guesses[: len(tick.decode)] >= 0).sum(axis=1)
-                num_guessed = int(np.minimum(found, np.array(tick.room) - 1).sum())
+                flight.num_guessed = int(np.minimum(found, np.array(tick.room) - 1).sum())
                 steps, cache = programs.verify(params, cache, rows, settings, guesses)
             else:
                 history = self._history(tick.decode, len(rows.tokens)) if rich else None
                 steps, cache = programs.decode(params, cache, rows, settings, tick.steps, history, tick.floor)
+            flight.decode = Work(steps, size)
         self._cache, self._draft_cache = cache, draft_cache
-        return Flight(tick, prefilled, scores, steps, num_guessed, self.shapes.block)
+        return flight
 
     # --- arrays ---
 
-    def _chunk(self, pieces: Sequence[Piece]) -> Chunk:
+    def _chunk(self, pieces: Sequence[Piece], program: str) -> tuple[Chunk, Size]:
         block = self.shapes.block
         starts = [(piece, start) for piece in pieces for start in range(piece.start, piece.stop, block)]
-        count = bucket(len(starts), self.shapes.blocks)
+        size = self._programs.size_for_blocks(program, len(starts))
+        count = size.taken
         tokens = np.zeros((count, block), np.int32)
         targets = np.zeros((count, block), np.int32)
         positions = np.full((count, block), -1, np.int32)
@@ -158,11 +164,10 @@ class Executor:
             targets[row, : stop - start] = sequence[start + 1 : stop + 1]
             positions[row, : stop - start] = np.arange(start, stop)
             tables[row, : len(piece.sample.pages)] = piece.sample.pages
-        return Chunk(tokens, positions, tables, targets if pieces[0].sample.ticket.is_scoring else None)
+        return Chunk(tokens, positions, tables, targets if pieces[0].sample.ticket.is_scoring else None), size
 
-    def _rows(self, tick: Tick) -> Rows:
+    def _rows(self, tick: Tick, count: int) -> Rows:
         samples = tick.decode
-        count = bucket(len(samples), self.shapes.rows)
         tokens, room = np.zeros(count, np.int32), np.zeros(count, np.int32)
         positions = np.full(count, -1, np.int32)
         tables = np.zeros((count, self.shapes.table_width), np.int32)
@@ -173,14 +178,14 @@ class Executor:
             row[: len(sample.pages)] = sample.pages
         return Rows(tokens, positions, room, tables, shared_pages(samples, count))
 
-    def _settings(self, samples: Sequence[Sample], rich: bool) -> Settings:
+    def _settings(self, samples: Sequence[Sample], count: int, rich: bool) -> Settings:
         for sample in samples:
             if sample.settings is None:
                 ticket = sample.ticket
                 sample.settings = Settings.row(
                     ticket.sampling, ticket.seed, sample.sample_index, len(ticket.prompt), ticket.stop
                 )
-        return Settings.stack([s.settings for s in samples], bucket(len(samples), self.shapes.rows), rich)
+        return Settings.stack([s.settings for s in samples], count, rich)
 
     def _history(self, samples: Sequence[Sample], count: int) -> np.ndarray:
         history = np.full((count, self.shapes.max_length), -1, np.int32)
@@ -216,31 +221,45 @@ def _num_common(tables: Sequence[Sequence[int]]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-class Flight:
-    """A tick on the device."""
+class Work(NamedTuple):
+    """Of one program."""
 
-    def __init__(
-        self, tick: Tick, prefilled: Any, scores: Any, steps: Steps | None, num_guessed: int, block: int
-    ) -> None:
-        self._tick, self._prefilled, self._scores, self._steps = tick, prefilled, scores, steps
-        self._num_guessed, self._block = num_guessed, block
+    result: Any
+    size: Size
+
+
+class Flight:
+    """A tick on the device, where its parts run one after another."""
+
+    def __init__(self, tick: Tick, block: int, thrift: Thrift) -> None:
+        self._tick, self._block, self._thrift = tick, block, thrift
+        self.prefill: Work | None = None
+        self.scoring: Work | None = None
+        self.decode: Work | None = None
+        self.num_guessed = 0
 
     def wait(self, version: int) -> Outcome:
         """Waits for the device and gives every sample what is its own."""
         start = time.perf_counter()
-        if self._prefilled is not None:
-            self._prefilled.block_until_ready()
-        if self._scores is not None:
-            self._take_scores(jax.device_get(self._scores), version)
+        if self.prefill is not None:
+            self._land(self.prefill)
+        if self.scoring is not None:
+            self._take_scores(self._land(self.scoring), version)
         middle = time.perf_counter()
         num_drawn = num_steps = num_accepted = 0
-        if self._steps is not None:
-            steps: Steps = jax.device_get(self._steps)
+        if self.decode is not None:
+            steps: Steps = self._land(self.decode)
             num_drawn, num_steps = int(steps.num_drawn.sum()), int(steps.num_drawn.max(initial=0))
             self._take_steps(steps, version)
-            num_accepted = num_drawn - len(self._tick.decode) if self._num_guessed else 0
+            num_accepted = num_drawn - len(self._tick.decode) if self.num_guessed else 0
         end = time.perf_counter()
-        return Outcome(middle - start, end - middle, num_drawn, num_steps, self._num_guessed, num_accepted)
+        return Outcome(middle - start, end - middle, num_drawn, num_steps, self.num_guessed, num_accepted)
+
+    def _land(self, work: Work) -> Any:
+        start = time.perf_counter()
+        result = jax.device_get(work.result)
+        self._thrift.ran(work.size, time.perf_counter() - start)
+        return result
 
     def _take_scores(self, scores: Sequence[np.ndarray], version: int) -> None:
         row = 0

@@ -21,6 +21,7 @@ from slipstream.engines.embedded.placement import Placement
 from slipstream.engines.embedded.sampling import Counts, counts_of, counts_with, raw_logprobs, sample
 from slipstream.engines.embedded.settings import Settings
 from slipstream.engines.embedded.shapes import COPIES, Shapes, bucket
+from slipstream.engines.embedded.thrift import Size, Thrift
 from slipstream.model.config import LayerAttention, ModelConfig
 from slipstream.model.decoder import apply_layers, unembed
 from slipstream.model.layers import Params
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 Cache: TypeAlias = list[CacheLayer]
 Array: TypeAlias = Any
 """A numpy array on the host, a JAX array inside a program."""
+
+PREFILL, VERIFY, COPY = "prefill", "verify", "copy"
+DECODE, SCORE = ("decode", "decode rich"), ("score", "score with alternatives")
+"""Names of programs; of pairs, the plain one first."""
 
 MAX_LOGITS = 1 << 25
 """Logits that exist at once while scoring."""
@@ -80,8 +85,7 @@ class Programs:
 
     def __init__(self, config: ModelConfig, placement: Placement, shapes: Shapes, attention: PagedAttention) -> None:
         self._config, self.placement, self.shapes, self._attention = config, placement, shapes, attention
-        self.compiled: dict[tuple[Any, ...], float] = {}
-        """Seconds of the first call of each program, by name and shape."""
+        self.thrift = Thrift()
         cache, replicated = placement.cache, placement.replicated
         jit = functools.partial(jax.jit, donate_argnums=1)
         self._prefill = jit(self._prefill_program, out_shardings=(replicated, cache))
@@ -108,11 +112,17 @@ class Programs:
         zeros = functools.partial(jnp.zeros, dtype=placement.dtype, device=placement.cache)
         return [(zeros(keys), zeros(values)) for _ in range(config.num_layers)]
 
+    def size_for_blocks(self, name: str, blocks: int) -> Size:
+        return self.thrift.choose(name, self.shapes.blocks, blocks)
+
+    def size_for_rows(self, name: str, rows: int, soon: int) -> Size:
+        return self.thrift.choose(name, self.shapes.rows, rows, soon)
+
     # --- called by the executor, with host arrays; nothing is waited for ---
 
     def prefill(self, params: Params, cache: Cache, chunk: Chunk) -> tuple[jax.Array, Cache]:
         """The first result is nothing but a thing to wait for."""
-        return self._run("prefill", self._prefill, params, cache, chunk, shape=chunk.tokens.shape)
+        return self._run(PREFILL, self._prefill, params, cache, chunk, size=len(chunk.tokens))
 
     def decode(
         self,
@@ -126,26 +136,21 @@ class Programs:
     ) -> tuple[Steps, Cache]:
         """Up to `steps` tokens for each row; fewer, but one, when no more than `floor` rows are left. `history` is every row's
         sequence `[rows, max_length]`, padded with -1, and given where some row has penalties, biases or wants alternatives."""
-        name, num_top = ("decode", 0) if history is None else ("decode rich", self.max_top)
-        shape = rows.tokens.shape
-        limits = np.array((steps, floor), np.int32)
-        return self._run(
-            name, self._decode, params, cache, rows, settings, limits, history, num_top=num_top, shape=shape
-        )
+        rich, size, limits = history is not None, len(rows.tokens), np.array((steps, floor), np.int32)
+        args, num_top = (params, cache, rows, settings, limits, history), self.max_top if rich else 0
+        return self._run(DECODE[rich], self._decode, *args, num_top=num_top, size=size)
 
     def verify(
         self, params: Params, cache: Cache, rows: Rows, settings: Settings, guesses: np.ndarray | jax.Array
     ) -> tuple[Steps, Cache]:
         """Draws what follows the newest token and what follows each guess `[rows, guesses]`, as if each were right; those
         that count are the first up to the first wrong guess. A guess of -1 is none."""
-        return self._run(
-            "verify", self._verify, params, cache, rows, settings, guesses, shape=(*rows.tokens.shape, guesses.shape[1])
-        )
+        return self._run(VERIFY, self._verify, params, cache, rows, settings, guesses, size=len(rows.tokens))
 
     def score(self, params: Params, cache: Cache, chunk: Chunk, num_top: int) -> tuple[tuple[jax.Array, ...], Cache]:
         """Raw logprobs of the targets `[blocks, block]`, and the `num_top` likeliest tokens with theirs."""
-        name = "score with alternatives" if num_top else "score"
-        return self._run(name, self._score, params, cache, chunk, num_top=num_top, shape=chunk.tokens.shape)
+        name, size = SCORE[num_top > 0], len(chunk.tokens)
+        return self._run(name, self._score, params, cache, chunk, num_top=num_top, size=size)
 
     def copy(self, cache: Cache, copies: Sequence[tuple[int, int]]) -> Cache:
         """Pages `(from, to)`."""
@@ -155,18 +160,18 @@ class Programs:
             done += len(part)
             padded = np.full((2, bucket(len(part), COPIES)), self.shapes.num_pages, np.int32)
             padded[:, : len(part)] = np.array(part, np.int32).T
-            cache = self._run("copy", self._copy, cache, padded[0], padded[1], shape=padded.shape[1:])
+            cache = self._run(COPY, self._copy, cache, padded[0], padded[1], size=padded.shape[1])
         return cache
 
-    def _run(self, name: str, program: Callable[..., Any], *args: Any, shape: tuple[int, ...], **static: Any) -> Any:
-        key = (name, *shape)
-        if key in self.compiled:
+    def _run(self, name: str, program: Callable[..., Any], *args: Any, size: int, **static: Any) -> Any:
+        compiled = self.thrift.compiled
+        if (name, size) in compiled:
             return program(*args, **static)
         start = time.perf_counter()
         result = program(*args, **static)
-        self.compiled[key] = time.perf_counter() - start
-        count, most = len(self.compiled), self.shapes.num_programs
-        log.info("compiled %s %s in %.1f s (%d of at most %d)", name, shape, self.compiled[key], count, most)
+        seconds = compiled[name, size] = time.perf_counter() - start
+        most = self.shapes.num_programs
+        log.info("compiled %s %d in %.1f s (%d of at most %d)", name, size, seconds, len(compiled), most)
         return result
 
     # --- traced ---

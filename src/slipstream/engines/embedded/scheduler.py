@@ -44,6 +44,8 @@ class Tick:
     decode: list[Sample] = field(default_factory=list)
     room: list[int] = field(default_factory=list)
     """Tokens that each sample of `decode` has pages for, at most its own limit."""
+    soon: int = 0
+    """How many samples decode here, or wait to."""
     steps: int = 0
     floor: int = 0
     """Decoding ends, after a step at least, when no more than so many have not ended."""
@@ -150,6 +152,7 @@ class Scheduler:
         hurried = self._admit(tick, budget, admit)
         tick.decode = list(self.running)
         tick.room = [self._room(sample) for sample in tick.decode]
+        tick.soon = len(self.running) + len(self.prefilling) + len(self.waiting)
         if hurried or self.prefilling:
             tick.steps = 1
         else:

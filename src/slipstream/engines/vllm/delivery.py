@@ -21,16 +21,18 @@ from slipstream.errors import EngineFailure, FleetChanged, SlipstreamError, Tran
 from slipstream.model.config import ModelConfig
 from slipstream.types import Berths, Offer, Parameter, ParameterChecksums, StageReport
 from slipstream.weights import families
+from slipstream.weights.checksum import without_version
 from slipstream.weights.device import PLANES
 from slipstream.weights.families.live import written_parameters
 from slipstream.weights.image import num_bytes
+from slipstream.weights.plan import Plan
 from slipstream.weights.transfer import Inbox, Reception, Update
 from slipstream.weights.transports import is_quick
 
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.02
-"""For what is still on its way over NCCL, before vLLM may take its next step."""
+"""For what is still on its way, before vLLM may take its next step."""
 
 HASHED_BYTES = 256 << 20
 """Read back and hashed by a worker before vLLM may take its next step."""
@@ -42,6 +44,15 @@ Call: TypeAlias = Callable[..., Awaitable[list[Any]]]
 
 Place: TypeAlias = tuple[str, int, tuple[int, ...]]
 """Where a tensor lies: a file of shared memory, the offset in it, the shape."""
+
+
+class NotHere(Exception):
+    """What is to be loaded is still on its way. Nothing was changed, and it may be tried again."""
+
+    def __init__(self, why: str, seconds: float) -> None:
+        super().__init__(why)
+        self.seconds = seconds
+        """For which no step ran."""
 
 
 class Delivery(Protocol):
@@ -63,7 +74,7 @@ class Delivery(Protocol):
 
     async def load(self, version: int) -> tuple[dict[str, int], float]:
         """Between two steps: makes it what the workers compute with. Returns how many tokens each running sample had drawn,
-        and the seconds that workers spent."""
+        and the seconds that workers spent. Raises `NotHere` if the order has overtaken the weights."""
         ...
 
     async def restore(self) -> None:
@@ -217,6 +228,8 @@ class Direct(Reception):
         """A load was begun, and it is not known that it ended well, or that it changed nothing."""
         self._indices: list[list[int]] = []
         """Of the pieces that were staged, per rank."""
+        self._said: tuple[Plan | None, list[list[bytes]], int] = None, [], 0
+        """What they were by: the plan, and manifests without their versions. And how many bytes they are."""
 
     async def begin(self, serving: int, version: int, offer: Offer) -> Berths:
         if offer.transport not in PLANES:
@@ -255,10 +268,7 @@ class Direct(Reception):
         start, receive_seconds = time.perf_counter(), 0.0
         with self._lock:
             update = self._current(version)
-        sums, sent, num_bytes = self._manifests(update, manifests, self.num_ranks)
-        self._check_whole(update, sent)
-        self._check_complete(sent)
-        self._indices = [sorted(indices) for indices in sums]
+        num_bytes = self._look_at(update, manifests)
         # Over `cuda` the trainer has each rank's own word already. Over `nccl` a rank waits for it, even if nothing comes.
         if self._transport == "nccl":
             try:
@@ -275,6 +285,17 @@ class Direct(Reception):
         self.check(version)  # a rollback may have come meanwhile
         self._staged = version
         return StageReport(num_bytes, time.perf_counter() - start, receive_seconds)
+
+    def _look_at(self, update: Update, manifests: Sequence[Sequence[bytes]]) -> int:
+        """What is to come: bytes. Usually the same as last time."""
+        said = update.plan, [[without_version(m, update.version) for m in of_rank] for of_rank in manifests]
+        if not self._has_weights or said != self._said[:2]:
+            sums, sent, num_bytes = self._manifests(update, manifests, self.num_ranks)
+            self._check_whole(update, sent)
+            self._check_complete(sent)
+            self._indices = [sorted(indices) for indices in sums]
+            self._said = *said, num_bytes
+        return self._said[2]
 
     def _check_complete(self, sent: Mapping[str, Any]) -> None:
         if not self._has_weights and (missing := sorted({p.name for p in self.parameters} - sent.keys())):
@@ -293,12 +314,15 @@ class Direct(Reception):
             ]
             answers = await self._call("slipstream_write", places, self._dtype, sorted(self._reloaded))
         else:
-            answers = await self._call("slipstream_apply", version, self._indices)
-        self._is_torn = any(why == "" for *_, why in answers)
-        if refusals := [why for *_, why in answers if why]:
+            answers = await self._call("slipstream_apply", version, self._indices, PATIENCE_SECONDS)
+        self._is_torn = any(why == "" for _, _, why, _ in answers)
+        seconds = max(spent for _, spent, _, _ in answers)
+        if refusals := [why for _, _, why, _ in answers if why]:
+            if all(later for *_, later in answers):
+                raise NotHere(refusals[0], seconds)
             raise TransferError(refusals[0])
         self._has_weights, self._is_torn = True, False
-        return answers[0][0], max(seconds for _, seconds, _ in answers)
+        return answers[0][0], seconds
 
     async def restore(self) -> None:
         """There is no second copy. All that can be checked was checked when the version was staged; what is left is a device

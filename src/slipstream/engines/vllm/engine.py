@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from slipstream.engines.checks import (
 from slipstream.engines.desk import Desk
 from slipstream.engines.intake import Intake, Room, read_tokenizer
 from slipstream.engines.vllm import compat
-from slipstream.engines.vllm.delivery import Delivery, Direct, Reloaded
+from slipstream.engines.vllm.delivery import PATIENCE_SECONDS, Delivery, Direct, NotHere, Reloaded
 from slipstream.engines.vllm.runs import Runs
 from slipstream.engines.vllm.setup import make_llm
 from slipstream.errors import (
@@ -63,6 +64,9 @@ log = logging.getLogger(__name__)
 
 LOAD_SECONDS = 600.0
 """Of a call to the workers."""
+
+LATE_SECONDS = 30.0
+"""An order to load is sent together with the news of what, and may overtake it; by no more than this."""
 
 
 class VllmEngine:
@@ -194,7 +198,19 @@ class VllmEngine:
             self._delivery.check_staged(version)  # a rollback calls it off
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
-        called = time.perf_counter()
+        """What is still on its way is tried again; in between vLLM takes its steps, and answers."""
+        called, still = time.perf_counter(), 0.0
+        while True:
+            try:
+                report = await self._try_to_swap(version, in_flight, called)
+                return replace(report, pause_seconds=report.pause_seconds + still) if still else report
+            except NotHere as late:
+                still += late.seconds
+                if time.perf_counter() > called + LATE_SECONDS:
+                    raise self._failure(f"loading version {version}", late) from None
+            await asyncio.sleep(PATIENCE_SECONDS)
+
+    async def _try_to_swap(self, version: int, in_flight: InFlight, called: float) -> CommitReport:
         # A call to the workers falls between two steps anyway. Where one call does it all, and nothing is left to do before
         # the next step, the steps are not stopped.
         stop = not self._delivery.is_one_call or in_flight == "recompute"
@@ -205,6 +221,8 @@ class VllmEngine:
                 if self._on_gpu and "weights" in self._asleep:  # there must be something to write to
                     await self._on_workers("slipstream_wake", ["weights"])
                 drawn, seconds = await self._delivery.load(version)
+            except NotHere:
+                raise
             except Exception as error:
                 await self._restore()
                 raise self._failure(f"loading version {version}", error) from error

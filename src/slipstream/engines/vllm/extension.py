@@ -17,7 +17,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader import get_model_loader
 
 from slipstream.engines.vllm import compat
-from slipstream.engines.vllm.live import Live, NothingWritten, invented, prove, with_their_modules
+from slipstream.engines.vllm.live import Live, NothingWritten, NotYet, invented, prove, with_their_modules
 from slipstream.engines.vllm.sampler import TwofoldSampler
 from slipstream.model.config import ModelConfig
 from slipstream.weights import families
@@ -139,25 +139,28 @@ class Extension:
         seconds. No step runs meanwhile."""
         return self._slipstream_live.receive(version, indices[self._slipstream_rank], patience)
 
-    def slipstream_apply(self, version: int, indices: Sequence[Sequence[int]]) -> tuple[dict[str, int], float, str]:
-        """Writes these pieces, listed by rank, of a staged version. What every request has drawn so far, and the seconds that
-        writing took: both in one call, so that no step comes between them. And why nothing was written, if so."""
-        start, drawn, why, seconds = time.perf_counter(), self.slipstream_drawn(), "", 0.0
+    def slipstream_apply(
+        self, version: int, indices: Sequence[Sequence[int]], patience: float
+    ) -> tuple[dict[str, int], float, str, bool]:
+        """Writes these pieces, listed by rank, of a staged version, if they are within reach within `patience` seconds. What
+        every request has drawn so far, and the seconds that writing took: both in one call, so that no step comes between
+        them. And why nothing was written, if so, and whether that may be otherwise later."""
+        start, drawn, why, later, seconds = time.perf_counter(), self.slipstream_drawn(), "", False, 0.0
         try:
             if any(indices):
-                seconds = self._slipstream_live.apply(version, indices[self._slipstream_rank])
+                seconds = self._slipstream_live.apply(version, indices[self._slipstream_rank], patience)
         except NothingWritten as error:
-            why = str(error)
-        return drawn, max(seconds, time.perf_counter() - start), why
+            why, later = str(error), isinstance(error, NotYet)
+        return drawn, max(seconds, time.perf_counter() - start), why, later
 
     def slipstream_write(
         self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]
-    ) -> tuple[dict[str, int], float, str]:
+    ) -> tuple[dict[str, int], float, str, bool]:
         """The same, for parameters in shared memory: `(name, per rank (file, offset, shape))`."""
         drawn, kind, start = self.slipstream_drawn(), getattr(torch, dtype), time.perf_counter()
         own = [(name, *at[self._slipstream_rank]) for name, at in places]
         self._slipstream_live.write(((n, self._slipstream_tensor(f, o, s, kind)) for n, f, o, s in own), reloaded)
-        return drawn, time.perf_counter() - start, ""
+        return drawn, time.perf_counter() - start, "", False
 
     def slipstream_checksums(self, names: Sequence[str]) -> list[tuple[str, list[int]]]:
         """Of these parameters, as they are now: a checksum for each of their parts."""

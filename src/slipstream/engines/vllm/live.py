@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -25,12 +25,11 @@ from slipstream.weights.transports.vmm import Driver
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-OVERTAKEN_SECONDS = 2.0
-"""An order to write waits for the news of what, which is sent at the same time. No step runs meanwhile."""
-
 LARGE_BYTES = 16 << 20
 """Tensors from this size on are copied one by one, by the driver. A kernel for many tensors is launched again for every 40 MB
 of them, which takes the host longer; and nobody hears of a commit before all is launched."""
+
+_MOST_SORTED = 4
 
 COPIED_BYTES = 64 << 20
 """Brought to host memory at a time, to be hashed."""
@@ -97,6 +96,10 @@ class NothingWritten(TransferError):
     """A version cannot be applied, and the live parameters are as they were."""
 
 
+class NotYet(NothingWritten):
+    """It may be possible later: what is to be written is not within reach."""
+
+
 class DeviceMemory:
     """Mapped memory of another process as torch sees it."""
 
@@ -157,6 +160,8 @@ class Live:
         self._dense: set[int] = set()
         """Indices of targets that are one run of memory."""
         self._staged = _Staged(-1)
+        self._sorted: list[tuple[Mapping[int, torch.Tensor], _Staged]] = []
+        """What was staged of late, and what came of it: a trainer's arrays come back to the same few places."""
 
     def open(
         self, transport: str, plan: Plan, parameters: Sequence[Parameter], reloaded: Collection[str]
@@ -206,6 +211,10 @@ class Live:
 
     def stage(self, version: int, pieces: Mapping[int, torch.Tensor]) -> None:
         """All that can go wrong goes wrong here, while the old version serves. Trainer ranks may come one by one."""
+        known = next((found for before, found in self._sorted if before is pieces), None)
+        if known is not None and self._staged.version != version:
+            self._staged = replace(known, version=version)
+            return
         for index, piece in pieces.items():
             if not 0 <= index < len(self._moves):
                 raise TransferError(f"piece {index} is not in the plan, which has {len(self._moves)} for this rank")
@@ -229,15 +238,17 @@ class Live:
                 targets, sources = staged.bulk.setdefault((target.dtype, piece.dtype), ([], []))
                 targets.append(target)
                 sources.append(piece)
+        if staged.indices == pieces.keys():
+            self._sorted = [(pieces, staged), *self._sorted[: _MOST_SORTED - 1]]
         self._staged = staged
 
-    def apply(self, version: int, indices: Collection[int]) -> float:
+    def apply(self, version: int, indices: Collection[int], patience: float) -> float:
         """Between two steps: every piece into its place, ahead of the next step's kernels in their stream. The seconds that it
         takes the device, or 0 where the receiver lets the trainer know. Raises `NothingWritten` unless exactly these
-        pieces of this version are staged."""
+        pieces of this version are staged, now or within `patience` seconds."""
         assert self._receiver is not None
         if not self._is_staged(version, indices):
-            self._wait(version, indices)
+            self._wait(version, indices, patience)
         staged, self._staged = self._staged, _Staged(-1)
         start = self._moment()
         if staged.runs:
@@ -255,17 +266,18 @@ class Live:
     def _is_staged(self, version: int, indices: Collection[int]) -> bool:
         return self._staged.version == version and self._staged.indices == set(indices)
 
-    def _wait(self, version: int, indices: Collection[int]) -> None:
+    def _wait(self, version: int, indices: Collection[int], patience: float) -> None:
         """The order to write may overtake the news of what."""
         assert self._receiver is not None
-        why = ""
+        kind, why = NothingWritten, ""
         try:
-            self._receiver.wait(version, indices, OVERTAKEN_SECONDS)
+            if self._receiver.wait(version, indices, patience) is None:
+                kind = NotYet
         except TransferError as error:
             why = f": {error}"
         if not self._is_staged(version, indices):
             found = f"{len(self._staged.indices)} piece(s) of version {self._staged.version}"
-            raise NothingWritten(
+            raise kind(
                 f"rank {self._rank} has {found} within reach, not the {len(indices)} of version {version} that are to be "
                 f"written{why}"
             )
@@ -309,7 +321,7 @@ class Live:
             self._receiver.abandon()
 
     def close(self) -> None:
-        self._staged, self._targets = _Staged(-1), {}
+        self._staged, self._targets, self._sorted = _Staged(-1), {}, []
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = self._driver = None

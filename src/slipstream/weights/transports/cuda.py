@@ -17,8 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
+import queue
 import socket
 import struct
 import threading
@@ -37,6 +39,8 @@ from slipstream.weights.transports.door import Door, knock
 from slipstream.weights.transports.exports import Exports, Found
 from slipstream.weights.transports.vmm import Driver, Vmm
 
+log = logging.getLogger(__name__)
+
 DEADLINE_SECONDS = 30.0
 FDS_PER_MESSAGE = 100
 _HEAD = struct.Struct("<4sqIII")
@@ -49,7 +53,8 @@ _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 Shown: TypeAlias = Callable[[int, Mapping[int, Any]], None]
-"""Takes a version, and pieces of it by index; raises if they are not what they should be."""
+"""Takes a version, and pieces of it by index; raises if they are not what they should be. Pieces that lie where those of an
+earlier version lay are the very same mapping."""
 
 
 class Mapped(Protocol):
@@ -201,6 +206,8 @@ class _Reader:
         self._pieces: dict[int, _Piece] = {}
         self._views: dict[tuple[int, int, int], Any] = {}
         """Of pieces at places where they were seen before: a trainer's arrays come back to the same few."""
+        self._shown: dict[bytes, Mapping[int, Any]] = {}
+        """The same, of all pieces of a version."""
         self.error: Exception | None = None
         threading.Thread(target=self._read, name="slipstream-mapped", daemon=True).start()
 
@@ -222,7 +229,7 @@ class _Reader:
 
     def close(self) -> None:
         """Forgets the trainer's memory. Called with `changed` held."""
-        self._views = {}
+        self._forget_views()
         for address, size, _ in self._regions.values():
             self._driver.unmap(address, size)
         self._regions = {}
@@ -262,7 +269,7 @@ class _Reader:
             address, size, _ = self._regions.pop(number)
             self._driver.unmap(address, size)
         if tree["gone"] or tree["shapes"]:
-            self._views = {}
+            self._forget_views()
         if len(tree["regions"]) != len(fds):
             raise TransferError(f"{len(tree['regions'])} regions were announced, {len(fds)} came")
         for number, size in tree["regions"]:
@@ -273,15 +280,24 @@ class _Reader:
                 raise TransferError(f"piece {index} has dtype {dtype!r}, offset {offset}, strides {strides}")
             self._pieces[index] = _Piece(dtype, Strided(tuple(shape), tuple(strides), offset))
         if len(rows):
-            if len(self._views) > _MOST_VIEWS * len(self._pieces):
-                self._views = {}
-            shown = {}
-            for index, number, offset in rows.tolist():
-                key = index, number, offset
-                if key not in self._views:
-                    self._views[key] = self._view(*key)
-                shown[index] = self._views[key]
+            key = rows.tobytes()
+            if (shown := self._shown.get(key)) is None:
+                shown = self._shown[key] = self._see(rows)
             self._on_shown(self, version, shown)
+
+    def _see(self, rows: np.ndarray) -> Mapping[int, Any]:
+        if len(self._views) > _MOST_VIEWS * len(self._pieces) or len(self._shown) > _MOST_VIEWS:
+            self._forget_views()
+        shown = {}
+        for index, number, offset in rows.tolist():
+            key = index, number, offset
+            if key not in self._views:
+                self._views[key] = self._view(*key)
+            shown[index] = self._views[key]
+        return shown
+
+    def _forget_views(self) -> None:
+        self._views, self._shown = {}, {}
 
 
 class CudaReceiver:
@@ -310,12 +326,15 @@ class CudaReceiver:
         """Of whom."""
         self._copying = False
         """A thread waits until what has been shown is copied."""
+        self._copies: queue.SimpleQueue[tuple[int, Callable[[], float]] | None] = queue.SimpleQueue()
+        """That thread's: versions, and what to wait for; None when there will be no more."""
         self._lost: Exception | None = None
         """Why a trainer rank's connection ended, since the update began."""
         self._closed = False
 
     def start(self) -> None:
         self._door.open()
+        threading.Thread(target=self._settle, name="slipstream-copied", daemon=True).start()
 
     def expect(self, version: int) -> None:
         """Nothing to prepare: an update has begun when a trainer rank shows it."""
@@ -355,21 +374,27 @@ class CudaReceiver:
         """A thread waits, and tells the trainer: who called has other things to do."""
         with self._changed:
             self._copying = True
-        threading.Thread(target=self._settle, args=(version, copied), name="slipstream-copied", daemon=True).start()
+        self._copies.put((version, copied))
         return 0.0
 
-    def _settle(self, version: int, copied: Callable[[], float]) -> None:
-        seconds, why = 0.0, ""
-        try:
-            seconds = copied()
-        except Exception as error:
-            why = f"copying it failed: {type(error).__name__}: {error}"
-        with self._changed:
-            showing, self._copying = self._showing, False
-            self._forget()
-            for reader in showing:
-                with contextlib.suppress(OSError):  # a trainer that is gone need not know
-                    reader.say(version, seconds, why)
+    def _settle(self) -> None:
+        while (work := self._copies.get()) is not None:
+            version, copied = work
+            seconds, why = 0.0, ""
+            try:
+                seconds = copied()
+            except Exception as error:
+                why = f"copying it failed: {type(error).__name__}: {error}"
+            with self._changed:
+                for reader in self._showing:
+                    with contextlib.suppress(OSError):  # a trainer that is gone need not know
+                        reader.say(version, seconds, why)
+                self._copying = False
+                try:
+                    self._forget()
+                except TransferError:  # the driver fails; so will the next update, and say so
+                    log.exception("memory of a trainer that is gone cannot be unmapped")
+                    self._changed.notify_all()
 
     def abandon(self) -> None:
         with self._changed:
@@ -397,6 +422,7 @@ class CudaReceiver:
         self._door.close()
         with self._changed:
             self._wait_for_copies()
+            self._copies.put(None)
             self._closed = True
             for reader in self._readers:
                 reader.close()
