@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.config import EngineConfig
 from slipstream.engines.embedded import EmbeddedEngine
+from slipstream.engines.embedded.pace import Pace
 from slipstream.engines.embedded.scheduler import Scheduler
 from slipstream.engines.local import LocalFleet
 from slipstream.model.config import ModelConfig
@@ -94,19 +95,27 @@ async def stage(subject: Subject, params: Any) -> int:
     return version
 
 
+class _Slow(Pace):
+    """Whatever the machine's speed: who gets pages, and when, follows the steps that are planned."""
+
+    def steps(self, rows: int, most: int) -> int:
+        return 1
+
+
 class Hold:
-    """Lets the engine draw one token per tick, and stops it before tick number `tick`, until told to go on: what is asked of
+    """Lets the engine plan one token per tick, and stops it before tick number `tick`, until told to go on: what is asked of
     the engine meanwhile happens right after that tick."""
 
     def __init__(self, subject: Subject, tick: int) -> None:
         self._held, self._go_on = threading.Event(), threading.Event()
-        executor = subject.engine._worker._executor  # type: ignore[attr-defined]
+        worker = subject.engine._worker  # type: ignore[attr-defined]
+        worker._pace = _Slow(worker._pace.sizes)
+        executor = worker._executor
         dispatch, count = executor.dispatch, 0
 
         def held_dispatch(policy: Any, plan: Any) -> Any:
             nonlocal count
             count += 1
-            plan.steps = min(plan.steps, 1)
             if count == tick:
                 self._held.set()
                 assert self._go_on.wait(60), "the test never let go"
