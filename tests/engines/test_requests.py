@@ -222,9 +222,7 @@ def cut(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], min_tokens:
     return None
 
 
-def test_stop_texts_end_a_completion_exactly(
-    subject: Subject, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_texts_end_a_completion_exactly(subject: Subject, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one and of several tokens, several at once; whether one token is drawn at a time or many."""
     monkeypatch.setattr(Pace, "steps", lambda self, rows, most: most)  # however slow the machine is
     num_cut = 0

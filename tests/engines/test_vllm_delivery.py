@@ -147,7 +147,7 @@ def direct(workers: Workers, has_weights: bool = False, failed: dict[str, str] |
     return Direct("engine-0", CONFIG, "float32", TP, workers, failed or {}, has_weights)
 
 
-async def with_a_second_version_staged(workers: Workers) -> tuple[Direct, Trainer, Any]:
+async def with_a_second_version_to_come(workers: Workers) -> tuple[Direct, Trainer, Any]:
     """And the tensors of the first, which serves."""
     delivery = direct(workers)
     trainer = Trainer(delivery)
@@ -155,18 +155,18 @@ async def with_a_second_version_staged(workers: Workers) -> tuple[Direct, Traine
     await trainer.commit(1)
     old = trainer.tensors
     trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
+    return delivery, trainer, old
+
+
+async def with_a_second_version_staged(workers: Workers) -> tuple[Direct, Trainer, Any]:
+    delivery, trainer, old = await with_a_second_version_to_come(workers)
     await trainer.stage(2)
     return delivery, trainer, old
 
 
 async def with_an_order_ahead_of_the_weights(workers: Workers) -> tuple[Direct, Trainer, Any]:
     """As `with_a_second_version_staged`, but the ranks have not heard of the second."""
-    delivery = direct(workers)
-    trainer = Trainer(delivery)
-    await trainer.stage(1)
-    await trainer.commit(1)
-    old = trainer.tensors
-    trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
+    delivery, trainer, old = await with_a_second_version_to_come(workers)
     await delivery.begin(1, 2, Offer(b"", trainer.plan.fingerprint, "cuda", fresh=False))
     await delivery.stage(2, [[m] for m in trainer.outbox.promise(set(), 2)[0]])
     return delivery, trainer, old

@@ -438,6 +438,17 @@ def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype:
     return live, held, held.open("cuda", plan, written, reloaded), loaded
 
 
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a tiny Llama in float32, and an outbox that is linked to it."""
+    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    config = tiny_config("llama")
+    info, tensors, plan = planned(config)
+    live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
+    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox.berths = Berths((tuple(links),), b"")
+    return config, tensors, plan, live, held, outbox
+
+
 def naive(config: Any, tensors: Any, tp: int, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     found = {}
     for p in vllm_parameters(config, tp):
@@ -513,12 +524,7 @@ def test_pieces_that_the_plan_does_not_know_are_refused_and_nothing_is_written(m
 
 
 def test_an_order_to_write_that_comes_before_the_pieces_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "Vmm", Memfd)
-    config = tiny_config("llama")
-    info, tensors, plan = planned(config)
-    live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
-    outbox = DeviceOutbox(plan, info, 0, "engine-0")
-    outbox.berths = Berths((tuple(links),), b"")
+    config, tensors, plan, live, held, outbox = one_rank(monkeypatch)
     late = threading.Timer(0.2, outbox.send, (tensors, set(), 1))
     late.start()
     held.apply(1, range(len(plan.incoming[0])), 30.0)
@@ -531,12 +537,7 @@ def test_a_tree_that_comes_back_to_its_place_is_written_with_what_lies_there_now
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was worked out for a place is used again, also between syncs of parts, and for no other place."""
-    monkeypatch.setattr(cuda, "Vmm", Memfd)
-    config = tiny_config("llama")
-    info, tensors, plan = planned(config)
-    live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
-    outbox = DeviceOutbox(plan, info, 0, "engine-0")
-    outbox.berths = Berths((tuple(links),), b"")
+    config, tensors, plan, live, held, outbox = one_rank(monkeypatch)
     changed = {f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"} | {"model.norm.weight"}
     serves = tensors
     for version in range(1, 8):
@@ -553,12 +554,7 @@ def test_a_tree_that_comes_back_to_its_place_is_written_with_what_lies_there_now
 
 
 def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "Vmm", Memfd)
-    config = tiny_config("llama")
-    info, tensors, plan = planned(config)
-    live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
-    outbox = DeviceOutbox(plan, info, 0, "engine-0")
-    outbox.berths = Berths((tuple(links),), b"")
+    config, tensors, plan, live, held, outbox = one_rank(monkeypatch)
     unchanged = {t.name for t in families.tensors(config)} - {"model.layers.0.self_attn.k_proj.weight"}
     manifests, num_bytes = outbox.send(tensors, unchanged, 1)
     indices = unpack_manifest(manifests[0], 1, len(plan.incoming[0]))

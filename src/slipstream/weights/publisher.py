@@ -300,7 +300,7 @@ class Publisher:
         # An engine should not wait for weights that are still computed. With the policies under which it goes on meanwhile,
         # should they be, a few of them speak for all.
         same = set.intersection(*unchanged.values())
-        new = [tensor for name, tensor in tensors.items() if name not in same] if same else list(tensors.values())
+        new = [tensor for name, tensor in tensors.items() if name not in same]
         seems_computed = are_ready(_some(new) if in_flight in ("keep", "requeue") else new)
         promised = self._promised(routes, unchanged, version) if is_one and seems_computed else None
         order = None

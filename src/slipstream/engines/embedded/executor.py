@@ -124,7 +124,8 @@ class Executor:
         if tick.decode:
             rich = any(is_rich(sample.ticket.sampling) for sample in tick.decode)
             guessing = self._guesses and not rich
-            size = programs.size_for_rows(VERIFY if guessing else DECODE[rich], len(tick.decode), tick.soon)
+            program = VERIFY if guessing else DECODE[rich]
+            size = programs.thrift.choose(program, self.shapes.rows, len(tick.decode), tick.soon)
             rows, settings = self._rows(tick, size.taken), self._settings(tick.decode, size.taken, rich)
             if guessing:
                 guesses: Any
@@ -151,7 +152,7 @@ class Executor:
     def _chunk(self, pieces: Sequence[Piece], program: str) -> tuple[Chunk, Size]:
         block = self.shapes.block
         starts = [(piece, start) for piece in pieces for start in range(piece.start, piece.stop, block)]
-        size = self._programs.size_for_blocks(program, len(starts))
+        size = self._programs.thrift.choose(program, self.shapes.blocks, len(starts))
         count = size.taken
         tokens = np.zeros((count, block), np.int32)
         targets = np.zeros((count, block), np.int32)

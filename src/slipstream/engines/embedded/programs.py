@@ -21,7 +21,7 @@ from slipstream.engines.embedded.placement import Placement
 from slipstream.engines.embedded.sampling import Counts, counts_of, counts_with, raw_logprobs, sample
 from slipstream.engines.embedded.settings import Settings
 from slipstream.engines.embedded.shapes import COPIES, Shapes, bucket
-from slipstream.engines.embedded.thrift import Size, Thrift
+from slipstream.engines.embedded.thrift import Thrift
 from slipstream.model.config import LayerAttention, ModelConfig
 from slipstream.model.decoder import apply_layers, unembed
 from slipstream.model.layers import Params
@@ -111,12 +111,6 @@ class Programs:
         keys, values = self._attention.layer_shapes(*sizes)
         zeros = functools.partial(jnp.zeros, dtype=placement.dtype, device=placement.cache)
         return [(zeros(keys), zeros(values)) for _ in range(config.num_layers)]
-
-    def size_for_blocks(self, name: str, blocks: int) -> Size:
-        return self.thrift.choose(name, self.shapes.blocks, blocks)
-
-    def size_for_rows(self, name: str, rows: int, soon: int) -> Size:
-        return self.thrift.choose(name, self.shapes.rows, rows, soon)
 
     # --- called by the executor, with host arrays; nothing is waited for ---
 
