@@ -185,9 +185,7 @@ class Bridge:
             engines, version = self._known or await self._fleet.refresh()
             self._known = None  # unless all goes well, look again next time
             if not engines:
-                raise NotReady(
-                    "no engine has registered, so there is nobody to sync to; `slipstream status` shows the fleet"
-                )
+                raise (await self._fleet.status()).nobody("to sync to")
             try:
                 report = await self._publisher.publish(
                     params, engines, version + 1, in_flight, partial, drop_failed, draft
@@ -255,7 +253,7 @@ class Bridge:
         self._known = None  # looking at the fleet says to the gateway that we know it: the next sync must, too
         engines, _ = await self._fleet.refresh()
         if not engines:
-            raise NotReady("no engine has registered, so there is nothing to compare with; see `slipstream status`")
+            raise (await self._fleet.status()).nobody("to compare with")
         return await self._publisher.verify(params, engines, draft)
 
     def generate(

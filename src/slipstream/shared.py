@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from slipstream import portal
-from slipstream.errors import FleetChanged, NotReady, Unsupported, UpdateInProgress, VersionError
+from slipstream.errors import FleetChanged, Unsupported, UpdateInProgress, VersionError
 from slipstream.types import InFlight, SyncReport
 from slipstream.weights import source
 from slipstream.weights.sharing import Sharing
@@ -107,9 +107,7 @@ class SharedWeights:
         for _ in range(MAX_LOOKS):
             engines, version = await self._fleet.refresh()
             if not engines:
-                raise NotReady(
-                    "no engine has registered, so there is nobody to share weights with; see `slipstream status`"
-                )
+                raise (await self._fleet.status()).nobody("to share weights with")
             if self._sharing is None:
                 self._sharing = await asyncio.to_thread(Sharing, self._fleet, tensors, engines, self._checksums, device)
             try:

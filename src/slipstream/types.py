@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from slipstream.errors import InvalidPrompt, InvalidSampling, SlipstreamError
+from slipstream.errors import InvalidPrompt, InvalidSampling, NotReady, SlipstreamError
 
 Prompt: TypeAlias = str | Sequence[int]
 """What a user may pass as a prompt: text (tokenised by the engine) or token ids."""
@@ -605,3 +605,20 @@ class FleetStatus:
     engines: tuple[EngineStatus, ...] = field(default_factory=tuple)
     num_retried: int = 0
     """Requests that were sent to another engine, because the first died or failed."""
+
+    @property
+    def present(self) -> tuple[EngineStatus, ...]:
+        """The engines that are not lost."""
+        return tuple(engine for engine in self.engines if engine.state != "lost")
+
+    def nobody(self, needed: str) -> NotReady:
+        """For a call that needs engines, and found none. `needed` says what for: "to sync to"."""
+        lost = "; ".join(f"{e.info.name}: {e.note}" for e in self.engines if e.state == "lost")
+        if not lost:
+            return NotReady(
+                f"no engine has registered, so there is nobody {needed}; start one with `slipstream engine`"
+            )
+        return NotReady(
+            f"all engines are lost ({lost}), so there is nobody {needed}; their logs say why, and the next one that "
+            "registers takes their place"
+        )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from dataclasses import replace
 from typing import get_args
 
@@ -352,13 +353,18 @@ async def test_control_has_a_deadline_that_names_the_engine(address, fleet):
 async def test_control_of_engines_that_are_not_there(address, fleet):
     with pytest.raises(NotReady, match="no engine has registered"):
         await fleet.pause()
+    assert "no engine has registered, so there is nobody to ask" in str((await fleet.status()).nobody("to ask"))
     async with attached(ScriptedEngine("a", version=-1), address, TOKEN):
         await fleet.pause()  # needs no weights
         with pytest.raises(UnknownEngine, match="'zebra'"):
             await fleet.sleep(engine="zebra")
-    await asyncio.sleep(0.1)
+        assert [engine.info.name for engine in (await fleet.status()).present] == ["a"]
+    async with asyncio.timeout(20):
+        while (await fleet.status()).present:
+            await asyncio.sleep(0.02)
     with pytest.raises(EngineLost, match="'a' is lost"):
         await fleet.sleep(engine="a")
+    assert re.search("all engines are lost.*a: .*nobody to ask", str((await fleet.status()).nobody("to ask")))
 
 
 @on_the_loop

@@ -1,6 +1,7 @@
 """Everything that can go wrong with an update, over real processes and every plane between them. After each fault the
 error names peer and tensor, the old version speaks as before, and the next sync succeeds."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -148,7 +149,7 @@ def test_checksums_that_do_not_come(fleet, model, monkeypatch):
     assert tokens(fleet) != before
 
 
-@pytest.mark.parametrize("phase", ["begin", "stage", "commit"])
+@pytest.mark.parametrize("phase", ["begin", "begun", "stage", "commit"])
 def test_an_engine_killed_at_a_phase_boundary(model, tmp_path, monkeypatch, phase):
     with slipstream.launch(model[0], engines=2, engine=OPTIONS, run_dir=tmp_path, timeout=10) as bridge:
         bridge.sync(model[1](1))
@@ -156,18 +157,26 @@ def test_an_engine_killed_at_a_phase_boundary(model, tmp_path, monkeypatch, phas
         real = getattr(GatewayFleet, phase)
 
         async def killing(fleet, *arguments):
+            if phase == "begun":
+                answer = await real(fleet, *arguments)
+                os.kill(victim.pid, signal.SIGKILL)
+                return answer
             os.kill(victim.pid, signal.SIGKILL)
+            monkeypatch.undo()  # once
+            while phase == "begin" and len((await fleet.status()).present) == 2:  # that it is seen first is not sure
+                await asyncio.sleep(0.02)
             return await real(fleet, *arguments)
 
         monkeypatch.setattr(GatewayFleet, phase, killing)
-        if phase == "commit":  # staged everywhere: the others commit, and the report names the one that is gone
-            report = bridge.sync(model[1](2))
-            assert report.lost == ("engine-1",) and [e.engine for e in report.engines] == ["engine-0"]
-            assert tokens(bridge) != before
-        else:
+        if phase in ("begun", "stage"):
             with pytest.raises(EngineLost, match="'engine-1'"):
                 bridge.sync(model[1](2))
             assert tokens(bridge) == before and bridge.version == 1
+        else:  # before the update: the fleet is looked at again. Staged everywhere: the others commit
+            report = bridge.sync(model[1](2))
+            assert report.lost == (("engine-1",) if phase == "commit" else ())
+            assert [e.engine for e in report.engines] == ["engine-0"]
+            assert tokens(bridge) != before and bridge.version == 2
         monkeypatch.undo()
         assert {e.info.name: e.state for e in bridge.status().engines} == {"engine-0": "ready", "engine-1": "lost"}
         bridge.sync(model[1](3))

@@ -289,6 +289,9 @@ def test_an_engine_that_was_stopped_is_lost_and_comes_back(model, tmp_path):
         _until(lambda: bridge.status().engines[0].state == "lost")
         with pytest.raises(NotReady, match="engine-0: lost"):
             bridge.generate(["1="], SAMPLING)
+        for call in (bridge.sync, bridge.verify):
+            with pytest.raises(NotReady, match=r"all engines are lost.*engine-0: no heartbeat"):
+                call(model[2][0])
         os.kill(engine.info.pid, signal.SIGCONT)
         _until(lambda: bridge.status().engines[0].state == "ready")
         assert tokens(bridge) == before

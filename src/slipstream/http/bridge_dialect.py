@@ -67,7 +67,7 @@ async def generate(front: Front, body: GenerateBody) -> Answer:
 
 async def info(front: Front) -> Answer:
     status = await front.status()
-    engines = [e.info for e in status.engines if e.state != "lost"]
+    engines = [engine.info for engine in status.present]
     if front.run_dir is not None and engines and not front.is_mapped(engines):
         try:
             await front.map()  # trainers look for the file when they have asked this

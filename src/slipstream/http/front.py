@@ -11,7 +11,6 @@ from typing import Any
 
 from slipstream.bridge import Fleet
 from slipstream.config import HttpConfig
-from slipstream.errors import NotReady
 from slipstream.http import mapping
 from slipstream.http.answers import HttpError
 from slipstream.http.flights import Flights
@@ -64,7 +63,7 @@ class Front:
         """Where each tensor lies in each engine; also in the mapping file from now on."""
         engines, _ = await self.fleet.refresh()
         if not engines:
-            raise NotReady("no engine has registered yet")
+            raise (await self.status()).nobody("whose weights to map")
         found = mapping.mapping(self.name, engines)
         async with self._mapping:
             if self.run_dir is not None and not self.is_mapped(engines):
@@ -83,10 +82,11 @@ class Front:
         """Of an engine that takes requests, or of any: they all hold the same model. Raises a 503 when there is none."""
         now = time.monotonic()
         if self._known is None or now - self._known[0] > NEAR:
-            engines = [e for e in (await self.status()).engines if e.state != "lost"]
-            if not engines:
-                raise HttpError(503, "no engine has registered yet", "not_ready", headers={"Retry-After": "1"})
-            first = min(engines, key=lambda e: e.info.max_model_len)
+            status = await self.status()
+            if not status.present:
+                text = str(status.nobody("to ask"))
+                raise HttpError(503, text, "not_ready", headers={"Retry-After": "1"})
+            first = min(status.present, key=lambda e: e.info.max_model_len)
             self._known = (now, first.info)
         return self._known[1]
 

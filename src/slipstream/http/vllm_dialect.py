@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from slipstream.errors import NotReady, SlipstreamError
+from slipstream.errors import SlipstreamError
 from slipstream.http.answers import Answer
 from slipstream.http.front import Front
 from slipstream.http.shapes import Limits
@@ -149,7 +149,7 @@ async def _undo(call: Callable[..., Awaitable[Any]], names: Collection[str]) -> 
 
 
 async def _engines(front: Front) -> dict[str, EngineStatus]:
-    return {e.info.name: e for e in (await front.status()).engines if e.state != "lost"}
+    return {engine.info.name: engine for engine in (await front.status()).present}
 
 
 def _paused(engines: Mapping[str, EngineStatus]) -> set[str]:
@@ -164,16 +164,17 @@ def _asleep(engines: Mapping[str, EngineStatus]) -> set[str]:
 
 
 async def world_size(front: Front, query: WorldQuery) -> Answer:
-    engines = [e.info for e in (await front.status()).engines if e.state != "lost"]
-    if not engines:
-        raise NotReady("no engine has registered yet")
-    return {"world_size": sum(e.num_ranks for e in engines) if query.include_dp else engines[0].num_ranks}
+    status = await front.status()
+    ranks = [engine.info.num_ranks for engine in status.present]
+    if not ranks:
+        raise status.nobody("to bring weights to")
+    return {"world_size": sum(ranks) if query.include_dp else ranks[0]}
 
 
 async def server_info(front: Front, query: InfoQuery) -> Answer:
     """The parts of vLLM's config that clients look at. No weight transfer is configured: NCCL ends at the engines, and a
     trainer reaches those with `slipstream.connect`."""
-    info, engines = await front.info(), (await front.status()).engines
+    info, status = await front.info(), await front.status()
     config = {
         "model_config": {
             "model": front.name,
@@ -184,7 +185,7 @@ async def server_info(front: Front, query: InfoQuery) -> Answer:
         },
         "parallel_config": {
             "tensor_parallel_size": info.num_ranks,
-            "data_parallel_size": sum(e.state != "lost" for e in engines),
+            "data_parallel_size": len(status.present),
         },
         "weight_transfer_config": None,
     }

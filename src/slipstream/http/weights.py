@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bridge import MAX_LOOKS, Fleet
-from slipstream.errors import FleetChanged, NotReady, RequestError, Unsupported, UpdateInProgress
+from slipstream.errors import FleetChanged, RequestError, Unsupported, UpdateInProgress
 from slipstream.types import SyncReport
 
 
@@ -102,7 +102,7 @@ class Weights:
             for _ in range(MAX_LOOKS):
                 engines, version = await fleet.refresh()
                 if not engines:
-                    raise NotReady("no engine has registered, so there is nobody to bring weights to")
+                    raise (await fleet.status()).nobody("to bring weights to")
                 try:
                     return await publisher.publish(tensors, engines, version + 1, partial=partial)
                 except FleetChanged as changed:

@@ -94,9 +94,10 @@ def _run(
 ) -> _Run:
     run = _Run(bridge, codec, sampling or SamplingParams(), **options)
     run.check(environments)
-    limits = [status.info.max_model_len for status in bridge.status().engines if status.state != "lost"]
+    fleet = bridge.status()
+    limits = [engine.info.max_model_len for engine in fleet.present]
     if not limits:
-        raise NotReady("no engine has registered, so there is nobody to generate; `slipstream status` shows the fleet")
+        raise fleet.nobody("to generate")
     return dataclasses.replace(run, max_length=min([*limits, *([run.max_length] if run.max_length else [])]))
 
 

@@ -71,7 +71,7 @@ class FanOut:
         """`in_flight` is how many samples may be asked for at once; 0 keeps every engine's batch full, twice over.
         `patience` is how long a fleet may be gone, or without an engine that can take requests."""
         self._bridge, self._output, self._patience, self._on_row = bridge, output, patience, on_row
-        self._limit = in_flight or 2 * sum(e.info.max_concurrency for e in bridge.status().engines if e.state != "lost")
+        self._limit = in_flight or 2 * sum(e.info.max_concurrency for e in bridge.status().present)
         self._in_flight = 0
         self._freed = asyncio.Event()
         self.tally = Tally()
