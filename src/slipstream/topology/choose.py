@@ -32,9 +32,9 @@ SYNC = {
     "memory": (0.0045, 5.77),
     "shm": (0.0071, 3.68),
     "tcp": (0.0060, 2.38),
-    "cuda": (0.00275, 1764.0),
-    "nccl": (0.0214, 60.0),
-    "vllm-nccl": (0.0, 36.4),
+    "cuda": (0.00327, 1735.0),
+    "nccl": (0.0240, 60.2),
+    "vllm-nccl": (0.0, 30.8),
 }
 """Seconds that a sync takes whatever its size, and GB/s: in-process (loop.json, and a copy in weight_sync.json), shared
 memory and TCP with checksums (weight_sync.json), from a JAX trainer into vLLM on one H200 (weight_sync_gpu.json)."""
