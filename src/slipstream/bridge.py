@@ -15,12 +15,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from slipstream import portal
 from slipstream.errors import (
     EngineFailure,
-    FleetChanged,
     InvalidPrompt,
     InvalidSampling,
     NotReady,
@@ -29,6 +28,7 @@ from slipstream.errors import (
     Unsupported,
     UpdateInProgress,
 )
+from slipstream.fleet import Fleet, with_engines
 from slipstream.gateway.staleness import Bound, Late
 from slipstream.rollouts import Rollouts
 from slipstream.shared import SharedWeights
@@ -41,10 +41,8 @@ from slipstream.types import (
     InFlight,
     MemoryReport,
     MemoryTag,
-    Progress,
     Prompt,
     Request,
-    RolloutGroup,
     SamplingParams,
     Score,
     SyncReport,
@@ -52,49 +50,9 @@ from slipstream.types import (
     checked_ids,
     plain_ids,
 )
-from slipstream.weights.publisher import Fleet as UpdateFleet
 from slipstream.weights.publisher import Publisher
 
-MAX_LOOKS = 5
 ONE_AT_A_TIME = "another sync of this bridge is under way; one update at a time"
-
-
-class Fleet(UpdateFleet, Protocol):
-    """The engines as the bridge sees them: `gateway.client.GatewayFleet`, or `engines.local.LocalFleet`."""
-
-    async def status(self) -> FleetStatus: ...
-
-    async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]: ...
-
-    def generate(
-        self, requests: Sequence[Request], engine: str = ""
-    ) -> AsyncGenerator[list[Completion | Failure], None]: ...
-
-    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        """As `generate`, with the progress of those requests that ask for it."""
-        ...
-
-    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
-
-    async def submit(self, bound: Bound, requests: Sequence[Request]) -> int: ...
-
-    async def take(
-        self, bound: Bound, after: int, count: int, timeout: float, saved: int = 0, version: int = 0, more: bool = False
-    ) -> list[RolloutGroup]: ...
-
-    async def pause(self, engine: str = "") -> None: ...
-
-    async def resume(self, engine: str = "") -> None: ...
-
-    async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]: ...
-
-    async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]: ...
-
-    async def forget_prefixes(self, engine: str = "") -> None: ...
-
-    async def memory(self, engine: str = "") -> dict[str, MemoryReport]: ...
-
-    async def close(self) -> None: ...
 
 
 class Bridge:
@@ -181,25 +139,15 @@ class Bridge:
             self._syncing.release()
 
     async def _sync(self, params: Any, draft: Any, in_flight: InFlight, partial: bool, drop_failed: bool) -> SyncReport:
-        for _ in range(MAX_LOOKS):
-            engines, version = self._known or await self._fleet.refresh()
-            self._known = None  # unless all goes well, look again next time
-            if not engines:
-                raise (await self._fleet.status()).nobody("to sync to")
-            try:
-                report = await self._publisher.publish(
-                    params, engines, version + 1, in_flight, partial, drop_failed, draft
-                )
-            except FleetChanged as changed:
-                why = changed
-                continue
+        async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
+            report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed, draft)
             self._version = report.version
             if not report.lost:
                 self._known = (engines, report.version)
             return report
-        raise FleetChanged(
-            f"the fleet changed during each of {MAX_LOOKS} attempts to sync; see `slipstream status`. The last time: {why}"
-        )
+
+        known, self._known = self._known, None  # unless all goes well, look again next time
+        return await with_engines(self._fleet, publish, "to sync to", known)
 
     def share(self, params: Any, device: int = 0) -> SharedWeights:
         """Makes `params` the policy of every engine, as the next version, in memory that this process and the engines share:

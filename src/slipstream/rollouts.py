@@ -28,7 +28,7 @@ from slipstream.gateway.staleness import Bound
 from slipstream.types import Prompt, Request, RolloutGroup, SamplingParams, plain_ids
 
 if TYPE_CHECKING:
-    from slipstream.bridge import Fleet
+    from slipstream.fleet import Fleet
 
 T = TypeVar("T")
 

@@ -13,18 +13,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream import portal
-from slipstream.errors import FleetChanged, Unsupported, UpdateInProgress, VersionError
-from slipstream.types import InFlight, SyncReport
+from slipstream.errors import Unsupported, UpdateInProgress, VersionError
+from slipstream.fleet import Fleet, with_engines
+from slipstream.types import EngineInfo, InFlight, SyncReport
 from slipstream.weights import source
 from slipstream.weights.sharing import Sharing
-
-if TYPE_CHECKING:
-    from slipstream.bridge import Fleet
-
-MAX_LOOKS = 5
 
 
 class SharedWeights:
@@ -104,19 +100,12 @@ class SharedWeights:
             self._sharing.close()
 
     async def _begin(self, tensors: Any = None, device: int = 0) -> None:
-        for _ in range(MAX_LOOKS):
-            engines, version = await self._fleet.refresh()
-            if not engines:
-                raise (await self._fleet.status()).nobody("to share weights with")
+        async def begin(engines: tuple[EngineInfo, ...], version: int) -> None:
             if self._sharing is None:
                 self._sharing = await asyncio.to_thread(Sharing, self._fleet, tensors, engines, self._checksums, device)
-            try:
-                return await self._sharing.begin(engines, version + 1)
-            except FleetChanged as changed:
-                why = changed
-        raise FleetChanged(
-            f"the fleet changed during each of {MAX_LOOKS} attempts to begin an update. The last time: {why}"
-        )
+            await self._sharing.begin(engines, version + 1)
+
+        await with_engines(self._fleet, begin, "to share weights with")
 
     @property
     def _started(self) -> Sharing:

@@ -80,7 +80,7 @@ def prompts(count: int) -> tuple[list[str], list[tuple[int, ...]]]:
 
 
 def pids(bridge: slipstream.Bridge) -> dict[str, int]:
-    return {e.info.name: e.info.pid for e in bridge.status().engines if e.state != "lost"}
+    return {e.info.name: e.info.pid for e in bridge.status().present}
 
 
 def journal(bridge: slipstream.Bridge) -> Journal:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.bridge import Fleet
 from slipstream.config import HttpConfig
+from slipstream.fleet import Fleet
 from slipstream.http import mapping
 from slipstream.http.answers import HttpError
 from slipstream.http.flights import Flights

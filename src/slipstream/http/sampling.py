@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from slipstream.bridge import Fleet
 from slipstream.errors import InvalidPrompt, InvalidSampling
+from slipstream.fleet import Fleet
 from slipstream.http.answers import HttpError
 from slipstream.http.shapes import Limits
 from slipstream.types import MAX_SAMPLES, MAX_TOP_LOGPROBS, Completion, Failure, Progress, Request, SamplingParams

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bridge import MAX_LOOKS, Fleet
-from slipstream.errors import FleetChanged, RequestError, Unsupported, UpdateInProgress
-from slipstream.types import SyncReport
+from slipstream.errors import RequestError, Unsupported, UpdateInProgress
+from slipstream.fleet import Fleet, with_engines
+from slipstream.types import EngineInfo, SyncReport
 
 
 class Weights:
@@ -98,16 +98,12 @@ class Weights:
 
         fleet = self._connect()
         publisher = Publisher(fleet)
+
+        async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
+            return await publisher.publish(tensors, engines, version + 1, partial=partial)
+
         try:
-            for _ in range(MAX_LOOKS):
-                engines, version = await fleet.refresh()
-                if not engines:
-                    raise (await fleet.status()).nobody("to bring weights to")
-                try:
-                    return await publisher.publish(tensors, engines, version + 1, partial=partial)
-                except FleetChanged as changed:
-                    why = changed
-            raise FleetChanged(f"the fleet changed during each of {MAX_LOOKS} attempts. The last time: {why}")
+            return await with_engines(fleet, publish, "to bring weights to")
         finally:
             publisher.close()
             await fleet.close()
