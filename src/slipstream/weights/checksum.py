@@ -1,4 +1,6 @@
-"""Checksums, and the manifest that carries them: the sender's word on what the receiver must find."""
+"""Checksums of pieces, and the manifests that carry them from trainer to engine.
+
+A manifest is a header (magic, version, number of entries) followed by entries of (index in the plan, checksum)."""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ import xxhash
 from slipstream.errors import ChecksumMismatch
 
 CHUNK_BYTES = 512 << 10
-"""Copied and hashed at a time, so that the bytes are still in the cache when they are hashed."""
+"""Bytes copied and hashed at a time, so that they are still in the CPU cache when they are hashed."""
 
-_HEAD = struct.Struct("<4sqI")
+_HEADER = struct.Struct("<4sqI")
 _ENTRY = struct.Struct("<IQ")
 _MAGIC = b"SSM2"
 
 
 def chunks(array: np.ndarray) -> list[tuple[Any, ...]]:
-    """Index expressions that cut an array into runs of rows of about `CHUNK_BYTES`, in order."""
+    """Return index expressions that split an array into consecutive blocks of rows of about `CHUNK_BYTES`."""
     if array.ndim == 0 or array.nbytes <= CHUNK_BYTES:
         return [(...,)]
     rows = max(1, CHUNK_BYTES * array.shape[0] // array.nbytes)
@@ -28,8 +30,8 @@ def chunks(array: np.ndarray) -> list[tuple[Any, ...]]:
 
 
 def checksum(array: np.ndarray, dtype: np.dtype | None = None) -> int:
-    """xxh3, 64 bits, of an array's bytes in row order, cast to `dtype` if given; an array that is not contiguous is hashed as
-    its copy would be."""
+    """Return the 64-bit xxh3 of an array's bytes in row-major order, cast to `dtype` if given. The array's strides do
+    not matter."""
     digest = xxhash.xxh3_64()
     for part in chunks(array):
         digest.update(_bytes(array[part] if dtype is None else array[part].astype(dtype, copy=False)))
@@ -37,7 +39,7 @@ def checksum(array: np.ndarray, dtype: np.dtype | None = None) -> int:
 
 
 def copy_and_checksum(target: np.ndarray, source: np.ndarray, hashed: bool = True) -> int:
-    """Writes `source` into `target`, cast to its dtype, and returns the checksum of what `target` then holds."""
+    """Copy `source` into `target`, cast to its dtype, and return the checksum of the result (0 unless `hashed`)."""
     if not hashed:
         np.copyto(target, source, casting="same_kind")
         return 0
@@ -53,38 +55,38 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def pack_manifest(version: int, checksums: Mapping[int, int]) -> bytes:
-    """Checksums of the pieces that were sent, by their index in the plan, bound to the version they belong to."""
-    return with_version(version, pack_rows(checksums))
+    """Pack the checksums of the pieces that were sent, by index in the plan, together with their version."""
+    return add_manifest_header(version, pack_entries(checksums))
 
 
-def pack_rows(checksums: Mapping[int, int]) -> bytes:
-    """A manifest without its version."""
+def pack_entries(checksums: Mapping[int, int]) -> bytes:
+    """Pack the entries of a manifest, without its header."""
     return b"".join(_ENTRY.pack(index, value) for index, value in checksums.items())
 
 
-def with_version(version: int, rows: bytes) -> bytes:
-    return _HEAD.pack(_MAGIC, version, len(rows) // _ENTRY.size) + rows
+def add_manifest_header(version: int, entries: bytes) -> bytes:
+    return _HEADER.pack(_MAGIC, version, len(entries) // _ENTRY.size) + entries
 
 
-def without_version(data: bytes, version: int) -> bytes:
-    """The rows of a manifest. Raises `ChecksumMismatch` when it is of another version."""
-    if len(data) < _HEAD.size or data[:4] != _MAGIC:
-        raise ChecksumMismatch(f"the manifest of version {version} cannot be read ({len(data)} bytes)")
-    _, got_version, got_count = _HEAD.unpack_from(data)
-    if got_version != version or len(data) != _HEAD.size + _ENTRY.size * got_count:
+def strip_manifest_header(data: bytes, version: int) -> bytes:
+    """Return the entries of a manifest. Raise `ChecksumMismatch` if it belongs to another version."""
+    if len(data) < _HEADER.size or data[:4] != _MAGIC:
+        raise ChecksumMismatch(f"the manifest of version {version} is malformed ({len(data)} bytes)")
+    _, got_version, got_count = _HEADER.unpack_from(data)
+    if got_version != version or len(data) != _HEADER.size + _ENTRY.size * got_count:
         raise ChecksumMismatch(
-            f"a manifest of {got_count} pieces for version {got_version} came; expected version {version}"
+            f"expected a manifest of version {version}, got one of version {got_version} with {got_count} pieces"
         )
-    return data[_HEAD.size :]
+    return data[_HEADER.size :]
 
 
 def unpack_manifest(data: bytes, version: int, count: int) -> dict[int, int]:
-    """Raises `ChecksumMismatch` when the manifest is of another version, or speaks of pieces that the plan (of `count`
-    moves) does not have."""
-    rows = without_version(data, version)
-    found = dict(_ENTRY.iter_unpack(rows))
-    if len(found) * _ENTRY.size != len(rows) or max(found, default=-1) >= count:
+    """Return the checksums by index. Raise `ChecksumMismatch` if the manifest belongs to another version, repeats a
+    piece, or names one beyond the plan's `count` moves."""
+    entries = strip_manifest_header(data, version)
+    checksums = dict(_ENTRY.iter_unpack(entries))
+    if len(checksums) * _ENTRY.size != len(entries) or max(checksums, default=-1) >= count:
         raise ChecksumMismatch(
-            f"the manifest of version {version} names pieces twice, or some that the plan does not have"
+            f"the manifest of version {version} repeats a piece or names one that is not among the plan's {count}"
         )
-    return found
+    return checksums

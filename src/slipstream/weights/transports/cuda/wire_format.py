@@ -1,0 +1,100 @@
+"""Wire format of the `cuda` transport, over a Unix socket between a trainer rank and an engine rank.
+
+    announcement = header, JSON, rows; with file descriptors        trainer → engine
+        header   = magic, version, bytes of JSON, bytes of rows, number of file descriptors
+        JSON     = regions: [number, size] of each region whose file descriptor is attached
+                   removed: numbers of the regions to unmap
+                   layouts: [index, dtype, offset, shape, strides] of pieces announced for the first time, in elements
+        rows     = (index, region, offset in bytes) of each piece, as int64
+    reply        = version, seconds, bytes of error, error          engine → trainer
+
+A version has one announcement per `FDS_PER_MESSAGE` new regions; layouts and rows are in the last one. The engine
+replies once when all pieces are mapped and checked, and again when the version is committed and copied, with the
+seconds that copying took. An error reply that concerns no particular version has version -1."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import TransferError
+from slipstream.weights.transports.cuda.exported_regions import RegionUpdate
+from slipstream.weights.transports.sockets import read_exactly, read_exactly_async
+
+FDS_PER_MESSAGE = 100
+HEADER = struct.Struct("<4sqIII")
+MAGIC = b"SSC1"
+_REPLY = struct.Struct("<qdI")
+_MAX_BYTES, _MAX_ERROR_BYTES = 64 << 20, 4096
+
+
+@dataclass(frozen=True)
+class Announcement:
+    version: int
+    regions: Sequence[Any]
+    removed: Sequence[int]
+    layouts: Sequence[Any]
+    rows: np.ndarray
+
+
+def send_announcements(
+    connection: socket.socket, version: int, update: RegionUpdate, layouts: list[Any], rows: np.ndarray
+) -> None:
+    """Announce a version and close the file descriptors of its new regions. Raise `OSError`."""
+    new = list(update.new.items())
+    batches = [new[i : i + FDS_PER_MESSAGE] for i in range(0, len(new), FDS_PER_MESSAGE)] or [[]]
+    try:
+        for number, batch in enumerate(batches):
+            is_first, is_last = number == 0, number == len(batches) - 1
+            fields = {
+                "regions": [[key, region.size] for key, (region, _) in batch],
+                "removed": update.removed if is_first else [],
+                "layouts": layouts if is_last else [],
+            }
+            text = json.dumps(fields, separators=(",", ":")).encode()
+            data = rows.tobytes() if is_last else b""
+            fds = [fd for _, (_, fd) in batch]
+            message = HEADER.pack(MAGIC, version, len(text), len(data), len(fds)) + text + data
+            if rest := message[socket.send_fds(connection, [message], fds) :]:
+                connection.sendall(rest)
+    finally:
+        for _, fd in update.new.values():
+            os.close(fd)
+
+
+def receive_announcement(connection: socket.socket) -> tuple[Announcement, list[int]]:
+    """Return the next announcement and its file descriptors, which the caller must close. Raise `EOFError` at the end
+    of the connection."""
+    header, fds, _, _ = socket.recv_fds(connection, HEADER.size, FDS_PER_MESSAGE)
+    try:
+        if not header:
+            raise EOFError
+        header += read_exactly(connection, HEADER.size - len(header))
+        magic, version, text_size, rows_size, num_fds = HEADER.unpack(header)
+        if magic != MAGIC or text_size > _MAX_BYTES or rows_size > _MAX_BYTES or num_fds != len(fds):
+            raise TransferError("the trainer's announcement of mapped weights is malformed")
+        fields = json.loads(read_exactly(connection, text_size))
+        rows = np.frombuffer(read_exactly(connection, rows_size), np.int64).reshape(-1, 3)
+        return Announcement(version, fields["regions"], fields["removed"], fields["layouts"], rows), fds
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def send_reply(connection: socket.socket, version: int, seconds: float = 0.0, error: str = "") -> None:
+    text = error.encode()[:_MAX_ERROR_BYTES]
+    connection.sendall(_REPLY.pack(version, seconds, len(text)) + text)
+
+
+async def receive_reply(connection: socket.socket) -> tuple[int, float, str]:
+    """Return version, seconds and error of the next reply, from a non-blocking socket."""
+    version, seconds, size = _REPLY.unpack(await read_exactly_async(connection, _REPLY.size))
+    return version, seconds, (await read_exactly_async(connection, size)).decode(errors="replace")

@@ -1,0 +1,190 @@
+"""The contract of transports between accelerators (`cuda`, `nccl`): pieces of device arrays that never pass through the
+host.
+
+Unlike `contract.py`, the sender has no memory to write into. The halves work as follows:
+
+    trainer   DeviceSender.send(version, pieces)      announces where the pieces are, or sends them
+    engine    DeviceReceiver.wait(version, indices)   waits until they are readable: mapped, or in the rank's staging image
+              DeviceReceiver.source(index)            returns a piece
+              DeviceReceiver.done(version, copied)    all pieces are copied, or will be when `copied` returns
+    trainer   DeviceSender.released()                 the arrays may be donated and freed again
+
+A piece is written into the live parameter when the version is committed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from slipstream.errors import MappingError
+from slipstream.tensors.boxes import intersect, shift, slices
+from slipstream.tensors.strided import Strided
+from slipstream.types import Box
+from slipstream.weights.sources.named_tensors import Tensor, is_jax_array, shard_boxes
+from slipstream.weights.sources.transforms import View
+from slipstream.weights.sources.tree_mapping import MappedTensor, Origin
+
+DEVICE_TRANSPORTS = ("cuda", "nccl")
+
+ArrayFinder: TypeAlias = Callable[[Any], Any]
+"""Returns, for the current value of a tensor, the single-device array that holds a given box."""
+
+
+@dataclass(frozen=True)
+class DeviceSlice:
+    """Cuts a box out of a single-device array: a JAX array (traced or not), a torch tensor or a `Strided`."""
+
+    view: View
+    index: tuple[slice, ...]
+
+    def __call__(self, array: Any) -> Any:
+        return self.view(array)[self.index]
+
+
+@dataclass(slots=True)
+class DevicePiece:
+    """A box of a device array to transfer. The piece keeps the array's memory alive."""
+
+    array: Any
+    """A JAX array on one device."""
+    slice: Callable[[Any], Any]
+    """Returns the piece, given the array; traceable. Usually a `DeviceSlice`."""
+    strides: Strided | None
+    """The piece as a view of the array; None if it must be computed first."""
+
+
+class DeviceSender(Protocol):
+    @property
+    def note(self) -> str:
+        """A remark for the sync report about the path of the bytes; usually empty."""
+        ...
+
+    def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        """Called in every update, even without pieces for this rank."""
+        ...
+
+    async def confirmed(self) -> None:
+        """Return once the rank has confirmed that it can read all announced pieces. Raise `TransferError` if it
+        cannot."""
+        ...
+
+    async def released(self) -> float:
+        """After the commit: return once the rank no longer reads the pieces, with the seconds that copying took."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DeviceReceiver(Protocol):
+    """The half in an engine rank. Used by one thread at a time."""
+
+    @property
+    def seconds(self) -> float:
+        """Transfer time of the last version; 0 if the bytes stay at the trainer until they are copied."""
+        ...
+
+    @property
+    def links(self) -> Mapping[int, bytes]:
+        """Links by trainer rank."""
+        ...
+
+    def start(self) -> None:
+        """Accept connections from trainer ranks."""
+        ...
+
+    def expect(self, version: int) -> None:
+        """Begin an update."""
+        ...
+
+    def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
+        """Wait until all these pieces are readable and return their bytes; None after `patience` seconds. Raise
+        `TransferError` after the transport's deadline, whatever the patience."""
+        ...
+
+    def source(self, index: int) -> Any:
+        """Return a piece after `wait`, as a torch tensor on the rank's device."""
+        ...
+
+    def done(self, version: int, copied: Callable[[], float]) -> float:
+        """End the version. `copied` waits for the copies and returns their seconds; after it the pieces are no longer
+        read. Return these seconds, or 0 if a thread calls `copied` later."""
+        ...
+
+    def abandon(self) -> None:
+        """Cancel the update and stop its transfers. A later update begins with new links."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def on_accelerator(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all tensors are on NVIDIA devices that this process can address."""
+    return all(_platform(tensor) == "gpu" for tensor in tensors.values())
+
+
+def _platform(tensor: Any) -> str:
+    if isinstance(tensor, MappedTensor):
+        platforms = {_platform(leaf) for leaf in tensor.leaves}
+        return platforms.pop() if len(platforms) == 1 else "mixed"
+    if not is_jax_array(tensor):
+        return "host"
+    return str(next(iter(tensor.sharding.device_set)).platform)
+
+
+def is_deleted(tensor: Any) -> bool:
+    if isinstance(tensor, MappedTensor):
+        return any(map(is_deleted, tensor.leaves))
+    return bool(tensor.is_deleted())
+
+
+def are_ready(tensors: Iterable[Any]) -> bool:
+    """Whether all tensors are computed. Host arrays always are; deleted arrays never are, and waiting for one
+    raises."""
+    try:
+        for tensor in tensors:
+            if is_jax_array(tensor):
+                if not tensor.is_ready():
+                    return False
+            elif isinstance(tensor, MappedTensor) and not are_ready(tensor.leaves):
+                return False
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_row_major(array: Any) -> bool:
+    """Whether a JAX array has the default layout; compiled programs can be given others."""
+    layout = getattr(getattr(array, "format", None), "layout", None)
+    order = getattr(layout, "major_to_minor", None)
+    return order is None or tuple(order) == tuple(range(array.ndim))
+
+
+def locate(tensor: Tensor, box: Box) -> tuple[ArrayFinder, DeviceSlice]:
+    """Return how to get a box of a tensor, now and from later values with the same sharding. Raise `MappingError`
+    unless one addressable shard contains the box."""
+    if isinstance(tensor, MappedTensor):
+        for number, origin in enumerate(tensor.origins):
+            if intersect(origin.mapped.box, box) == box:
+                index = slices(shift(box, origin.mapped.box))
+                return _origin_finder(origin, number), DeviceSlice(origin.mapped.view, index)
+    elif is_jax_array(tensor):
+        for shard in shard_boxes(tensor):
+            if intersect(shard, box) == box:
+                return _shard_finder(tensor, shard), DeviceSlice(View(), slices(shift(box, shard)))
+    raise MappingError(
+        f"no device of this process holds the complete box {box} of a tensor of shape {list(tensor.shape)}"
+    )
+
+
+def _origin_finder(origin: Origin, number: int) -> ArrayFinder:
+    find = _shard_finder(origin.leaf, origin.shard)
+    return lambda tensor: find(tensor.origins[number].leaf)
+
+
+def _shard_finder(array: Any, box: Box) -> ArrayFinder:
+    if len(array.sharding.device_set) == 1:
+        return lambda array: array
+    number = shard_boxes(array).index(box)
+    return lambda array: array.addressable_shards[number].data

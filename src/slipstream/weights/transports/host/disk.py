@@ -1,0 +1,106 @@
+"""`disk`: a slow fallback that works everywhere, through a directory that trainer and engine both see.
+
+A sender's pieces become one safetensors file, with the pieces' indices as tensor names and their bytes as uint8. It is
+written under a temporary name, synced and renamed, so a reader sees a complete file or none. The trainer chooses the
+directory: `transport="disk:/path/to/directory"`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from slipstream.errors import TransferError
+from slipstream.tensors.safetensors_dir import save_synced
+from slipstream.weights.checksum import checksum
+from slipstream.weights.transports.contract import link_field, link_name, pack_link, random_name, unpack_link
+from slipstream.weights.transports.host.memory import anonymous_memory
+
+
+class DiskReceiver:
+    """The engine's half."""
+
+    def __init__(self, size: int, directory: Path) -> None:
+        if not directory.is_dir():
+            raise TransferError(
+                f"the disk transport's directory {directory} does not exist on the engine's side; both sides must see it"
+            )
+        self.buffer = anonymous_memory(size)
+        self._directory, self._name = directory, random_name()
+        self._pieces: Mapping[int, np.ndarray] = {}
+        self._version, self._hashed = -1, True
+        self.link = pack_link("disk", directory=str(directory), name=self._name)
+
+    def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
+        self._remove_files()
+        self._version, self._pieces, self._hashed = version, pieces, hashed
+
+    def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
+        checksums: dict[int, int] = {}
+        files = sorted(self._directory.glob(f"{self._name}-v{self._version}-*.safetensors"))
+        try:
+            for path in files:
+                with safe_open(path, framework="numpy") as file:
+                    for key in file.keys():  # noqa: SIM118  # not a mapping
+                        index, data = int(key), file.get_tensor(key)
+                        piece = self._pieces[index]
+                        piece[...] = data.view(piece.dtype).reshape(piece.shape)
+                        checksums[index] = checksum(piece) if self._hashed else 0
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise TransferError(f"disk: cannot read the weights in {self._directory}: {error}") from None
+        if missing := expected.keys() - checksums.keys():
+            raise TransferError(
+                f"disk: {len(missing)} piece(s) are not in {self._directory}; do both sides see the same directory?"
+            )
+        return {index: checksums[index] for index in expected}
+
+    def senders_opened(self) -> None:
+        self._remove_files()
+
+    def close(self) -> None:
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        """Remove only this version's files: a sender may already be writing the next version."""
+        for path in self._directory.glob(f"{self._name}-v{self._version}-*"):
+            path.unlink(missing_ok=True)
+
+
+class DiskSender:
+    """The trainer's half."""
+
+    def __init__(self, link: bytes, dtypes: Mapping[int, np.dtype], hashed: bool) -> None:
+        fields = unpack_link(link)
+        self._directory = Path(link_field(fields, "directory", str))
+        self._prefix, self._path = self._directory / link_name(fields), Path()
+        self._dtypes, self._hashed = dtypes, hashed
+        self._pending: dict[str, np.ndarray] = {}
+
+    def begin(self, version: int) -> None:
+        self._pending, self._path = {}, Path(f"{self._prefix}-v{version}-{secrets.token_hex(4)}.safetensors")
+
+    def send(self, index: int, array: np.ndarray) -> int:
+        piece = np.ascontiguousarray(array, self._dtypes[index]).reshape(-1).view(np.uint8)
+        # Copy views: the trainer may overwrite its array before `flush`.
+        self._pending[str(index)] = piece.copy() if piece.base is not None else piece
+        return checksum(piece) if self._hashed else 0
+
+    def flush(self) -> None:
+        pending, self._pending = self._pending, {}
+        if not pending:
+            return
+        part = self._path.with_suffix(".part")
+        try:
+            save_synced(pending, part)
+            part.rename(self._path)
+        except (OSError, SafetensorError) as error:
+            part.unlink(missing_ok=True)
+            raise TransferError(
+                f"disk: cannot write weights to {self._directory}: {error}; is it full or read-only?"
+            ) from None
+
+    def close(self) -> None:
+        self._pending = {}

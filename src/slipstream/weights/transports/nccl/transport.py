@@ -1,0 +1,299 @@
+"""`nccl`: both halves of the transport from a trainer GPU to an engine GPU. Each pair of trainer rank and engine rank
+has its own communicator, so pairs fail independently.
+
+The engine's worker makes a `NcclReceiver`, whose links (one per trainer rank) reach the trainer through the gateway.
+Each trainer rank opens its link as a `NcclSender`. Both sides then connect (`NcclReceiver.start`,
+`NcclSender.__init__`) and stay connected from update to update:
+
+    worker    receiver.expect(version)
+    trainer   sender.send(version, pieces)         to every receiver in every update, even without pieces for it
+    worker    receiver.wait(version, indices), receiver.source(index)
+
+`wire_format.py` describes what is sent. Nothing is posted between updates, so no kernel waits on the GPU then. Every
+wait ends if there is no progress for `deadline` seconds. After an error both halves are unusable: make new ones, with
+new links."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slipstream.errors import MappingError, TransferError
+from slipstream.tensors.boxes import slices
+from slipstream.types import Parameter
+from slipstream.weights.plan import Move, Plan
+from slipstream.weights.rank_image import rank_image
+from slipstream.weights.transports.device import DevicePiece
+from slipstream.weights.transports.nccl.communicator import (
+    ABORT_SECONDS,
+    NCCL,
+    NcclLibrary,
+    PairCommunicator,
+    Primitive,
+    check_versions,
+)
+from slipstream.weights.transports.nccl.packing import Packer
+from slipstream.weights.transports.nccl.receive_thread import GRACE_SECONDS, ReceiveThread, synchronize, torch_view
+from slipstream.weights.transports.nccl.wire_format import (
+    BUCKET_BYTES,
+    DEADLINE_SECONDS,
+    MAX_IN_FLIGHT,
+    NcclLink,
+    UpdateHeader,
+    buckets_of,
+    leaked_memory,
+    sizes_of,
+    unpack_indices,
+)
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+
+class NcclSender:
+    """The trainer's half. Sends the moves to one engine rank from one device; pieces on other devices are copied there
+    first. `peer` names the receiver in errors. One thread calls `send`; another may call `close`."""
+
+    note = ""
+
+    def __init__(
+        self,
+        link: bytes,
+        plan: Plan,
+        moves: dict[int, Move],
+        peer: str,
+        bucket_bytes: int = BUCKET_BYTES,
+        deadline: float = DEADLINE_SECONDS,
+        device: jax.Device | None = None,
+        library: NcclLibrary = NCCL,
+    ) -> None:
+        import jax
+
+        fields = NcclLink.unpack(link, len(moves))
+        check_versions(library.version(), fields.nccl, peer)
+        if fields.plan != plan.fingerprint:
+            raise TransferError(f"{peer} follows plan {fields.plan}, this trainer follows plan {plan.fingerprint}")
+        self._plan, self._moves, self._peer, self._limit = plan, moves, peer, bucket_bytes
+        self._contiguous = unpack_indices(fields.contiguous, moves)
+        self._device = device or jax.local_devices()[0]
+        self._packer = Packer(plan, moves, self._device)
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        ordinal = self._device.local_hardware_id or 0
+        self._pair: PairCommunicator | None = library.pair(
+            fields.unique_id, 0, ordinal, fields.primitive, peer, deadline, self._stop
+        )
+
+    def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        """Return once NCCL has read the last byte; the arrays must not be donated or deleted before. On `TransferError`
+        the communicator has been aborted. Raise `MappingError` for a piece that does not match the plan."""
+        with self._lock:
+            if self._pair is None:
+                raise TransferError(
+                    f"nccl: the sender to {self._peer} is closed; after a failed update both sides need new links"
+                )
+            held: list[object] = []
+            try:
+                self._send(self._pair, version, pieces, held)
+            except BaseException:
+                self._close_pair(held)
+                raise
+
+    async def confirmed(self) -> None:
+        """Return at once: the receiver confirms when the version is staged."""
+
+    async def released(self) -> float:
+        """Return at once: after `send` the arrays are not read any more."""
+        return 0.0
+
+    def close(self) -> None:
+        """Abort a running `send`. Data may still be in transit: wait for the receiver's confirmation first."""
+        self._stop.set()
+        with self._lock:
+            self._close_pair([])
+
+    def _send(
+        self, pair: PairCommunicator, version: int, pieces: Mapping[int, DevicePiece], held: list[object]
+    ) -> None:
+        import jax
+
+        if unknown := sorted(pieces.keys() - self._moves.keys()):
+            raise MappingError(f"the plan has no move {unknown[0]} from this trainer rank to {self._peer}")
+        inputs = self._packer.inputs(pieces)
+        held.append(inputs)
+        jax.block_until_ready([source.array for source in inputs.values()])  # NCCL's stream does not wait for JAX's
+        direct = frozenset(index for index in self._contiguous & inputs.keys() if inputs[index].is_sent_in_place)
+        buckets = buckets_of(sizes_of(self._plan, self._moves, inputs), direct, self._limit)
+        self._packer.prepare(buckets, inputs)
+        header = UpdateHeader(version, self._limit, frozenset(inputs), direct).pack(self._moves)
+        data = jax.device_put(np.frombuffer(header, np.uint8), self._device).block_until_ready()
+        # Pack the first bucket before sending anything: a kernel that waits for its peer delays kernels that compute.
+        packed = self._packer.pack(buckets[0], inputs) if buckets else None
+        held += [data, packed]
+        with pair.group(f"sending the header of version {version}"):
+            pair.send(data.unsafe_buffer_pointer(), data.nbytes)
+        in_flight: deque[tuple[str, Any, object]] = deque()
+        held.append(in_flight)
+        for number, bucket in enumerate(buckets, 1):
+            if len(in_flight) == MAX_IN_FLIGHT:
+                self._wait_for_oldest(pair, in_flight)
+            what = f"sending bucket {number} of {len(buckets)} of version {version}"
+            messages, memory = packed or self._packer.pack(bucket, inputs)
+            packed = None
+            held.append(memory)  # until `in_flight` holds it
+            with pair.group(what):
+                for message in messages:
+                    pair.send(message.pointer, message.num_bytes)
+            in_flight.append((what, pair.mark(), memory))
+            held.pop()
+        while in_flight:
+            self._wait_for_oldest(pair, in_flight)
+        pair.wait(pair.mark(), f"sending version {version}")
+
+    def _wait_for_oldest(self, pair: PairCommunicator, in_flight: deque[tuple[str, Any, object]]) -> None:
+        what, mark, _ = in_flight[0]
+        pair.wait(mark, what)
+        in_flight.popleft()
+
+    def _close_pair(self, held: object) -> None:
+        pair, self._pair = self._pair, None
+        if pair is not None and not pair.close():
+            leaked_memory.append(held)
+
+
+class NcclReceiver:
+    """The engine worker's half. Receives a rank's moves into a staging image on its GPU, with one `ReceiveThread` per
+    trainer rank. One thread at a time calls the methods.
+
+    After an error, or to roll back, call `abandon`; then `links` are new, and `start` must be called again."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        senders: Sequence[int],
+        device: int,
+        parameters: Sequence[Parameter],
+        deadline: float = DEADLINE_SECONDS,
+        primitive: Primitive = "send",
+        library: NcclLibrary = NCCL,
+    ) -> None:
+        import torch
+
+        self._plan, self._rank, self._senders, self._primitive = plan, rank, tuple(senders), primitive
+        self._ordinal, self._deadline, self._library = device, deadline, library
+        self._moves = plan.incoming.get(rank, ())
+        self._image = rank_image(parameters, rank, plan.dtype)
+        self._device = torch.device(library.torch_device(device))
+        self._staging: torch.Tensor | None = None
+        self._views: dict[int, torch.Tensor] = {}
+        self._threads: dict[int, ReceiveThread] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the last update, from its header to its last byte, in the slowest thread."""
+        return max((thread.seconds for thread in self._threads.values()), default=0.0)
+
+    @property
+    def links(self) -> dict[int, bytes]:
+        """Links by trainer rank, created without waiting for a peer. They stay the same until `abandon`."""
+        return {sender: thread.link for sender, thread in self._make_threads().items()}
+
+    def start(self) -> None:
+        """Start connecting and return at once; `wait` reports trainer ranks that do not connect."""
+        for thread in self._make_threads().values():
+            thread.start()
+
+    def expect(self, version: int) -> None:
+        """Begin an update: post receives for the headers. Raise `TransferError` if a receive thread has failed
+        before."""
+        if not self._threads:
+            raise TransferError(
+                f"nccl: rank {self._rank} has no links for version {version}; call `links` and `start` first"
+            )
+        for thread in self._threads.values():
+            thread.expect(version)
+
+    def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
+        """Wait until exactly these moves of this version are in the image and return their bytes. Return None after
+        `patience` seconds. Raise `TransferError` if a receive thread has failed."""
+        until = time.monotonic() + patience
+        wanted: dict[int, set[int]] = {sender: set() for sender in self._senders}
+        for index in indices:
+            if not 0 <= index < len(self._moves) or self._moves[index].sender not in wanted:
+                raise TransferError(
+                    f"nccl: move {index} of version {version} is not from one of the trainer ranks {list(wanted)} that rank "
+                    f"{self._rank} has links to"
+                )
+            wanted[self._moves[index].sender].add(index)
+        for sender, expected in wanted.items():
+            if not self._threads:
+                raise TransferError(f"nccl: rank {self._rank} did not expect version {version}")
+            if not self._threads[sender].wait_for(version, expected, until):
+                return None
+        return sum(self._plan.size_of(self._moves[index]) for index in set(indices))
+
+    def view(self, parameter: str) -> torch.Tensor:
+        """Return a staged parameter. The next update overwrites its memory."""
+        return torch_view(self._staging_memory(), self._image, parameter, self._plan.dtype)
+
+    def source(self, index: int) -> torch.Tensor:
+        """Return a piece after `wait`."""
+        if index not in self._views:
+            move = self._moves[index]
+            self._views[index] = self.view(move.parameter)[slices(move.local_box)]
+        return self._views[index]
+
+    def done(self, version: int, copied: Callable[[], float]) -> float:
+        """Wait for the copies: the next update overwrites the staging image."""
+        return copied()
+
+    def abandon(self) -> None:
+        """Abort the update and the communicators; a sender that is still transferring gets an error. The next `links`
+        are new. Never raises."""
+        threads, self._threads = self._threads, {}
+        for thread in threads.values():
+            thread.stop()
+        end = time.monotonic() + 2 * ABORT_SECONDS + GRACE_SECONDS
+        are_quiet = [thread.join(max(0.0, end - time.monotonic())) for thread in threads.values()]
+        if not all(are_quiet):
+            leaked_memory.append((self._staging, threads))
+            self._staging, self._views = None, {}
+
+    def close(self) -> None:
+        self.abandon()
+        self._staging, self._views = None, {}
+
+    def _staging_memory(self) -> torch.Tensor:
+        """Allocate zeros, so that padding is zero."""
+        import torch
+
+        if self._staging is None:
+            self._staging = torch.zeros(self._image.num_bytes, dtype=torch.uint8, device=self._device)
+            synchronize(self._device)
+        return self._staging
+
+    def _make_threads(self) -> dict[int, ReceiveThread]:
+        if not self._threads:
+            staging = self._staging_memory()
+            self._threads = {
+                sender: ReceiveThread(
+                    sender,
+                    self._rank,
+                    self._ordinal,
+                    self._plan,
+                    self._image,
+                    staging,
+                    self._primitive,
+                    self._deadline,
+                    self._library,
+                )
+                for sender in self._senders
+            }
+        return self._threads

@@ -1,0 +1,2 @@
+"""The trainer's half of weight transfers into external vLLM and SGLang servers. Start with `gather.py`, which all of
+them share."""

@@ -1,0 +1,1 @@
+"""Weight updates: the trainer's half is `publisher.py`, the engine's half is `transfer.py`."""

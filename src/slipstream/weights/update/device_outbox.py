@@ -1,0 +1,144 @@
+"""The sending half of an update between devices, from the trainer's device arrays to one engine's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from slipstream.errors import MappingError, TransferError
+from slipstream.tensors.strided import Strided, strided_view
+from slipstream.types import Destinations, Parameter
+from slipstream.weights.checksum import add_manifest_header, pack_entries
+from slipstream.weights.plan import Move, Plan, missing_tensor_error
+from slipstream.weights.sources.named_tensors import Tensor
+from slipstream.weights.transports.contract import unpack_link
+from slipstream.weights.transports.device import (
+    DEVICE_TRANSPORTS,
+    ArrayFinder,
+    DevicePiece,
+    DeviceSender,
+    DeviceSlice,
+    is_deleted,
+    is_row_major,
+    locate,
+)
+
+
+class DeviceOutbox:
+    """The sending half for one engine; the counterpart of `transfer.Outbox`, which sends through host memory."""
+
+    def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, engine: str) -> None:
+        self._plan, self._rank, self._engine = plan, rank, engine
+        self._streams = [plan.stream(rank, r) for r in range(1 + max(p.rank for p in parameters))]
+        self._sizes = [{i: plan.size_of(move) for i, move in stream.items()} for stream in self._streams]
+        self._senders: dict[bytes, DeviceSender] = {}
+        self._known: dict[int, tuple[ArrayFinder, DeviceSlice, Strided | None]] = {}
+        """By `id(move)`; the plan keeps one object per move."""
+        self._chosen: tuple[Set[str], list[list[int]], list[bytes], int] | None = None
+        """Cached from the last update: unchanged tensors, indices to send by rank, manifest entries, and number of bytes."""
+        self._pinned: list[Mapping[int, DevicePiece]] = []
+        """Pieces that engines may be reading; kept alive until they are done."""
+        self.destinations: Destinations | None = None
+
+    async def confirmed(self) -> None:
+        for sender in self._senders.values():
+            await sender.confirmed()
+
+    async def released(self) -> float:
+        return max([await sender.released() for sender in self._senders.values()], default=0.0)
+
+    @property
+    def note(self) -> str:
+        return ", ".join(sorted({sender.note for sender in self._senders.values()} - {""}))
+
+    def promise(self, unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
+        """Return what `send` will return."""
+        _, rows, num_bytes = self._choose(unchanged)
+        return [add_manifest_header(version, packed) for packed in rows], num_bytes
+
+    def _choose(self, unchanged: Set[str]) -> tuple[list[list[int]], list[bytes], int]:
+        if self._chosen is None or self._chosen[0] != unchanged:
+            sent = self._plan.changed_parameters(unchanged)
+            chosen = [[index for index, move in stream.items() if move.parameter in sent] for stream in self._streams]
+            num_bytes = sum(sizes[index] for sizes, indices in zip(self._sizes, chosen) for index in indices)
+            rows = [pack_entries(dict.fromkeys(indices, 0)) for indices in chosen]
+            self._chosen = frozenset(unchanged), chosen, rows, num_bytes
+        return self._chosen[1:]
+
+    def send(
+        self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int, is_computed: bool = False
+    ) -> tuple[list[bytes], int]:
+        """Send what changed, as `Outbox.send` does. Returns when every array is computed, and each rank has its pieces or knows
+        where to read them."""
+        assert self.destinations is not None
+        self._pinned = [
+            {index: self._piece(tensors, stream[index]) for index in indices}
+            for stream, indices in zip(self._streams, self._choose(unchanged)[0])
+        ]
+        if not is_computed:
+            self._wait(tensors)
+        for rank, pieces in enumerate(self._pinned):
+            if self._streams[rank]:  # also when nothing changed: the rank may be waiting
+                self._sender(rank).send(version, pieces)
+        return self.promise(unchanged, version)
+
+    def _wait(self, tensors: Mapping[str, Tensor]) -> None:
+        import jax
+
+        try:
+            jax.block_until_ready([piece.array for pieces in self._pinned for piece in pieces.values()])
+        except RuntimeError:
+            if deleted := [name for name, tensor in tensors.items() if is_deleted(tensor)]:
+                raise _was_deleted(deleted[0]) from None
+            raise
+
+    def _piece(self, tensors: Mapping[str, Tensor], move: Move) -> DevicePiece:
+        tensor = tensors.get(move.tensor)
+        if tensor is None:
+            raise missing_tensor_error(move)
+        if (known := self._known.get(id(move))) is None:
+            if is_deleted(tensor):
+                raise _was_deleted(move.tensor)
+            find, cut = locate(tensor, move.tensor_box)
+            array = find(tensor)
+            strides = strided_view(cut, tuple(array.shape)) if is_row_major(array) else None
+            known = self._known[id(move)] = find, cut, strides
+        find, cut, strides = known
+        return DevicePiece(find(tensor), cut, strides)
+
+    def _sender(self, rank: int) -> DeviceSender:
+        assert self.destinations is not None
+        link = self.destinations.links[rank][self._rank]
+        if link not in self._senders:
+            self._senders[link] = open_device_sender(
+                link, self._plan, self._streams[rank], f"{self._engine}, rank {rank}"
+            )
+        return self._senders[link]
+
+    def committed(self, unchanged: Set[str]) -> None:
+        """Note that the engine is done reading."""
+        self._pinned = []
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        self._senders, self.destinations = {}, None
+
+
+def _was_deleted(tensor: str) -> MappingError:
+    return MappingError(f"{tensor} was donated or deleted before the sync; sync the arrays that the step returned")
+
+
+def open_device_sender(link: bytes, plan: Plan, moves: dict[int, Move], peer: str) -> DeviceSender:
+    match unpack_link(link)["transport"]:
+        case "cuda":
+            from slipstream.weights.transports.cuda.mapped_memory import CudaSender
+
+            return CudaSender(link, peer)
+        case "nccl":
+            from slipstream.weights.transports.nccl.transport import NcclSender
+
+            return NcclSender(link, plan, moves, peer)
+        case other:
+            raise TransferError(
+                f"engine {peer}: {other!r} is not a transport between devices; known: {', '.join(DEVICE_TRANSPORTS)}"
+            )

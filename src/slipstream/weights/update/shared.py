@@ -1,0 +1,222 @@
+"""Weights shared by a trainer and its engines: one copy in memory, written by the trainer and read by every engine.
+
+An update is the transaction of `bridge.sync` without bytes to move:
+
+    trainer                                     engine
+    ───────                                     ──────
+    begin: the memory       ──────────────────► maps it if it is new; otherwise stops at a step boundary
+    (writes)                                    runs no step
+    stage: manifests        ──────────────────► hashes memory it has just mapped, and compares
+    commit                  ──────────────────► serves the version, drops older prefix caches, and steps again
+
+There is no second slot to return to. An update that is rolled back after begin, or whose trainer dies, leaves the engine
+without a policy rather than with a half-written one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import MappingError, UnknownVersion, Unsupported
+from slipstream.tensors.boxes import full_box, slices
+from slipstream.types import EngineInfo, EngineSync, InFlight, Offer, Parameter, SyncReport, UpdateSteps
+from slipstream.weights.checksum import checksum, pack_manifest
+from slipstream.weights.plan import Plan, make_plan
+from slipstream.weights.rank_image import RankImage, rank_image
+from slipstream.weights.sources.named_tensors import Tensor, describe, dtype_name, read
+from slipstream.weights.transports.shared.cuda_memory import SharedCudaMemory
+from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, SharedHostMemory, SharedMemory
+from slipstream.weights.update.publisher import UpdateClient
+from slipstream.weights.update.transport_choice import host_identity
+
+
+@dataclass(frozen=True)
+class _SharedUpdate:
+    """An update between begin and commit."""
+
+    version: int
+    engines: tuple[EngineInfo, ...]
+    new_engines: tuple[str, ...]
+    """Engines that have just mapped the memory."""
+    started: float
+
+
+class Sharing:
+    """The trainer's half. Call `begin`, then `commit` or `rollback`; one update at a time."""
+
+    def __init__(
+        self,
+        client: UpdateClient,
+        tensors: Mapping[str, Tensor],
+        engines: Sequence[EngineInfo],
+        hashed: bool,
+        device: int = 0,
+    ) -> None:
+        """Allocate memory for the engines' parameters and copy `tensors` into it; the first `begin` attaches the engines. The
+        memory is on the host, or on this process's GPU `device` where the engines are on a GPU."""
+        self._client, self._hashed = client, hashed
+        model = engines[0]
+        _check_dtypes(tensors, model)
+        self._parameters, self._kind = model.parameters, _kind(model)
+        self._plan: Plan = make_plan(describe(tensors), model.tensors, model.parameters, model.dtype)
+        for engine in engines:
+            self._check(engine)
+        image: RankImage = rank_image(model.parameters, 0, model.dtype)
+        self._memory = _memory_for(model, image.num_bytes, device)
+        self._views = {name: image.view(self._memory.buffer, name) for name in image.places}
+        self.arrays: dict[str, Any] = {name: self._memory.array(view) for name, view in self._views.items()}
+        """The trainer's view: numpy arrays on the host; on a GPU, objects that `torch.from_dlpack` adopts."""
+        for name, view in self._views.items():
+            self._memory.write(view, read(tensors[name], full_box(view.shape)))
+        self._attached: set[tuple[str, str, int]] = set()
+        """Engine processes that serve from the memory."""
+        self._update: _SharedUpdate | None = None
+
+    @property
+    def is_updating(self) -> bool:
+        return self._update is not None
+
+    async def begin(self, engines: Sequence[EngineInfo], version: int) -> None:
+        """Begin an update. Once this returns, no engine reads the memory until `commit`."""
+        started = time.perf_counter()
+        for engine in engines:
+            self._check(engine)
+        new = tuple(engine.name for engine in engines if _process(engine) not in self._attached)
+        plan, transport = self._plan, self._memory.transport
+        steps = {}
+        for engine in engines:
+            is_new = engine.name in new
+            offer = Offer(plan.to_bytes() if is_new else b"", plan.fingerprint, transport, is_new, self._hashed)
+            steps[engine.name] = UpdateSteps(version, offer)
+        try:
+            await self._client.send_steps(steps)
+            await self._client.receive_reports()
+        except BaseException:
+            await self._roll_back(version)
+            raise
+        self._update = _SharedUpdate(version, tuple(engines), new, started)
+
+    async def commit(self, in_flight: InFlight) -> SyncReport:
+        """Make the memory's content the version that was begun."""
+        if self._update is None:
+            raise UnknownVersion("no update of the shared weights is in progress; begin one before writing to them")
+        update, self._update = self._update, None
+        version, names, written = update.version, [e.name for e in update.engines], time.perf_counter()
+        try:
+            self._memory.synchronize()
+            sums = await asyncio.to_thread(self._checksums) if update.new_engines else {}
+            manifests = {name: [[pack_manifest(version, sums if name in update.new_engines else {})]] for name in names}
+            hashed = time.perf_counter()
+            await self._client.send_steps({name: UpdateSteps(version, manifests=manifests[name]) for name in names})
+            stages = await self._client.receive_reports()
+            staged = time.perf_counter()
+            await self._client.send_steps({name: UpdateSteps(version, in_flight=in_flight) for name in names})
+            commits = await self._client.receive_reports()
+        except BaseException:
+            await self._roll_back(version)
+            raise
+        committed = time.perf_counter()
+        self._attached = {_process(e) for e in update.engines if e.name in commits}
+        engines = []
+        for name, reports in commits.items():
+            stage, commit = stages[name].stage, reports.commit
+            assert stage is not None and commit is not None
+            engines.append(EngineSync(name, self._kind, stage, commit))
+        return SyncReport(
+            version=version,
+            num_bytes=0,
+            plan_seconds=0.0,
+            send_seconds=hashed - written,
+            stage_seconds=staged - hashed,
+            commit_seconds=committed - staged,
+            total_seconds=committed - update.started,
+            engines=tuple(engines),
+            lost=tuple(name for name in names if name not in commits),
+        )
+
+    async def rollback(self) -> None:
+        """Give the update up. Engines that serve from the memory have no policy until the next commit."""
+        if self._update is not None:
+            update, self._update = self._update, None
+            await self._roll_back(update.version)
+
+    async def _roll_back(self, version: int) -> None:
+        self._attached = set()
+        await asyncio.shield(self._client.rollback(version))
+
+    def close(self) -> None:
+        """Let no more engines attach. The arrays stay valid."""
+        self._memory.close()
+
+    def _checksums(self) -> dict[int, int]:
+        """Hash every piece, as an engine that maps the memory will."""
+        sums = {}
+        for index, move in enumerate(self._plan.incoming[0]):
+            piece = self._views[move.parameter][slices(move.local_box)]
+            sums[index] = checksum(self._memory.read(piece)) if self._hashed else 0
+        return sums
+
+    def _check(self, engine: EngineInfo) -> None:
+        if problem := _problem(engine) or self._difference(engine):
+            raise Unsupported(
+                f"engine {engine.name!r} ({engine.kind}, {engine.dtype}, {engine.num_ranks} rank(s)) cannot share weights: "
+                f"{problem}. bridge.sync sends it a copy instead"
+            )
+
+    def _difference(self, engine: EngineInfo) -> str:
+        """Return why an engine cannot use the first engine's memory; empty if it can."""
+        if engine.parameters != self._parameters:
+            return "it holds other parameters"
+        if _kind(engine) != self._kind:
+            return f"it serves from memory of another kind ({_kind(engine)}) than the first engine ({self._kind})"
+        return ""
+
+
+def _process(engine: EngineInfo) -> tuple[str, str, int]:
+    return engine.name, engine.host, engine.pid
+
+
+def _problem(engine: EngineInfo) -> str:
+    """Return why an engine cannot serve from a trainer's memory; empty if it can."""
+    if engine.host != host_identity():
+        return "it runs on another host"
+    if engine.num_ranks > 1 or not all(map(_is_whole, engine.parameters)):
+        return "its ranks hold parts of tensors, or several tensors fused, and a trainer's module holds whole ones"
+    if not _kind(engine):
+        return (
+            "it cannot serve from foreign memory. The embedded engine can, on CPU and GPU, with tensor_parallel_size=1 and "
+            "without a draft model"
+        )
+    return ""
+
+
+def _kind(engine: EngineInfo) -> str:
+    """Return the kind of shared memory that an engine serves from; empty if none."""
+    return next((name for name in (NAME, CUDA_NAME) if name in engine.transports), "")
+
+
+def _memory_for(engine: EngineInfo, size: int, device: int) -> SharedMemory:
+    return SharedCudaMemory(size, device) if _kind(engine) == CUDA_NAME else SharedHostMemory(size)
+
+
+def _is_whole(parameter: Parameter) -> bool:
+    """Whether a parameter is exactly one tensor of the checkpoint."""
+    frame = full_box(parameter.shape)
+    return (
+        len(parameter.parts) == 1
+        and not parameter.padding
+        and parameter.parts[0].tensor == parameter.name
+        and parameter.parts[0].tensor_box == parameter.parts[0].local_box == frame
+    )
+
+
+def _check_dtypes(tensors: Mapping[str, Tensor], engine: EngineInfo) -> None:
+    for name, tensor in tensors.items():
+        if (kind := dtype_name(tensor)) != engine.dtype:
+            raise MappingError(
+                f"{name} is {kind}, and engine {engine.name!r} computes in {engine.dtype}; shared memory has one dtype. Start "
+                f"the engine with EmbeddedConfig(dtype={kind!r}), or convert the module"
+            )

@@ -1,0 +1,162 @@
+"""The transports by name: which one to use for an engine (`choose`), and how to open both halves."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.errors import TransferError
+from slipstream.weights.plan import Move
+from slipstream.weights.rank_image import RankImage
+from slipstream.weights.transports.contract import HostReceiver, HostSender, unpack_link
+from slipstream.weights.transports.host.disk import DiskReceiver, DiskSender
+from slipstream.weights.transports.host.memory import MemoryReceiver, memory_sender
+from slipstream.weights.transports.host.shm import ShmReceiver, shm_sender
+from slipstream.weights.transports.host.tcp import ListenConfig, TcpReceiver, TcpSender
+from slipstream.weights.transports.servers import checkpoint_dir, sglang_gloo, vllm_nccl
+from slipstream.weights.transports.shared.host_memory import shared_receiver
+
+TRANSPORTS = ("memory", "shm", "tcp", "disk")
+"""Transports through host memory with both halves in this package. `vllm-nccl` and `sglang-gloo` have only the sending half: a
+foreign server receives. `shared` moves no bytes and is never chosen: a trainer asks for it with `bridge.share`."""
+
+SMALL_BYTES = 8 << 20
+
+
+def is_quick(transport: str, num_bytes: int) -> bool:
+    """Whether moving this many bytes takes no longer than handing them to a thread, so that the event loop may do it."""
+    return transport == "cuda" or (transport in ("memory", "shm") and num_bytes <= SMALL_BYTES)
+
+
+def offered_transport(transport: str) -> str:
+    """Return a transport as an offer names it, with the trainer's address where the engine must connect to it."""
+    match transport:
+        case vllm_nccl.NAME:
+            return vllm_nccl.offered_transport()
+        case sglang_gloo.NAME:
+            return sglang_gloo.offered_transport()
+    return transport
+
+
+def withdraw(offered: str) -> None:
+    """Withdraw an offered transport: an engine that waits for the trainer to connect stops waiting."""
+    if offered.startswith(f"{sglang_gloo.NAME}:"):
+        sglang_gloo.withdraw(offered)
+
+
+def takes_all(transport: str) -> bool:
+    """Whether the receiver takes all tensors or none, so that unchanged tensors must be sent too."""
+    return transport == vllm_nccl.NAME
+
+
+def make_receiver(transport: str, size: int, num_pieces: int, listen: ListenConfig | None = None) -> HostReceiver:
+    """Make the engine's half. `transport` is a name, followed by a directory for `disk` (`disk:/path`) and by the location of
+    the memory for `shared`."""
+    name, _, where = transport.partition(":")
+    match name:
+        case "memory":
+            return MemoryReceiver(size, num_pieces)
+        case "shm":
+            return ShmReceiver(size, num_pieces)
+        case "tcp":
+            return TcpReceiver(size, listen)
+        case "disk":
+            return DiskReceiver(size, Path(where))
+        case "shared":
+            return shared_receiver(where, size)
+        case "shared-cuda":
+            from slipstream.weights.transports.shared.cuda_memory import shared_cuda_receiver
+
+            return shared_cuda_receiver(where, size)
+    raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
+
+
+def open_sender(link: bytes, image: RankImage, moves: dict[int, Move], hashed: bool = True) -> HostSender:
+    """Open the trainer's half. `moves` are the moves it will send over this link, by index."""
+    name = unpack_link(link)["transport"]
+
+    def pieces(buffer: np.ndarray) -> dict[int, np.ndarray]:
+        if buffer.size < image.num_bytes:
+            raise TransferError(f"the receiver holds {buffer.size} bytes, the rank's image has {image.num_bytes}")
+        return {index: image.piece(buffer, move.parameter, move.local_box) for index, move in moves.items()}
+
+    match name:
+        case "memory":
+            return memory_sender(link, pieces, hashed)
+        case "shm":
+            return shm_sender(link, pieces, hashed)
+        case "tcp":
+            return TcpSender(link, dict.fromkeys(moves, image.dtype), hashed)
+        case "disk":
+            return DiskSender(link, dict.fromkeys(moves, image.dtype), hashed)
+        case vllm_nccl.NAME:
+            return vllm_nccl.VllmNcclSender(link, image, moves)
+        case sglang_gloo.NAME:
+            return sglang_gloo.SglangGlooSender(link, image, moves)
+        case checkpoint_dir.LINK:
+            return checkpoint_dir.CheckpointSender(link, image, moves)
+    raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
+
+
+@cache
+def host_identity() -> str:
+    """Return a string that is equal in two processes that can share memory: same boot of the kernel, same mount of /dev/shm."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{Path('/dev/shm').stat().st_dev}"
+    except OSError:
+        return platform.node()
+
+
+def choose(
+    engine: str,
+    offered: Sequence[str],
+    engine_host: str,
+    engine_pid: int,
+    forced: str | None = None,
+    on_gpu: bool = False,
+) -> str:
+    """Return the fastest transport that reaches an engine.
+
+    `memory` in one process; on one host `cuda` between GPUs, otherwise `shm`; between hosts `nccl` between GPUs, otherwise
+    `tcp`; to a foreign server what it supports. `forced` names one instead (`disk:/path` is used only this way); raises
+    `TransferError` if it cannot work."""
+    same_host = engine_host == host_identity()
+    possible = [
+        ("memory", engine_pid == os.getpid()),
+        ("cuda", same_host and on_gpu),
+        ("shm", same_host),
+        ("nccl", on_gpu),
+        ("tcp", True),
+        ("disk", True),
+        (vllm_nccl.NAME, True),
+        (sglang_gloo.NAME, sglang_gloo.is_possible()),
+    ]
+    usable = [name for name, works in possible if works and name in offered]
+    if forced is not None:
+        name, _, where = forced.partition(":")
+        if name not in usable:
+            on = "on a GPU" if on_gpu else "not all on a GPU"
+            raise TransferError(
+                f"transport {name!r} cannot reach engine {engine!r}: usable are {usable or 'none'} "
+                f"(the engine offers {list(offered)}; the trainer's weights are {on})"
+            )
+        if (name == "disk") != bool(where):
+            raise TransferError(
+                "transport 'disk' needs a directory that both sides see, as in transport='disk:/directory'; other transports "
+                "take none"
+            )
+        return forced
+    usable = [name for name in usable if name != "disk"]
+    if not usable:
+        needs = "shm needs trainer and engine on one host"
+        if sglang_gloo.NAME in offered:
+            needs = f"{sglang_gloo.NAME} needs torch here (pip install 'slipstream-rl[sglang]')"
+        disk = "; disk works with a directory: transport='disk:/directory'" if "disk" in offered else ""
+        raise TransferError(f"no transport reaches engine {engine!r} (it offers {list(offered)}): {needs}{disk}")
+    return usable[0]
