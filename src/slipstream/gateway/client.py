@@ -1,4 +1,4 @@
-"""A trainer's connection to a gateway: the fleet behind it, as the bridge and the publisher see it."""
+"""A trainer's connection to a gateway; implements `bridge.fleet.Fleet`."""
 
 from __future__ import annotations
 
@@ -9,37 +9,34 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import grpc
 
-from slipstream.errors import DeadlineExceeded, GatewayLost, ProtocolMismatch
-from slipstream.gateway import convert, wire
+from slipstream.errors import DeadlineExceeded, GatewayLost, ProtocolMismatch, SlipstreamError
+from slipstream.gateway import channels, convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
-from slipstream.gateway.staleness import Bound
+from slipstream.gateway.staleness import RolloutBound
 from slipstream.types import (
-    Berths,
     Checksums,
-    CommitReport,
     Completion,
     EngineInfo,
     Failure,
     FleetStatus,
-    InFlight,
     MemoryReport,
     MemoryTag,
-    Offer,
     Progress,
     Request,
     RolloutGroup,
     Score,
-    StageReport,
+    UpdateReports,
+    UpdateSteps,
 )
 
 CONTROL_SECONDS = 10.0
 GRACE_SECONDS = 5.0
-"""The gateway keeps a step's deadline itself and answers with the engine's name; we wait a little longer than that."""
+"""The gateway enforces a step's deadline and names the engine that missed it; the client waits this much longer."""
 
 
 class GatewayFleet:
-    """All methods run on the event loop that made it."""
+    """The engines behind a gateway. All methods run on the event loop that created it."""
 
     def __init__(
         self,
@@ -47,15 +44,17 @@ class GatewayFleet:
         token: str,
         timeout: float,
         max_message_bytes: int,
-        trainer: tuple[int, int] = (0, 1),
+        process_index: int = 0,
+        process_count: int = 1,
         ca: str = "",
     ) -> None:
-        """`trainer` is the rank of this process among the trainer's processes, and their number. `ca` is the PEM file of who
-        signed the gateway's certificate; without one there is no TLS, and no way beyond loopback."""
+        """`process_index` and `process_count` identify this process among the trainer's. `ca` is the PEM file of the CA that
+        signed the gateway's certificate; without it the client uses no TLS and connects to loopback only."""
         self.address, self._timeout, self._ca = address, timeout, ca
-        self._metadata = wire.metadata(token)
-        self._trainer = (*self._metadata, (wire.TRAINER, f"{trainer[0]}/{trainer[1]}/{secrets.token_hex(8)}"))
-        self._channel = wire.channel(address, ca, max_message_bytes)
+        self._metadata = channels.metadata(token)
+        process = pb.TrainerProcess(index=process_index, count=process_count, id=secrets.token_hex(8))
+        self._update_metadata = (*self._metadata, (channels.TRAINER_PROCESS, process.SerializeToString()))
+        self._channel = channels.channel(address, ca, max_message_bytes)
         self._stub = GatewayStub(self._channel)
         self._engines: tuple[EngineInfo, ...] | None = None
         self._epoch = 0
@@ -67,32 +66,33 @@ class GatewayFleet:
         return convert.status_from_pb(reply)
 
     async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
-        """The engines that can take part in an update, and the committed version, as of now."""
+        """Return the engines that can take part in an update, and the committed version."""
         try:
             with self._errors("asking for the fleet"):
                 reply = await self._stub.Fleet(pb.FleetRequest(), timeout=CONTROL_SECONDS, metadata=self._metadata)
         except GatewayLost as lost:
-            raise await wire.explained(lost, self.address, self._ca) from None
+            raise await channels.explained(lost, self.address, self._ca) from None
         self._engines, self._epoch = tuple(convert.engine_from_pb(e) for e in reply.engines), reply.epoch
         return self._engines, reply.version
 
     async def generate(
         self, requests: Sequence[Request], engine: str = ""
     ) -> AsyncGenerator[list[Completion | Failure], None]:
+        async with contextlib.aclosing(self._results(requests, engine)) as batches:
+            async for results in batches:
+                yield convert.results_from_pb(results)
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        async with contextlib.aclosing(self._results(requests)) as batches:
+            async for results in batches:
+                yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
+
+    async def _results(self, requests: Sequence[Request], engine: str = "") -> AsyncGenerator[pb.Results, None]:
         with self._errors("generating"):
             call = self._stub.Generate(convert.requests_to_pb(requests, engine), metadata=self._metadata)
             try:
                 async for results in call:
-                    yield convert.results_from_pb(results)
-            finally:
-                call.cancel()
-
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        with self._errors("generating"):
-            call = self._stub.Generate(convert.requests_to_pb(requests), metadata=self._metadata)
-            try:
-                async for results in call:
-                    yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
+                    yield results
             finally:
                 call.cancel()
 
@@ -103,16 +103,23 @@ class GatewayFleet:
                 await self._stub.Score(message, timeout=self._timeout, metadata=self._metadata)
             )
 
-    # --- the rollouts of a run ---
+    # --- rollout queue ---
 
-    async def submit(self, bound: Bound, requests: Sequence[Request]) -> int:
+    async def submit(self, bound: RolloutBound, requests: Sequence[Request]) -> int:
         message = pb.SubmitRequest(bound=convert.bound_to_pb(bound), prompts=convert.requests_to_pb(requests))
         with self._errors("submitting prompts"):
             reply = await self._stub.Submit(message, timeout=self._timeout, metadata=self._metadata)
         return int(reply.num_new)
 
     async def take(
-        self, bound: Bound, after: int, count: int, timeout: float, saved: int = 0, version: int = 0, more: bool = False
+        self,
+        bound: RolloutBound,
+        after: int,
+        count: int,
+        timeout: float,
+        saved: int = 0,
+        version: int = 0,
+        more: bool = False,
     ) -> list[RolloutGroup]:
         request = pb.TakeRequest(
             bound=convert.bound_to_pb(bound),
@@ -125,7 +132,7 @@ class GatewayFleet:
         )
         with self._errors("taking rollouts"):
             call = self._stub.Take(request, timeout=timeout + GRACE_SECONDS, metadata=self._metadata)
-            return [convert.group_from_pb(group) async for groups in call for group in wire.apart(groups)]
+            return [convert.group_from_pb(group) async for groups in call for group in channels.unpacked(groups)]
 
     # --- pause and sleep ---
 
@@ -139,19 +146,19 @@ class GatewayFleet:
         return await self._control(pb.Control(sleep=pb.Sleep(level=level)), engine)
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]:
-        if tags is not None and not tags:  # on the wire, naming nothing names all
+        if tags is not None and not tags:  # an empty list in the message means all tags
             return await self.memory(engine)
         return await self._control(pb.Control(wake=pb.Wake(tags=tags or ())), engine)
 
-    async def forget_prefixes(self, engine: str = "") -> None:
-        await self._control(pb.Control(forget=pb.Forget()), engine)
+    async def reset_prefix_cache(self, engine: str = "") -> None:
+        await self._control(pb.Control(reset_prefix_cache=pb.ResetPrefixCache()), engine)
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         return await self._control(pb.Control(memory=pb.Memory()), engine)
 
     async def checksums(self, engine: str = "") -> dict[str, Checksums]:
         reply = await self._ask(pb.Control(verify=pb.Verify()), engine)
-        return {name: convert.checksums_from_pb(found) for name, found in reply.checksums.items()}
+        return {name: convert.checksums_from_pb(checksums) for name, checksums in reply.checksums.items()}
 
     async def _control(self, control: pb.Control, engine: str) -> dict[str, MemoryReport]:
         reply = await self._ask(control, engine)
@@ -164,94 +171,65 @@ class GatewayFleet:
 
     # --- weight updates: one stream, held open from update to update ---
 
-    async def begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> None:
-        await self._write(pb.UpdateStep(begin=self._begin(version, offers, drop_failed)))
+    async def send_steps(self, steps: Mapping[str, UpdateSteps], drop_failed: bool = False) -> None:
+        message = pb.UpdateMessage()
+        for name, engine_steps in steps.items():
+            message.engines[name].CopyFrom(convert.steps_to_pb(engine_steps))
+        if any(engine_steps.offer is not None for engine_steps in steps.values()):
+            message.epoch, message.drop_failed = self._epoch, drop_failed
+            if (
+                self._updates is None or self._updates.done()
+            ):  # first update, or the gateway restarted since the last one
+                self._updates = self._stub.Update(metadata=self._update_metadata)
+        await self._write(message)
 
-    def _begin(self, version: int, offers: Mapping[str, Offer], drop_failed: bool) -> pb.Begin:
-        if self._updates is None or self._updates.done():  # it ended between two updates: a gateway that was restarted
-            self._updates = self._stub.Update(metadata=self._trainer)
-        begin = pb.Begin(version=version, epoch=self._epoch, drop_failed=drop_failed)
-        for name, offer in offers.items():
-            begin.offers[name].CopyFrom(convert.offer_to_pb(offer))
-        return begin
-
-    async def begun(self) -> dict[str, Berths]:
-        reply = await self._read("begin")
-        return {name: convert.berths_from_pb(b) for name, b in reply.begun.engines.items()}
-
-    async def stage(self, version: int, manifests: Mapping[str, Sequence[Sequence[bytes]]]) -> None:
-        await self._write(pb.UpdateStep(stage=_stage(version, manifests)))
-
-    async def staged(self) -> dict[str, StageReport]:
-        return _stage_reports((await self._read("stage")).staged)
-
-    async def commit(self, version: int, in_flight: InFlight) -> None:
-        await self._write(pb.UpdateStep(commit=pb.Commit(version=version, in_flight=in_flight)))
-
-    async def committed(self) -> dict[str, CommitReport]:
-        return _commit_reports((await self._read("commit")).committed)
-
-    async def swap(
-        self,
-        version: int,
-        offers: Mapping[str, Offer],
-        expected: Mapping[str, Berths],
-        manifests: Mapping[str, Sequence[Sequence[bytes]]],
-        in_flight: InFlight,
-    ) -> None:
-        swap = pb.Swap(
-            begin=self._begin(version, offers, drop_failed=False),
-            stage=_stage(version, manifests),
-            commit=pb.Commit(version=version, in_flight=in_flight),
-        )
-        for name, berths in expected.items():
-            swap.expected[name].CopyFrom(convert.berths_to_pb(berths))
-        await self._write(pb.UpdateStep(swap=swap))
-
-    async def swapped(self) -> tuple[dict[str, StageReport], dict[str, CommitReport]]:
-        reply = (await self._read("swap")).swapped
-        return _stage_reports(reply.staged), _commit_reports(reply.committed)
+    async def receive_reports(self) -> dict[str, UpdateReports]:
+        reply = await self._read()
+        return {name: convert.reports_from_pb(reports) for name, reports in reply.engines.items()}
 
     async def rollback(self, version: int) -> None:
-        """Never raises: when the gateway cannot be told, closing the stream tells it."""
+        """Roll back a version. Never raises: if the gateway cannot be told, closing the stream tells it."""
         try:
             if self._updates is not None:
-                await self._write(pb.UpdateStep(rollback=pb.Rollback(version=version)))
-                while not (await self._read("rollback")).HasField("rolled_back"):
-                    pass  # the answer to a step that was under way
+                await self._write(pb.UpdateMessage(rollback=pb.Rollback(version=version)))
+                while not (await self._read()).rolled_back:
+                    pass  # a reply to an earlier message
         except Exception:
             self._drop_updates()
 
-    async def _write(self, step: pb.UpdateStep) -> None:
-        """A stream that failed is not used again."""
-        step.timeout_seconds = self._timeout
+    async def _write(self, message: pb.UpdateMessage) -> None:
+        """Write to the update stream; drop the stream on failure."""
+        message.timeout_seconds = self._timeout
         if self._updates is None:
-            raise GatewayLost(f"the update's connection to the gateway at {self.address} is gone")
+            raise self._stream_gone()
         try:
             with self._errors("updating weights"):
                 try:
-                    await self._updates.write(step)
+                    await self._updates.write(message)
                 except asyncio.InvalidStateError:  # the stream has ended; its status says why
                     await self._raise_end_of_stream()
         except BaseException:
             self._drop_updates()
             raise
 
-    async def _read(self, step: str) -> pb.UpdateReply:
-        """The answer to a step. After an error there may be answers to later steps under way: the stream is dropped, and
-        the gateway rolls back what it had begun."""
+    async def _read(self) -> pb.UpdateReply:
+        """Read the next reply. After an error, replies to later messages may still be in flight: drop the stream, and the
+        gateway rolls back what was begun."""
         if self._updates is None:
-            raise GatewayLost(f"the update's connection to the gateway at {self.address} is gone")
+            raise self._stream_gone()
         try:
             with self._errors("updating weights"):
                 async with asyncio.timeout(self._timeout + GRACE_SECONDS):
                     reply = await self._updates.read()
                 if reply is grpc.aio.EOF:
                     await self._raise_end_of_stream()
+        except SlipstreamError:  # before TimeoutError: DeadlineExceeded is both
+            self._drop_updates()
+            raise
         except TimeoutError:
             self._drop_updates()
             raise DeadlineExceeded(
-                f"the gateway at {self.address} did not answer {step} within {self._timeout:g} s"
+                f"the gateway at {self.address} did not answer an update step within {self._timeout:g} s"
             ) from None
         except BaseException:
             self._drop_updates()
@@ -260,6 +238,9 @@ class GatewayFleet:
             self._drop_updates()
             raise convert.error_from_pb(reply.error)
         return reply
+
+    def _stream_gone(self) -> GatewayLost:
+        return GatewayLost(f"the update stream to the gateway at {self.address} is gone")
 
     async def _raise_end_of_stream(self) -> None:
         assert self._updates is not None
@@ -281,23 +262,8 @@ class GatewayFleet:
         try:
             yield
         except grpc.aio.AioRpcError as failed:
-            raise wire.error_of(failed, self.address, doing) from None
-        except asyncio.InvalidStateError:  # gRPC: written to a stream that has ended
+            raise channels.error_of(failed, self.address, doing) from None
+        except asyncio.InvalidStateError:  # gRPC raises it for a write to a stream that has ended
             raise GatewayLost(f"{doing}: the gateway at {self.address} closed the connection") from None
         except grpc.aio.UsageError as error:
             raise ProtocolMismatch(f"{doing}: {error}") from None
-
-
-def _stage(version: int, manifests: Mapping[str, Sequence[Sequence[bytes]]]) -> pb.Stage:
-    stage = pb.Stage(version=version)
-    for name, ranks in manifests.items():
-        stage.manifests[name].CopyFrom(convert.manifests_to_pb(ranks))
-    return stage
-
-
-def _stage_reports(message: pb.Staged) -> dict[str, StageReport]:
-    return {name: convert.stage_report_from_pb(report) for name, report in message.engines.items()}
-
-
-def _commit_reports(message: pb.Committed) -> dict[str, CommitReport]:
-    return {name: convert.commit_report_from_pb(report) for name, report in message.engines.items()}

@@ -1,6 +1,6 @@
-"""Between protobuf messages and `slipstream.types`. Protobuf objects stop here.
+"""Conversion between protobuf messages and `slipstream.types`.
 
-`x_to_pb` never fails on valid types; `x_from_pb` checks what came and raises the typed error that a direct call would."""
+`x_to_pb` never fails on valid types. `x_from_pb` checks its input and raises the typed error that a direct call would raise."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import get_args
 
 from slipstream import errors
 from slipstream.errors import InvalidPrompt, ProtocolMismatch
-from slipstream.gateway import affinity
+from slipstream.gateway import prefix_affinity
 from slipstream.gateway import slipstream_pb2 as pb
-from slipstream.gateway.journal import Taken
-from slipstream.gateway.staleness import Bound, Late
+from slipstream.gateway.journal import TakenGroup
+from slipstream.gateway.staleness import Late, RolloutBound
 from slipstream.types import (
-    Berths,
     Box,
     Checksums,
     Circuit,
     CommitReport,
     Completion,
+    Destinations,
     EngineInfo,
     EngineState,
     EngineStatus,
@@ -33,7 +33,7 @@ from slipstream.types import (
     Offer,
     Parameter,
     ParameterChecksums,
-    Part,
+    ParameterPart,
     Progress,
     Request,
     RolloutGroup,
@@ -42,6 +42,8 @@ from slipstream.types import (
     StageReport,
     TensorSpec,
     TopLogprobs,
+    UpdateReports,
+    UpdateSteps,
     VersionSpan,
 )
 
@@ -56,7 +58,7 @@ def error_from_pb(error: pb.Error) -> errors.SlipstreamError:
 
 
 def word(value: str, allowed: object, what: str) -> str:
-    """A string that must be one of a `Literal`'s."""
+    """Return `value` if it is one of a `Literal`'s strings."""
     if value not in get_args(allowed):
         raise ProtocolMismatch(f"{what} is {value!r}; expected one of {', '.join(get_args(allowed))}")
     return value
@@ -88,23 +90,23 @@ def requests_to_pb(requests: Sequence[Request], engine: str = "") -> pb.Generate
 
 
 def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
-    found = []
+    requests = []
     for row, sampling in zip(message.requests, samplings_from_pb(message)):
         prompt = row.text if row.HasField("text") else tuple(row.tokens.ids[:])
-        found.append(Request(row.id, prompt, sampling, row.priority, row.progress))
-    return found
+        requests.append(Request(row.id, prompt, sampling, row.priority, row.progress))
+    return requests
 
 
 def prompt_start(row: pb.Request) -> str | Sequence[int]:
-    """As much of a prompt as requests are routed by."""
+    """Return the part of a prompt that routing looks at."""
     if row.HasField("text"):
-        return row.text[: affinity.most_of(is_text=True)]
-    return row.tokens.ids[: affinity.most_of(is_text=False)]
+        return row.text[: prefix_affinity.max_prefix_length(is_text=True)]
+    return row.tokens.ids[: prefix_affinity.max_prefix_length(is_text=False)]
 
 
 def samplings_from_pb(message: pb.GenerateRequest) -> list[SamplingParams]:
-    """Of each request; checks what can be without unpacking prompts."""
-    shared, found = [_sampling_from_pb(s) for s in message.sampling], []
+    """Return the sampling params of each request, and check the message as far as possible without unpacking prompts."""
+    shared, samplings = [_sampling_from_pb(s) for s in message.sampling], []
     for row in message.requests:
         if row.sampling >= len(shared):
             raise ProtocolMismatch(f"request {row.id!r} refers to sampling {row.sampling} of {len(shared)}")
@@ -112,10 +114,10 @@ def samplings_from_pb(message: pb.GenerateRequest) -> list[SamplingParams]:
             raise InvalidPrompt(f"request {row.id!r} has no prompt; give text or token ids")
         if not (row.text or row.tokens.ids):
             raise InvalidPrompt(f"the prompt of request {row.id!r} is empty; give at least one token")
-        found.append(shared[row.sampling].with_seed(row.seed))
+        samplings.append(shared[row.sampling].with_seed(row.seed))
     if len({row.id for row in message.requests}) != len(message.requests):
         raise ProtocolMismatch("two requests of one message have the same id")
-    return found
+    return samplings
 
 
 def _sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
@@ -197,9 +199,9 @@ def results_to_pb(results: Iterable[Completion | Failure | Progress]) -> pb.Resu
 
 
 def results_from_pb(message: pb.Results) -> list[Completion | Failure]:
-    found: list[Completion | Failure] = [completion_from_pb(row) for row in message.completions]
-    found += [Failure(row.request_id, error_from_pb(row.error)) for row in message.failures]
-    return found
+    results: list[Completion | Failure] = [completion_from_pb(row) for row in message.completions]
+    results += [Failure(row.request_id, error_from_pb(row.error)) for row in message.failures]
+    return results
 
 
 def progress_from_pb(message: pb.Results) -> list[Progress]:
@@ -220,7 +222,7 @@ def completion_from_pb(row: pb.Completion) -> Completion:
     return Completion(
         request_id=row.request_id,
         sample_index=row.sample_index,
-        # A slice of a repeated field is made a third faster than its items are gone through.
+        # Slicing a repeated field is a third faster than iterating over it.
         prompt_token_ids=tuple(row.prompt_token_ids[:]),
         token_ids=tuple(row.token_ids[:]),
         text=row.text,
@@ -234,7 +236,7 @@ def completion_from_pb(row: pb.Completion) -> Completion:
 
 
 def _top_to_pb(rows: Sequence[TopLogprobs]) -> pb.TopLogprobs | None:
-    """An engine reports as many at every position, so one width tells where each begins."""
+    """Pack the most likely tokens of all positions. Every position has the same number, so one width locates them."""
     if not rows:
         return None
     message = pb.TopLogprobs(width=len(rows[0].token_ids))
@@ -250,7 +252,7 @@ def _top_from_pb(message: pb.TopLogprobs, num_positions: int) -> tuple[TopLogpro
         return ()
     if len(ids) != width * num_positions or len(logprobs) != len(ids):
         raise ProtocolMismatch(
-            f"{len(ids)} likeliest tokens and {len(logprobs)} logprobs came for {num_positions} positions of {width} each"
+            f"got {len(ids)} top tokens and {len(logprobs)} logprobs for {num_positions} positions of {width} each"
         )
     return tuple(TopLogprobs(ids[i : i + width], logprobs[i : i + width]) for i in range(0, len(ids), width))
 
@@ -258,7 +260,7 @@ def _top_from_pb(message: pb.TopLogprobs, num_positions: int) -> tuple[TopLogpro
 def sequences_to_pb(sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> pb.ScoreRequest:
     for index, sequence in enumerate(sequences):
         if any(not 0 <= token < 1 << 32 for token in sequence):
-            raise errors.InvalidPrompt(f"sequence {index} holds a token id that no model has: {[*sequence]}")
+            raise errors.InvalidPrompt(f"sequence {index} has a token id outside [0, 2**32): {[*sequence]}")
     return pb.ScoreRequest(sequences=[pb.TokenIds(ids=s) for s in sequences], engine=engine, top_k=top_k)
 
 
@@ -311,45 +313,97 @@ def memory_from_pb(message: pb.MemoryReport) -> MemoryReport:
 
 
 def offer_to_pb(offer: Offer) -> pb.Offer:
-    return pb.Offer(**{field.name: getattr(offer, field.name) for field in dataclasses.fields(offer)})
+    return pb.Offer(
+        plan=offer.plan,
+        fingerprint=offer.fingerprint,
+        transport=offer.transport,
+        fresh=offer.fresh,
+        hashed=offer.hashed,
+    )
 
 
 def offer_from_pb(message: pb.Offer) -> Offer:
     return Offer(message.plan, message.fingerprint, message.transport, message.fresh, message.hashed)
 
 
-def berths_to_pb(berths: Berths) -> pb.Berths:
-    return pb.Berths(ranks=[pb.Links(slots=slots) for slots in berths.links], slots=berths.slots)
+def destinations_to_pb(destinations: Destinations) -> pb.Destinations:
+    return pb.Destinations(ranks=[pb.Links(slots=slots) for slots in destinations.links], slots=destinations.slots)
 
 
-def berths_from_pb(message: pb.Berths) -> Berths:
-    return Berths(tuple(tuple(links.slots) for links in message.ranks), message.slots)
+def destinations_from_pb(message: pb.Destinations) -> Destinations:
+    return Destinations(tuple(tuple(links.slots) for links in message.ranks), message.slots)
 
 
-def manifests_to_pb(manifests: Sequence[Sequence[bytes]]) -> pb.Manifests:
-    return pb.Manifests(ranks=[pb.RankManifests(senders=senders) for senders in manifests])
+def steps_to_pb(steps: UpdateSteps) -> pb.UpdateSteps:
+    begin = stage = commit = None
+    if steps.offer is not None:
+        expected = None if steps.expected is None else destinations_to_pb(steps.expected)
+        begin = pb.Begin(offer=offer_to_pb(steps.offer), expected=expected)
+    if steps.manifests is not None:
+        stage = pb.Manifests(ranks=[pb.RankManifests(senders=senders) for senders in steps.manifests])
+    if steps.in_flight is not None:
+        commit = pb.Commit(in_flight=steps.in_flight)
+    return pb.UpdateSteps(version=steps.version, begin=begin, stage=stage, commit=commit)
 
 
-def manifests_from_pb(message: pb.Manifests) -> list[tuple[bytes, ...]]:
-    return [tuple(rank.senders) for rank in message.ranks]
+def steps_from_pb(message: pb.UpdateSteps) -> UpdateSteps:
+    offer, expected, manifests = None, None, None
+    in_flight: InFlight | None = None
+    if message.HasField("begin"):
+        offer = offer_from_pb(message.begin.offer)
+        if message.begin.HasField("expected"):
+            expected = destinations_from_pb(message.begin.expected)
+    if message.HasField("stage"):
+        manifests = [tuple(rank.senders) for rank in message.stage.ranks]
+    if message.HasField("commit"):
+        in_flight = word(message.commit.in_flight, InFlight, "in_flight")  # type: ignore[assignment]
+    return UpdateSteps(message.version, offer, expected, manifests, in_flight)
 
 
-def in_flight_from_pb(value: str) -> InFlight:
-    return word(value, InFlight, "in_flight")  # type: ignore[return-value]
+def reports_to_pb(reports: UpdateReports) -> pb.UpdateReports:
+    begin = stage = commit = None
+    if reports.destinations is not None:
+        begin = destinations_to_pb(reports.destinations)
+    if (report := reports.stage) is not None:
+        stage = pb.StageReport(
+            num_bytes=report.num_bytes,
+            verify_seconds=report.verify_seconds,
+            receive_seconds=report.receive_seconds,
+        )
+    if (committed := reports.commit) is not None:
+        commit = pb.CommitReport(
+            pause_seconds=committed.pause_seconds,
+            wait_seconds=committed.wait_seconds,
+            load_seconds=committed.load_seconds,
+        )
+    return pb.UpdateReports(begin=begin, stage=stage, commit=commit)
 
 
-def bound_to_pb(bound: Bound) -> pb.RolloutBound:
+def reports_from_pb(message: pb.UpdateReports) -> UpdateReports:
+    destinations = stage = commit = None
+    if message.HasField("begin"):
+        destinations = destinations_from_pb(message.begin)
+    if message.HasField("stage"):
+        report = message.stage
+        stage = StageReport(report.num_bytes, report.verify_seconds, report.receive_seconds)
+    if message.HasField("commit"):
+        committed = message.commit
+        commit = CommitReport(committed.pause_seconds, committed.wait_seconds, committed.load_seconds)
+    return UpdateReports(destinations, stage, commit)
+
+
+def bound_to_pb(bound: RolloutBound) -> pb.RolloutBound:
     return pb.RolloutBound(**dataclasses.asdict(bound))
 
 
-def bound_from_pb(message: pb.RolloutBound) -> Bound:
+def bound_from_pb(message: pb.RolloutBound) -> RolloutBound:
     surplus = message.surplus if message.HasField("surplus") else None
     late: Late = word(message.late, Late, "late")  # type: ignore[assignment]
-    return Bound(message.max_staleness, message.batch, late, surplus)
+    return RolloutBound(message.max_staleness, message.batch, late, surplus)
 
 
 def request_bytes(request: Request) -> bytes:
-    """A `GenerateRequest` for the journal: the same bytes for the same request, whoever writes it."""
+    """Serialize a request for the journal, deterministically."""
     return requests_to_pb([request]).SerializeToString(deterministic=True)
 
 
@@ -357,7 +411,7 @@ def error_bytes(error: errors.SlipstreamError) -> bytes:
     return error_to_pb(error).SerializeToString()
 
 
-def taken_to_pb(taken: Taken) -> pb.TakenGroup:
+def taken_to_pb(taken: TakenGroup) -> pb.TakenGroup:
     group = pb.TakenGroup(position=taken.position, id=taken.id, version=taken.version, age=taken.age)
     group.completions.extend(pb.Completion.FromString(data) for data in taken.completions)
     if taken.error:
@@ -371,25 +425,9 @@ def group_from_pb(message: pb.TakenGroup) -> RolloutGroup:
     return RolloutGroup(message.id, message.position, message.version, message.age, completions, error)
 
 
-def stage_report_to_pb(report: StageReport) -> pb.StageReport:
-    return pb.StageReport(**dataclasses.asdict(report))
-
-
-def stage_report_from_pb(message: pb.StageReport) -> StageReport:
-    return StageReport(message.num_bytes, message.verify_seconds, message.receive_seconds)
-
-
-def commit_report_to_pb(report: CommitReport) -> pb.CommitReport:
-    return pb.CommitReport(**dataclasses.asdict(report))
-
-
-def commit_report_from_pb(message: pb.CommitReport) -> CommitReport:
-    return CommitReport(message.pause_seconds, message.wait_seconds, message.load_seconds)
-
-
-def checksums_to_pb(found: Checksums) -> pb.Checksums:
-    rows = [pb.ParameterChecksums(name=p.name, rank=p.rank, parts=p.parts) for p in found.parameters]
-    return pb.Checksums(version=found.version, parameters=rows)
+def checksums_to_pb(checksums: Checksums) -> pb.Checksums:
+    rows = [pb.ParameterChecksums(name=p.name, rank=p.rank, parts=p.parts) for p in checksums.parameters]
+    return pb.Checksums(version=checksums.version, parameters=rows)
 
 
 def checksums_from_pb(message: pb.Checksums) -> Checksums:
@@ -401,7 +439,7 @@ def checksums_from_pb(message: pb.Checksums) -> Checksums:
 
 
 def engine_to_pb(info: EngineInfo, layout: bool = True) -> pb.EngineInfo:
-    """`layout=False` leaves out tensors and parameters, which only an update needs."""
+    """Convert an engine's description; `layout=False` leaves out tensors and parameters, which only updates need."""
     message = pb.EngineInfo(
         name=info.name,
         kind=info.kind,
@@ -411,7 +449,7 @@ def engine_to_pb(info: EngineInfo, layout: bool = True) -> pb.EngineInfo:
         transports=info.transports,
         host=info.host,
         max_model_len=info.max_model_len,
-        max_concurrency=info.max_concurrency,
+        max_num_seqs=info.max_num_seqs,
         version=info.version,
         pid=info.pid,
         protocol=info.protocol,
@@ -434,7 +472,7 @@ def engine_from_pb(message: pb.EngineInfo) -> EngineInfo:
         transports=tuple(message.transports),
         host=message.host,
         max_model_len=message.max_model_len,
-        max_concurrency=message.max_concurrency,
+        max_num_seqs=message.max_num_seqs,
         version=message.version,
         pid=message.pid,
         protocol=message.protocol,
@@ -443,7 +481,7 @@ def engine_from_pb(message: pb.EngineInfo) -> EngineInfo:
 
 def _parameter_to_pb(parameter: Parameter) -> pb.Parameter:
     parts = [
-        pb.Part(tensor=p.tensor, tensor_box=_box_to_pb(p.tensor_box), local_box=_box_to_pb(p.local_box))
+        pb.ParameterPart(tensor=p.tensor, tensor_box=_box_to_pb(p.tensor_box), local_box=_box_to_pb(p.local_box))
         for p in parameter.parts
     ]
     padding = [pb.Box(spans=_box_to_pb(box)) for box in parameter.padding]
@@ -451,7 +489,7 @@ def _parameter_to_pb(parameter: Parameter) -> pb.Parameter:
 
 
 def _parameter_from_pb(message: pb.Parameter) -> Parameter:
-    parts = tuple(Part(p.tensor, _box_from_pb(p.tensor_box), _box_from_pb(p.local_box)) for p in message.parts)
+    parts = tuple(ParameterPart(p.tensor, _box_from_pb(p.tensor_box), _box_from_pb(p.local_box)) for p in message.parts)
     padding = tuple(_box_from_pb(box.spans) for box in message.padding)
     return Parameter(message.name, message.rank, tuple(message.shape), parts, padding)
 

@@ -1,9 +1,9 @@
-"""Requests to engines and results back, each sample delivered once.
+"""Sends requests to engines and returns results, each sample exactly once.
 
-An engine that dies has its unanswered samples sent elsewhere. What an engine fails at, or cannot do just now, another
-tries once; what a client asked wrongly is nobody's to repeat. Seeds travel with requests, so a repeated sample is the
-same sample, and one that was delivered before is dropped. Prompts and completions pass through as they came, unpacked
-by nobody here: the gateway is one process for all trainers and engines."""
+Unanswered samples of an engine that dies go to another engine. A request that an engine fails, or cannot serve at the moment,
+is tried on one other engine; a bad request is not repeated. Seeds travel with requests, so a repeated sample is the same
+sample, and duplicates are dropped. Prompts and completions pass through serialized: the gateway is one process for all
+trainers and engines and does not unpack them."""
 
 from __future__ import annotations
 
@@ -17,225 +17,229 @@ from dataclasses import dataclass
 from slipstream.errors import EngineLost, NotReady, SlipstreamError
 from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
-from slipstream.gateway.affinity import Affinity, Prefix, prefixes
-from slipstream.gateway.attach import EngineLink
-from slipstream.gateway.breaker import Breaker, blame
+from slipstream.gateway.circuit_breaker import CircuitBreaker, blame
+from slipstream.gateway.engine_stream import EngineLink
+from slipstream.gateway.prefix_affinity import Prefix, PrefixAffinity, prefixes
 from slipstream.gateway.registry import Member, Registry
 from slipstream.gateway.router import route, weight
 from slipstream.types import Failure
 
 MAX_ATTEMPTS = 3
-"""A request that three engines died of is not given to a fourth."""
+"""Engines that a request is sent to while they die."""
 MAX_TRIES = 2
-"""And one that two engines failed at, without dying, is not given to a third."""
+"""Engines that a request is sent to while they fail without dying."""
 
 
 @dataclass
-class _Share:
-    """The requests that one engine was sent at once."""
+class EngineBatch:
+    """The requests sent to one engine in one message."""
 
-    name: str
+    engine: str
     ids: Sequence[str]
     is_probe: bool = False
+    """It tests an engine whose circuit breaker is half-open."""
     has_completed: bool = False
-    """It has answered at least one sample."""
+    """The engine has answered at least one sample."""
     fault: str = ""
-    """The last that one of its requests failed with by the engine's doing."""
+    """The last failure of a request that is the engine's fault."""
 
 
 @dataclass
-class _Ended:
-    """A share has come to its end."""
-
-    share: _Share
+class _BatchEnded:
+    batch: EngineBatch
     error: SlipstreamError | None
 
 
 class Dispatch:
-    """One `Generate` call: its requests, who runs them, and which samples are still owed."""
+    """One `Generate` call: its requests, the engines that run them, and the samples still missing."""
 
     def __init__(
         self,
         registry: Registry,
         links: Mapping[str, EngineLink],
         only: str = "",
-        affinity: Affinity | None = None,
+        affinity: PrefixAffinity | None = None,
     ) -> None:
-        self._registry, self._links, self._only, self._affinity = registry, links, only, affinity or Affinity()
+        """`only` restricts the call to one engine."""
+        self._registry, self._links, self._only, self._affinity = registry, links, only, affinity or PrefixAffinity()
         self.num_retried = 0
-        """Requests that were sent to another engine."""
-        self._asked: dict[str, pb.Request] = {}
-        self._samplings: Sequence[pb.Sampling] = ()
+        """Requests that were sent to a second engine."""
+        self._requests: dict[str, pb.Request] = {}
+        self._sampling: Sequence[pb.Sampling] = ()
         self._weights: dict[str, int] = {}
-        self._beginnings: dict[str, tuple[Prefix, ...]] = {}
-        self._owed: dict[str, set[int]] = {}
+        self._prefixes: dict[str, tuple[Prefix, ...]] = {}
+        self._missing: dict[str, set[int]] = {}
+        """By request: the samples that have not been delivered."""
         self._attempts: Counter[str] = Counter()
-        self._holders: dict[str, _Share] = {}
-        self._arrived: asyncio.Queue[tuple[_Share, pb.Results] | _Ended] = asyncio.Queue()
+        self._batch_of: dict[str, EngineBatch] = {}
+        """By request: the batch that it was sent in last."""
+        self._events: asyncio.Queue[tuple[EngineBatch, pb.Results] | _BatchEnded] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
-        """Raises `NotReady` when no engine can take them; later failures are `Failure`s among the results."""
+        """Yield results until every sample is delivered or failed. Raises `NotReady` if no engine can take the requests; later
+        failures are `Failure`s among the results."""
         samplings = convert.samplings_from_pb(message)
-        self._asked, self._samplings = {row.id: row for row in message.requests}, message.sampling
-        self._weights = {id: weight(sampling) for id, sampling in zip(self._asked, samplings)}
-        self._owed = {id: set(range(sampling.n)) for id, sampling in zip(self._asked, samplings)}
+        self._requests, self._sampling = {request.id: request for request in message.requests}, message.sampling
+        self._weights = {id: weight(sampling) for id, sampling in zip(self._requests, samplings)}
+        self._missing = {id: set(range(sampling.n)) for id, sampling in zip(self._requests, samplings)}
         try:
             self._send(self._weights)
-            while self._owed:
-                arrived = await self._arrived.get()
-                results = self._after(arrived) if isinstance(arrived, _Ended) else self._settled(*arrived)
-                if fresh := self._fresh(results):
-                    yield fresh
+            while self._missing:
+                event = await self._events.get()
+                results = self._on_ended(event) if isinstance(event, _BatchEnded) else self._on_results(*event)
+                if new := self._without_duplicates(results):
+                    yield new
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _send(self, weights: Mapping[str, int], avoid: str = "") -> None:
-        """To whoever can take them, but for `avoid`. Raises `NotReady` when there is nobody."""
-        takers, probes = admitted(self._registry, self._only, avoid)
-        rest = dict(weights)
-        for member in probes[: len(rest)]:
-            self._start(_Share(member.info.name, [rest.popitem()[0]], is_probe=True))
-        loads = {m.info.name: self._links[m.info.name].load for m in takers}
+        """Send requests to the engines that can take them, except `avoid`. Raises `NotReady` if there are none."""
+        members, probes = admitted(self._registry, self._only, avoid)
+        remaining = dict(weights)
+        for member in probes[: len(remaining)]:
+            self._start(EngineBatch(member.info.name, [remaining.popitem()[0]], is_probe=True))
+        loads = {m.info.name: self._links[m.info.name].load for m in members}
         if len(loads) > 1:
-            self._affinity.at(self._registry.version)
-            for id in rest.keys() - self._beginnings.keys():
-                self._beginnings[id] = prefixes(convert.prompt_start(self._asked[id]))
-        for name, ids in route(rest, loads, self._beginnings, self._affinity).items():
-            self._start(_Share(name, ids))
+            self._affinity.set_version(self._registry.version)
+            for id in remaining.keys() - self._prefixes.keys():
+                self._prefixes[id] = prefixes(convert.prompt_start(self._requests[id]))
+        for name, ids in route(remaining, loads, self._prefixes, self._affinity).items():
+            self._start(EngineBatch(name, ids))
 
-    def _start(self, share: _Share) -> None:
-        self._attempts.update(share.ids)
-        self._holders.update(dict.fromkeys(share.ids, share))
-        if share.is_probe:
-            self._registry.get(share.name).breaker.tried()
-        link, member = self._links[share.name], self._registry.get(share.name)
-        work = sum(self._weights[id] for id in share.ids)
-        # At once: who routes the next request, in this turn of the event loop even, is to see it.
-        link.load += work
-        member.num_requests += len(share.ids)
+    def _start(self, batch: EngineBatch) -> None:
+        self._attempts.update(batch.ids)
+        self._batch_of.update(dict.fromkeys(batch.ids, batch))
+        link, member = self._links[batch.engine], self._registry.get(batch.engine)
+        if batch.is_probe:
+            member.breaker.probe_sent()
+        load = sum(self._weights[id] for id in batch.ids)
+        # Counted before the task starts, for requests routed in the same turn of the event loop.
+        link.load += load
+        member.num_requests += len(batch.ids)
 
-        def over(task: asyncio.Task[None]) -> None:
-            link.load -= work
-            member.num_requests -= len(share.ids)
+        def done(task: asyncio.Task[None]) -> None:
+            link.load -= load
+            member.num_requests -= len(batch.ids)
             self._tasks.discard(task)
 
-        task = asyncio.create_task(self._follow(share, link, member))
+        task = asyncio.create_task(self._run_batch(batch, link, member))
         self._tasks.add(task)
-        task.add_done_callback(over)
+        task.add_done_callback(done)
 
-    async def _follow(self, share: _Share, link: EngineLink, member: Member) -> None:
-        """Runs a share on one engine and reports how it ended."""
-        message = pb.GenerateRequest(sampling=self._samplings, requests=[self._asked[id] for id in share.ids])
-        ended = _Ended(share, None)
+    async def _run_batch(self, batch: EngineBatch, link: EngineLink, member: Member) -> None:
+        message = pb.GenerateRequest(sampling=self._sampling, requests=[self._requests[id] for id in batch.ids])
+        ended = _BatchEnded(batch, None)
         try:
             async with contextlib.aclosing(link.results(message)) as batches:
                 async for results in batches:
-                    self._judge(share, results, member.breaker)
-                    self._arrived.put_nowait((share, results))
+                    self._judge(batch, results, member.breaker)
+                    self._events.put_nowait((batch, results))
         except SlipstreamError as error:
             ended.error = error
             if blame(error) == "engine":
-                share.fault, share.has_completed = str(error), False
+                batch.fault, batch.has_completed = str(error), False
         finally:
-            if share.is_probe:
-                member.breaker.unanswered()
-            if share.fault and not share.has_completed:  # also if others did it meanwhile, and nobody waits for us
-                member.breaker.faulted(time.monotonic(), share.fault)
-        self._arrived.put_nowait(ended)
+            if batch.is_probe:
+                member.breaker.probe_ended()
+            if batch.fault and not batch.has_completed:  # also when cancelled because other engines answered first
+                member.breaker.faulted(time.monotonic(), batch.fault)
+        self._events.put_nowait(ended)
 
-    def _judge(self, share: _Share, results: pb.Results, breaker: Breaker) -> None:
-        """What they say of the engine."""
-        if results.completions and not share.has_completed:
-            share.has_completed = True
+    def _judge(self, batch: EngineBatch, results: pb.Results, breaker: CircuitBreaker) -> None:
+        """Update the engine's circuit breaker with its results."""
+        if results.completions and not batch.has_completed:
+            batch.has_completed = True
             breaker.succeeded()
         for failure in results.failures:
             if blame(error := convert.error_from_pb(failure.error)) == "engine":
-                share.fault = str(error)
+                batch.fault = str(error)
 
-    def _settled(self, share: _Share, results: pb.Results) -> pb.Results:
-        """Without the failures that another engine is asked to make good."""
+    def _on_results(self, batch: EngineBatch, results: pb.Results) -> pb.Results:
+        """Return results without the failures that are retried on another engine."""
         if not results.failures:
             return results
         failed = {f.request_id: convert.error_from_pb(f.error) for f in results.failures}
-        again = self._try_elsewhere(share, failed)
-        final = [f for f in results.failures if f.request_id not in again]
+        retried = self._retry(batch, failed)
+        final = [f for f in results.failures if f.request_id not in retried]
         return pb.Results(completions=results.completions, failures=final, progress=results.progress)
 
-    def _after(self, ended: _Ended) -> pb.Results:
-        """What a share still owes goes to another engine, or has failed."""
-        share = ended.share
-        error = ended.error or EngineLost(f"engine {share.name!r} ended the call without answering every request")
-        failed = {id: error for id in share.ids if id in self._owed and self._holders[id] is share}
-        again = self._try_elsewhere(share, failed)
-        return convert.results_to_pb([Failure(id, error) for id in failed if id not in again])
+    def _on_ended(self, ended: _BatchEnded) -> pb.Results:
+        """Retry a batch's unanswered requests on other engines; return failures for those that cannot be."""
+        batch = ended.batch
+        error = ended.error or EngineLost(f"engine {batch.engine!r} ended the call without answering every request")
+        failed = {id: error for id in batch.ids if id in self._missing and self._batch_of[id] is batch}
+        retried = self._retry(batch, failed)
+        return convert.results_to_pb([Failure(id, error) for id in failed if id not in retried])
 
-    def _try_elsewhere(self, share: _Share, failed: Mapping[str, SlipstreamError]) -> Mapping[str, int]:
-        """Sends to other engines what may be repeated; by id."""
-        again = {id: self._weights[id] for id, e in failed.items() if id in self._owed and self._may_repeat(id, e)}
-        if not again:
+    def _retry(self, batch: EngineBatch, failed: Mapping[str, SlipstreamError]) -> Mapping[str, int]:
+        """Send failed requests to other engines if they may be repeated; return those that were sent."""
+        retried = {id: self._weights[id] for id, e in failed.items() if id in self._missing and self._may_retry(id, e)}
+        if not retried:
             return {}
         try:
-            self._send(again, avoid=share.name)
+            self._send(retried, avoid=batch.engine)
         except NotReady:
             return {}
-        self.num_retried += len(again)
-        return again
+        self.num_retried += len(retried)
+        return retried
 
-    def _may_repeat(self, id: str, error: SlipstreamError) -> bool:
+    def _may_retry(self, id: str, error: SlipstreamError) -> bool:
         most = MAX_ATTEMPTS if isinstance(error, EngineLost) else MAX_TRIES
         return blame(error) != "client" and self._attempts[id] < most
 
-    def _fresh(self, results: pb.Results) -> pb.Results | None:
-        """Without what was delivered before. A failed request owes nothing more."""
-        completions = [c for c in results.completions if self._is_owed(c)]
-        failures = [f for f in results.failures if self._owed.pop(f.request_id, None)]
-        progress = [p for p in results.progress if p.sample_index in self._owed.get(p.request_id, ())]
-        num_fresh = len(completions) + len(failures) + len(progress)
-        if num_fresh == len(results.completions) + len(results.failures) + len(results.progress):
-            return results if num_fresh else None  # as it came: nothing is copied
-        fresh = pb.Results(completions=completions, failures=failures, progress=progress)
-        return fresh if num_fresh else None
+    def _without_duplicates(self, results: pb.Results) -> pb.Results | None:
+        """Return the results that were not delivered before, and mark them as delivered. A failure ends its request."""
+        completions = [c for c in results.completions if self._deliver(c)]
+        failures = [f for f in results.failures if self._missing.pop(f.request_id, None)]
+        progress = [p for p in results.progress if p.sample_index in self._missing.get(p.request_id, ())]
+        num_new = len(completions) + len(failures) + len(progress)
+        if not num_new:
+            return None
+        if num_new == len(results.completions) + len(results.failures) + len(results.progress):
+            return results  # nothing is copied
+        return pb.Results(completions=completions, failures=failures, progress=progress)
 
-    def _is_owed(self, completion: pb.Completion) -> bool:
-        """If so, it is no longer."""
-        owed = self._owed.get(completion.request_id, set())
-        if completion.sample_index not in owed:
+    def _deliver(self, completion: pb.Completion) -> bool:
+        """Mark a sample as delivered. Return False if it already was."""
+        missing = self._missing.get(completion.request_id, set())
+        if completion.sample_index not in missing:
             return False
-        owed.discard(completion.sample_index)
-        if not owed:
-            del self._owed[completion.request_id]
+        missing.discard(completion.sample_index)
+        if not missing:
+            del self._missing[completion.request_id]
         return True
 
 
 def admitted(registry: Registry, only: str = "", avoid: str = "") -> tuple[list[Member], list[Member]]:
-    """Those who may be sent anything, and those who are to be tried with one request. Where every circuit is open, all are sent
-    to as if none were: an error of the engine's own says more than that nobody was asked."""
+    """Return the engines that may be sent anything, and those to probe with one request.
+
+    If every circuit is open, requests go to all engines as if none were: an engine's own error says more than `NotReady`."""
     now = time.monotonic()
-    takers = [m for m in registry.takers(only) if m.info.name != avoid]
-    if not takers:
-        raise registry.why_not_ready()
-    closed = [m for m in takers if m.breaker.state(now) == "closed"]
-    probes = [m for m in takers if m.breaker.wants_probe(now) and not avoid]  # what is repeated takes no chances
-    return (closed, probes) if closed else (takers, [])
+    available = [m for m in registry.available(only) if m.info.name != avoid]
+    if not available:
+        raise registry.not_ready()
+    closed = [m for m in available if m.breaker.state(now) == "closed"]
+    probes = [m for m in available if m.breaker.wants_probe(now) and not avoid]  # a retry is no probe
+    return (closed, probes) if closed else (available, [])
 
 
 async def score(
     registry: Registry, links: Mapping[str, EngineLink], request: pb.ScoreRequest, timeout: float
 ) -> pb.ScoreReply:
-    """By the least busy engine; by another, if that one fails."""
+    """Score on the least busy engine, and on one other engine if that fails."""
     failed: SlipstreamError | None = None
     avoid = ""
     while True:
         try:
-            takers, probes = admitted(registry, request.engine, avoid)
-        except NotReady as nobody:
-            raise failed or nobody from None
-        member = probes[0] if probes else min(takers, key=lambda m: links[m.info.name].load)
+            members, probes = admitted(registry, request.engine, avoid)
+        except NotReady as not_ready:
+            raise failed or not_ready from None
+        member = probes[0] if probes else min(members, key=lambda m: links[m.info.name].load)
         if probes:
-            member.breaker.tried()
+            member.breaker.probe_sent()
         try:
             answer = await links[member.info.name].ask(pb.ToEngine(score=request), timeout, "score")
             member.breaker.succeeded()
@@ -248,4 +252,4 @@ async def score(
             failed, avoid = error, member.info.name
         finally:
             if probes:
-                member.breaker.unanswered()
+                member.breaker.probe_ended()

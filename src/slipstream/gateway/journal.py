@@ -1,12 +1,12 @@
-"""What was accepted, generated and taken, in a SQLite file of the run's directory. It survives the gateway.
+"""The rollout journal: what was accepted, generated and taken, in a SQLite file of the run directory. It survives the gateway.
 
     accepted ──► finished ──► taken           by the trainer, once, at a position that counts from 1
         ▲            │
-        └── anew ────┘                        too old, or its engine died: the next attempt; what earlier ones made is dropped
-        └──────────► failed ──► taken         a typed error takes the place of the completions
+        └── renewed ─┘                        too old, or its engine died: next attempt, earlier samples are dropped
+        └──────────► failed ──► taken         a typed error replaces the completions
 
-A group is a prompt and its samples. Results are deduplicated here: a sample counts once per attempt, an attempt only while
-it is the last. `events` is the whole history, which `check` reads."""
+A group is a prompt and its samples. The journal deduplicates results: a sample counts once per attempt, and only the last
+attempt counts. `events` is the complete history, which `check` verifies."""
 
 from __future__ import annotations
 
@@ -57,51 +57,51 @@ CREATE TABLE events (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt that was accepted."""
+    """An accepted prompt."""
 
     number: int
-    """In the order of acceptance, from 1."""
+    """Counts accepted prompts from 1."""
     id: str
     request: bytes
     num_samples: int
     attempt: int
-    """How often it has been begun anew."""
+    """How often it has been renewed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenGroup:
     position: int
     id: str
     version: int
-    """What was being trained when it was taken."""
+    """Version being trained when it was taken."""
     age: int
     completions: tuple[bytes, ...]
-    """By sample; none if it has failed."""
+    """One per sample; none if the group failed."""
     error: bytes
 
 
 class Journal:
-    """Used by one thread at a time. Every method is a transaction: after a crash it has happened, or it has not."""
+    """For one thread at a time. Every method is a transaction: after a crash it has happened completely or not at all."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Opens the file, or makes it; without one, the journal lives as long as this object."""
+        """Open or create the file; without a path the journal is kept in memory."""
         self._path = path
         try:
             self._db = sqlite3.connect(
                 str(path) if path else ":memory:", isolation_level=None, timeout=10.0, check_same_thread=False
             )
             self._db.execute("PRAGMA journal_mode = WAL")
-            # What is written survives the process; a power failure may take the last moments.
+            # Commits survive the process; a power failure may lose the last ones.
             self._db.execute("PRAGMA synchronous = NORMAL")
             if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
                 self._db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
                 self.remember(format=str(FORMAT))
-            found = self.fact("format")
+            file_format = self.fact("format")
         except sqlite3.DatabaseError as error:
-            raise JournalError(f"{path} is no journal of rollouts: {error}; move it away to begin a new one") from None
-        if found != str(FORMAT):
+            raise JournalError(f"{path} is not a rollout journal: {error}; move it away to start a new one") from None
+        if file_format != str(FORMAT):
             raise JournalError(
-                f"the journal {path} has format {found}, this release reads {FORMAT}; use the one that made it"
+                f"the journal {path} has format {file_format}, this release reads {FORMAT}; use the release that wrote it"
             )
 
     def close(self) -> None:
@@ -119,27 +119,29 @@ class Journal:
     # --- groups ---
 
     def accept(self, requests: Mapping[str, tuple[bytes, int]]) -> list[Group]:
-        """By id: the request, and how many samples it asks for. Those that are new; one that is known must be the same."""
-        fresh = []
+        """Accept requests, given by id as `(serialized request, number of samples)`; return the new groups.
+
+        Raises `RequestError` if a known id comes with another request."""
+        new = []
         with self._transaction():
             for id, (request, num_samples) in requests.items():
                 row = self._db.execute("SELECT request FROM groups WHERE id = ?", (id,)).fetchone()
                 if row is not None and row[0] != request:
                     raise RequestError(
-                        f"a prompt with id {id!r} was accepted before, with other tokens or sampling; give every prompt an "
-                        "id of its own"
+                        f"a prompt with id {id!r} was accepted before with other tokens or sampling params; give every prompt "
+                        "its own id"
                     )
                 if row is None:
                     added = self._db.execute(
                         "INSERT INTO groups (id, request, num_samples) VALUES (?, ?, ?)", (id, request, num_samples)
                     )
                     number = int(added.lastrowid or 0)
-                    fresh.append(Group(number, id, request, num_samples, 0))
+                    new.append(Group(number, id, request, num_samples, 0))
                     self._event("accept", number)
-        return fresh
+        return new
 
     def waiting(self) -> list[Group]:
-        """Accepted, and not finished: after a restart, all that has to be generated."""
+        """Return the groups that are accepted and not finished."""
         rows = self._db.execute(
             "SELECT number, id, request, num_samples, attempt FROM groups WHERE state = 'accepted' ORDER BY number"
         )
@@ -149,7 +151,7 @@ class Journal:
         self._event("start", group.number, attempt=group.attempt, version=version)
 
     def finished(self) -> dict[int, int]:
-        """Groups that could be taken: the oldest version that made one of their tokens, -1 for those that failed."""
+        """Return the groups that could be taken, each with the version of its oldest token, -1 if it failed."""
         rows = self._db.execute(
             "SELECT number, coalesce((SELECT min(oldest) FROM samples WHERE samples.number = groups.number), -1) "
             "FROM groups WHERE state IN ('finished', 'failed') ORDER BY number"
@@ -157,8 +159,8 @@ class Journal:
         return dict(rows.fetchall())
 
     def finish(self, group: Group, samples: Mapping[int, tuple[bytes, int]]) -> int | None:
-        """All samples of a group at once, each with the version that made its oldest token. That of the group's oldest; None if
-        the attempt was given up meanwhile."""
+        """Store all samples of a group, given by index as `(completion, version of its oldest token)`. Return the version of
+        the group's oldest token, or None if the attempt is no longer current or samples are missing."""
         with self._transaction():
             if not self._is_current(group) or samples.keys() != set(range(group.num_samples)):
                 return None
@@ -173,7 +175,7 @@ class Journal:
             return min(oldest for *_, oldest in rows)
 
     def fail(self, group: Group, error: bytes) -> bool:
-        """A typed error ends the group. Whether it does: not if it has ended, or begun anew."""
+        """End the group with an error. Return False if the attempt is no longer current."""
         with self._transaction():
             if not self._is_current(group):
                 return False
@@ -183,7 +185,7 @@ class Journal:
         return True
 
     def renew(self, number: int) -> Group | None:
-        """The next attempt at a group that has not been taken; None if it has."""
+        """Start the next attempt at a group; return None if it was taken or failed."""
         with self._transaction():
             changed = self._db.execute(
                 "UPDATE groups SET state = 'accepted', attempt = attempt + 1 WHERE number = ? AND state IN ('accepted', "
@@ -208,14 +210,14 @@ class Journal:
     # --- taking ---
 
     def take(self, numbers: Iterable[int], version: int) -> None:
-        """These groups are the trainer's now, in this order."""
+        """Give groups to the trainer, in this order."""
         with self._transaction():
             for position, number in enumerate(numbers, self.last_position() + 1):
                 changed = self._db.execute(
                     "UPDATE groups SET state = 'taken' WHERE number = ? AND state IN ('finished', 'failed')", (number,)
                 )
                 if not changed.rowcount:
-                    raise JournalError(f"group {number} cannot be taken: it is not finished, or was taken before")
+                    raise JournalError(f"group {number} cannot be taken: it is not finished or was taken before")
                 (oldest,) = self._db.execute(
                     "SELECT coalesce(min(oldest), ?) FROM samples WHERE number = ?", (version, number)
                 ).fetchone()
@@ -228,13 +230,13 @@ class Journal:
         return int(last)
 
     def count_from(self, position: int) -> None:
-        """A trainer goes on behind this position. A journal that is new counts from there: its own was lost."""
+        """Continue behind a trainer's position. A new journal, whose predecessor was lost, counts from there."""
         if position <= self.last_position():
             return
         if self.num_taken():
             raise JournalError(
-                f"the trainer has taken up to position {position}, and this journal knows of {self.last_position()}: it is "
-                "older than the trainer's checkpoint, or of another run"
+                f"the trainer is at position {position} and this journal ends at {self.last_position()}; the journal is older "
+                "than the trainer's checkpoint or belongs to another run"
             )
         self.remember(base=str(position))
 
@@ -247,41 +249,40 @@ class Journal:
         return int(count)
 
     def num_taken_at(self, version: int) -> int:
-        """Groups that were taken while this version was being trained."""
+        """Return the number of groups taken while this version was being trained."""
         (count,) = self._db.execute("SELECT count(*) FROM takes WHERE version = ?", (version,)).fetchone()
         return int(count)
 
-    def taken(self, after: int, count: int) -> list[Taken]:
-        """What was taken behind a position, in order. Not before what is forgotten."""
+    def taken(self, after: int, count: int) -> list[TakenGroup]:
+        """Return the groups taken behind a position, in order. Raises `JournalError` if their completions are deleted."""
         if after < self.forgotten:
             raise JournalError(
-                f"a trainer wants to go on from position {after}, and had said that all up to {self.forgotten} is saved: it is "
-                "no longer here; go on from a later checkpoint, or begin a new run"
+                f"the trainer continues from position {after}, but reported position {self.forgotten} as saved, so earlier "
+                "completions are deleted; continue from a later checkpoint or start a new run"
             )
         rows = self._db.execute(
             "SELECT position, groups.number, id, version, age, coalesce(error, x'') FROM takes JOIN groups USING (number) "
             "WHERE position > ? ORDER BY position LIMIT ?",
             (after, count),
         ).fetchall()
-        found = []
+        groups = []
         for position, number, id, version, age, error in rows:
             samples = self._db.execute("SELECT completion FROM samples WHERE number = ? ORDER BY sample", (number,))
-            found.append(Taken(position, id, version, age, tuple(row[0] for row in samples), error))
-        return found
+            groups.append(TakenGroup(position, id, version, age, tuple(row[0] for row in samples), error))
+        return groups
 
     def ids_taken(self) -> list[str]:
-        """In order, also of those whose completions are no longer here."""
+        """Return the ids of all taken groups in order, including those whose completions are deleted."""
         rows = self._db.execute("SELECT id FROM takes JOIN groups USING (number) ORDER BY position")
         return [id for (id,) in rows]
 
     @property
     def forgotten(self) -> int:
-        """The last position whose completions are no longer here."""
+        """Last position whose completions are deleted."""
         return int(self.fact("forgotten") or 0)
 
     def forget(self, position: int) -> None:
-        """Completions up to a position are no longer needed: whoever took them has saved what it made of them. That they were
-        made and taken stays in the history."""
+        """Delete completions up to a position that the trainer has saved. The history keeps their events."""
         if position <= self.forgotten:
             return
         with self._transaction():
@@ -293,11 +294,11 @@ class Journal:
     # --- history ---
 
     def events(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """`(kind, group, sample or position, attempt, version)` in order."""
+        """Yield `(kind, group, sample or position, attempt, version)` in order."""
         yield from self._db.execute("SELECT kind, number, sample, attempt, version FROM events ORDER BY at")
 
     def states(self) -> dict[int, tuple[str, int, int]]:
-        """By group: state, samples asked for, attempt."""
+        """Return `(state, number of samples, attempt)` by group."""
         rows = self._db.execute("SELECT number, state, num_samples, attempt FROM groups")
         return {number: (state, num_samples, attempt) for number, state, num_samples, attempt in rows}
 
@@ -323,15 +324,15 @@ class Journal:
 
 
 def check(journal: Journal, max_staleness: int | None = None) -> list[str]:
-    """What is wrong with a run's history, in words; nothing, if all is well.
+    """Return what is wrong with a run's history; empty if it is consistent.
 
-    Every group that was accepted has been taken once or not at all; what was taken has every sample once, all of the last
-    attempt; positions follow each other; and nothing was older than `max_staleness` when it was taken."""
-    wrong: list[str] = []
+    Every accepted group is taken at most once. A taken group has every sample once, all from its last attempt. Positions are
+    consecutive. No group was older than `max_staleness` when it was taken."""
+    problems: list[str] = []
     accepted: set[int] = set()
     attempts: dict[int, int] = {}
     samples: dict[int, dict[int, int]] = {}
-    """By group: the version of each sample of the attempt under way."""
+    """By group: the version of each sample of the present attempt."""
     failed: set[int] = set()
     taken: dict[int, int] = {}
     serving = -1
@@ -340,45 +341,46 @@ def check(journal: Journal, max_staleness: int | None = None) -> list[str]:
         match kind:
             case "accept":
                 if number in accepted:
-                    wrong.append(f"group {number} was accepted twice")
+                    problems.append(f"group {number} was accepted twice")
                 accepted.add(number)
                 attempts[number], samples[number] = 0, {}
             case "renew":
                 if number in taken:
-                    wrong.append(f"group {number} was begun anew after it had been taken at position {taken[number]}")
+                    problems.append(f"group {number} was renewed after it was taken at position {taken[number]}")
                 attempts[number], samples[number] = attempt, {}
             case "sample":
                 if attempt != attempts.get(number):
-                    wrong.append(
+                    problems.append(
                         f"group {number}: a sample of attempt {attempt} came during attempt {attempts.get(number)}"
                     )
                 if sample in samples.setdefault(number, {}):
-                    wrong.append(f"group {number}: sample {sample} came twice in attempt {attempt}")
+                    problems.append(f"group {number}: sample {sample} came twice in attempt {attempt}")
                 samples[number][sample] = version
             case "fail":
                 failed.add(number)
             case "take":
                 if number in taken:
-                    wrong.append(f"group {number} was taken twice, at positions {taken[number]} and {sample}")
+                    problems.append(f"group {number} was taken twice, at positions {taken[number]} and {sample}")
                 if sample != base + len(taken) + 1:
-                    wrong.append(f"position {sample} was given out after position {base + len(taken)}")
+                    problems.append(f"position {sample} was assigned after position {base + len(taken)}")
                 taken[number] = sample
-                wanted = states[number][1]
-                if number not in failed and sorted(samples.get(number, {})) != list(range(wanted)):
-                    wrong.append(f"group {number} was taken with samples {sorted(samples.get(number, {}))} of {wanted}")
+                num_samples = states[number][1]
+                present = sorted(samples.get(number, {}))
+                if number not in failed and present != list(range(num_samples)):
+                    problems.append(f"group {number} was taken with samples {present} of {num_samples}")
                 oldest = min(samples.get(number, {}).values(), default=version)
                 if max_staleness is not None and version - oldest > max_staleness:
-                    wrong.append(
+                    problems.append(
                         f"group {number} was taken at version {version} with tokens of version {oldest}: older than "
                         f"{max_staleness}"
                     )
             case "sync":
                 if version < serving:
-                    wrong.append(f"the fleet went back from version {serving} to {version}")
+                    problems.append(f"the fleet went back from version {serving} to {version}")
                 serving = version
     for number, (state, _, _) in states.items():
         if number not in accepted:
-            wrong.append(f"group {number} was never accepted")
+            problems.append(f"group {number} was never accepted")
         if (state == "taken") != (number in taken):
-            wrong.append(f"group {number} is {state}, and its history says otherwise")
-    return wrong
+            problems.append(f"group {number} is {state}, which contradicts its history")
+    return problems

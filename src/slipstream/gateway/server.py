@@ -1,4 +1,4 @@
-"""The gateway process: bind (beyond loopback with TLS), make a token, serve until told to stop or until the owner is gone."""
+"""The gateway process: binds its port (with TLS beyond loopback), creates the token, and serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -23,10 +22,11 @@ from grpc_reflection.v1alpha import reflection
 
 from slipstream.config import GatewayConfig
 from slipstream.errors import ConfigError, Unauthorized
-from slipstream.garbage import leave_what_is_loaded
+from slipstream.gateway import channels, slipstream_pb2_grpc
 from slipstream.gateway import slipstream_pb2 as pb
-from slipstream.gateway import slipstream_pb2_grpc, wire
 from slipstream.gateway.service import Service
+from slipstream.runtime import tls
+from slipstream.runtime.garbage_collection import freeze_loaded_objects
 
 log = logging.getLogger(__name__)
 
@@ -34,18 +34,19 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Gateway"].full_name
 HEALTH_CHECK = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/Check"
 
 
-class Beside(Protocol):
-    """Something else that listens in the gateway's process while it runs, as the HTTP front does."""
+class CompanionServer(Protocol):
+    """Another server in the gateway's process, such as the HTTP front."""
 
     def __call__(
-        self, address: str, token: str, before: Mapping[str, object]
+        self, address: str, token: str, previous: Mapping[str, object]
     ) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
-        """Gives what `gateway.json` is to say of it. `before` is what the file said when a gateway was killed here."""
+        """Serve while the context is open; yield entries for `gateway.json`. `previous` is the content of that file if a
+        gateway was killed here."""
         ...
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
-    """Every method needs the token, known or not, except the standard health check."""
+    """Bearer-token authentication for every method, known or unknown, except the standard health check."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -55,7 +56,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        given = next((v for k, v in details.invocation_metadata or () if k == wire.TOKEN), "")
+        given = next((v for k, v in details.invocation_metadata or () if k == channels.TOKEN), "")
         given_bytes = given if isinstance(given, bytes) else given.encode()
         if details.method == HEALTH_CHECK or hmac.compare_digest(given_bytes, self._expected):
             return await continuation(details)
@@ -63,8 +64,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
 
 def _refusal(handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler:
-    """A handler of the same kind that answers UNAUTHENTICATED without reading a message."""
-    code, text, trailing = wire.status_of(
+    """Return a handler of the same kind that answers UNAUTHENTICATED without reading a message."""
+    code, text, trailing = channels.status_of(
         Unauthorized("token missing or wrong; it is in the file `token` of the gateway's run directory")
     )
 
@@ -84,13 +85,13 @@ def _refusal(handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler:
 
 @contextlib.asynccontextmanager
 async def running(config: GatewayConfig, token: str, service: Service | None = None) -> AsyncIterator[str]:
-    """A gateway on this event loop; gives its address."""
-    server = grpc.aio.server(interceptors=[TokenCheck(token)], options=wire.options(config.max_message_bytes))
+    """Run a gateway on this event loop; yield its address."""
+    server = grpc.aio.server(interceptors=[TokenCheck(token)], options=channels.options(config.max_message_bytes))
     service, health = service or Service(config.lease_seconds), HealthServicer()
     slipstream_pb2_grpc.add_GatewayServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), server)
-    address = wire.listen(server, config)
+    address = channels.listen(server, config)
     await server.start()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     leases = asyncio.create_task(service.watch_leases())
@@ -103,32 +104,38 @@ async def running(config: GatewayConfig, token: str, service: Service | None = N
         await service.close()
 
 
-async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event, beside: Beside | None = None) -> None:
-    """Runs until `stop` is set. The address and the token are files of the run directory, gone when it ends. One that was
-    killed leaves them behind, and the next goes on under the same: engines and trainers find it again."""
+async def serve(
+    config: GatewayConfig, run_dir: Path, stop: asyncio.Event, companion: CompanionServer | None = None
+) -> None:
+    """Run until `stop` is set. The address and the token are files in the run directory, deleted at the end.
+
+    A gateway that is killed leaves them behind. The next one continues with the same address and token, so that engines and
+    trainers find it again."""
     run_dir.mkdir(parents=True, exist_ok=True)
     token_file, address_file = run_dir / "token", run_dir / "gateway.json"
-    token, port, before = _left_behind(token_file, address_file, config.host)
+    token, port, previous = _left_behind(token_file, address_file, config.host)
     if not token:
         token = secrets.token_urlsafe(32)
         with open(os.open(token_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(token)
     if config.port == 0 and port:
-        config = replace(config, port=port if is_free(config.host, port) else 0)
+        config = config.replace(port=port if is_free(config.host, port) else 0)
     service = Service(config.lease_seconds, run_dir / "journal.sqlite")
     try:
         async with contextlib.AsyncExitStack() as stack:
             address = await stack.enter_async_context(running(config, token, service))
-            facts = await stack.enter_async_context(beside(address, token, before)) if beside is not None else {}
+            entries: dict[str, str] = {}
+            if companion is not None:
+                entries |= await stack.enter_async_context(companion(address, token, previous))
             if config.ca:
-                facts = {**facts, "ca": str(Path(config.ca).resolve())}
+                entries["ca"] = str(Path(config.ca).resolve())
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            leave_what_is_loaded()
+            freeze_loaded_objects()
             part = address_file.with_suffix(".part")
-            part.write_text(json.dumps({"address": address, "pid": os.getpid(), **facts}))
-            part.rename(address_file)  # whoever finds the file finds all of it
-            log.info("gateway listens on %s", address)
+            part.write_text(json.dumps({"address": address, "pid": os.getpid(), **entries}))
+            part.rename(address_file)  # readers never see a partial file
+            log.info("gateway listening on %s", address)
             await stop.wait()
     finally:
         address_file.unlink(missing_ok=True)
@@ -136,12 +143,12 @@ async def serve(config: GatewayConfig, run_dir: Path, stop: asyncio.Event, besid
 
 
 def _left_behind(token_file: Path, address_file: Path, host: str) -> tuple[str, int, Mapping[str, object]]:
-    """Token and port of a gateway that was killed here, and all that its file says; nothing, unless all can be read."""
+    """Return the token, the port and the file content that a killed gateway left here; nothing unless all is readable."""
     try:
         if token_file.stat().st_mode & 0o077 or token_file.stat().st_uid != os.getuid():
             raise OSError("others can read it")
-        facts = json.loads(address_file.read_text())
-        token, port, pid = token_file.read_text(), int(facts["address"].rpartition(":")[2]), int(facts["pid"])
+        entries = json.loads(address_file.read_text())
+        token, port, pid = token_file.read_text(), tls.host_of(entries["address"])[1], int(entries["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         token_file.unlink(missing_ok=True)
         return "", 0, {}
@@ -151,7 +158,7 @@ def _left_behind(token_file: Path, address_file: Path, host: str) -> tuple[str, 
             raise ConfigError(
                 f"{address_file.parent} belongs to a gateway that is running (pid {pid}); choose another run directory"
             )
-    return token, port, facts
+    return token, port, entries
 
 
 def is_free(host: str, port: int) -> bool:

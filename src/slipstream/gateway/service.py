@@ -1,4 +1,4 @@
-"""The gateway's gRPC methods: thin shells around the registry, dispatch and updates."""
+"""The gateway's gRPC methods: thin shells around the registry, dispatch, updates and rollouts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from pathlib import Path
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from slipstream.errors import EngineLost, ProtocolMismatch, SlipstreamError, UpdateInProgress
-from slipstream.gateway import convert, wire
+from slipstream.gateway import channels, convert
 from slipstream.gateway import slipstream_pb2 as pb
-from slipstream.gateway.affinity import Affinity
-from slipstream.gateway.attach import EngineLink
+from slipstream.gateway.control import control
 from slipstream.gateway.dispatch import Dispatch, score
-from slipstream.gateway.fanout import control
+from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.journal import Journal
+from slipstream.gateway.prefix_affinity import PrefixAffinity
 from slipstream.gateway.registry import Registry
-from slipstream.gateway.rollouts import Desk, Rollouts, by_id
+from slipstream.gateway.rollout_queue import RolloutQueue, RolloutRun, prompts_by_id
 from slipstream.gateway.slipstream_pb2_grpc import GatewayServicer
-from slipstream.gateway.trainers import MAX_STEP_SECONDS, TrainerGroup
-from slipstream.gateway.updates import FleetUpdate
+from slipstream.gateway.trainer_group import MAX_STEP_SECONDS, TrainerGroup
+from slipstream.gateway.transaction import FleetUpdate
 from slipstream.types import FleetStatus
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ HEARTBEATS_PER_LEASE = 4
 SCORE_SECONDS = 600.0
 MAX_TRAINERS = 1 << 16
 LEAVE_SECONDS = 10.0
-"""How long a trainer's new stream waits for the end of its old one."""
+"""How long a trainer's new stream waits for its old one to end."""
 MAX_TAKE_SECONDS = 3600.0
 
 
@@ -40,18 +41,18 @@ class Service(GatewayServicer):
     """All methods run on one event loop, so the registry and the links need no locks."""
 
     def __init__(self, lease_seconds: float, journal: Path | None = None) -> None:
-        """`journal` is the file that rollouts are written down in; without one they live as long as the gateway."""
+        """`journal` is the file of the rollout journal; without it the journal is kept in memory."""
         self._registry = Registry(lease_seconds)
-        written = Journal(journal)
-        self._desk = Desk(written, self._send)
-        if written.num_groups():
-            # A gateway before us died in the midst of a run: what engines hold is judged by what it committed.
-            self._registry.version = self._desk.version
+        opened = Journal(journal)
+        self._rollouts = RolloutRun(opened, self._generate)
+        if opened.num_groups():
+            # An earlier gateway died in the middle of a run: engines without its version are stale.
+            self._registry.version = self._rollouts.version
         self._links: dict[str, EngineLink] = {}
         self._trainers: TrainerGroup | None = None
-        self._left = asyncio.Event()
-        """Set whenever a trainer's stream has ended."""
-        self._affinity = Affinity()
+        self._trainer_left = asyncio.Event()
+        """Set whenever a trainer's stream ends."""
+        self._affinity = PrefixAffinity()
         self._num_completions = self._num_retried = 0
         self._started = time.monotonic()
 
@@ -79,7 +80,7 @@ class Service(GatewayServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.Results]:
-        async with _typed_errors(context), contextlib.aclosing(self._send(request)) as batches:
+        async with _typed_errors(context), contextlib.aclosing(self._generate(request)) as batches:
             async for results in batches:
                 yield results
 
@@ -92,59 +93,56 @@ class Service(GatewayServicer):
         async with _typed_errors(context):
             names = [request.engine] if request.engine else [m.info.name for m in self._registry.alive()]
             if not names:
-                raise self._registry.why_not_ready()
+                raise self._registry.not_ready()
             links = {name: self._links[self._registry.get(name).info.name] for name in names}
             seconds, verb = request.timeout_seconds, request.control.WhichOneof("verb")
-            if verb == "pause":  # also those that do not answer: who knows whether they have
-                self._note_pause(names, True)
+            if verb == "pause":  # before the answers: an engine that does not answer may have paused
+                self._registry.set_paused(names, True)
 
-            def done(names: Collection[str]) -> None:
+            def on_done(names: Collection[str]) -> None:
                 if verb == "resume":
-                    self._note_pause(names, False)
+                    self._registry.set_paused(names, False)
 
             timeout = seconds if 0 < seconds < MAX_STEP_SECONDS else MAX_STEP_SECONDS
-            return await control(links, request.control, timeout, done)
+            return await control(links, request.control, timeout, on_done)
         raise AssertionError("aborted above")
 
-    def _note_pause(self, names: Collection[str], is_paused: bool) -> None:
-        for name in names:
-            self._registry.paused(name, is_paused)
-
-    async def Update(self, steps: AsyncIterator[pb.UpdateStep], context: grpc.aio.ServicerContext) -> None:
+    async def Update(self, messages: AsyncIterator[pb.UpdateMessage], context: grpc.aio.ServicerContext) -> None:
         try:
-            rank, world, who = _trainer_of(context)
-            group = await self._join(rank, world, who, context.peer())
+            process = _trainer_process(context)
+            group = await self._join(process, context.peer())
         except SlipstreamError as refused:
-            # In answer to its steps, and not by ending the stream: a client that is just writing to one that ends may
-            # find gRPC's own error where our status was (https://github.com/grpc/grpc/issues/36066).
-            async for _ in steps:
+            # Reply to each message instead of ending the stream: a client that is writing to a stream that ends may get
+            # gRPC's own error in place of our status (https://github.com/grpc/grpc/issues/36066).
+            async for _ in messages:
                 await context.write(pb.UpdateReply(error=convert.error_to_pb(refused)))
             return
         try:
             async with _typed_errors(context):
-                async for step in steps:
-                    await context.write(await group.step(rank, step))
+                async for message in messages:
+                    await context.write(await group.handle(process.index, message))
         finally:
-            await asyncio.shield(self._leave(group, rank))
+            await asyncio.shield(self._leave(group, process.index))
 
-    async def _leave(self, group: TrainerGroup, rank: int) -> None:
-        await group.leave(rank)
+    async def _leave(self, group: TrainerGroup, index: int) -> None:
+        await group.leave(index)
         if group.is_empty and self._trainers is group:
             self._trainers = None
-        self._left.set()
+        self._trainer_left.set()
 
-    async def _join(self, rank: int, world: int, who: str, peer: str) -> TrainerGroup:
-        """Of one trainer, a new stream may come before the end of its old one is known here: that is waited for."""
+    async def _join(self, process: pb.TrainerProcess, peer: str) -> TrainerGroup:
+        """Add a trainer process to the group. Its new stream may arrive before its old one has ended here; wait for that."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS):
-                while self._trainers is not None and self._trainers.has(rank, who):
-                    self._left.clear()
-                    await self._left.wait()
+                while self._trainers is not None and self._trainers.has(process):
+                    self._trainer_left.clear()
+                    await self._trainer_left.wait()
         if self._trainers is None:
-            self._trainers = TrainerGroup(FleetUpdate(self._registry, self._links, self._desk.synced), world, peer)
-        if self._trainers.world != world or not self._trainers.join(rank, who):
+            update = FleetUpdate(self._registry, self._links, self._rollouts.on_commit)
+            self._trainers = TrainerGroup(update, process.count, peer)
+        if self._trainers.count != process.count or not self._trainers.join(process):
             raise UpdateInProgress(
-                f"another trainer ({self._trainers.peer}, {self._trainers.world} process(es)) holds this fleet's updates; "
+                f"another trainer ({self._trainers.peer}, {self._trainers.count} process(es)) holds this fleet's updates; "
                 "close it first"
             )
         return self._trainers
@@ -153,30 +151,28 @@ class Service(GatewayServicer):
 
     async def Submit(self, request: pb.SubmitRequest, context: grpc.aio.ServicerContext) -> pb.SubmitReply:
         async with _typed_errors(context):
-            rollouts = self._run(request.bound)
-            prompts = convert.requests_from_pb(request.prompts)
-            rows = [(r.id, convert.request_bytes(r), r.sampling.n) for r in prompts]
-            return pb.SubmitReply(num_new=rollouts.submit(by_id(rows)))
+            queue = self._queue(request.bound)
+            return pb.SubmitReply(num_new=queue.submit(prompts_by_id(convert.requests_from_pb(request.prompts))))
         raise AssertionError("aborted above")
 
     async def Take(self, request: pb.TakeRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TakenGroup]:
         async with _typed_errors(context):
-            rollouts = self._run(request.bound)
+            queue = self._queue(request.bound)
             timeout = min(request.timeout_seconds, MAX_TAKE_SECONDS)
-            taken = await rollouts.take(
+            groups = await queue.take(
                 request.after, request.count, timeout, request.saved, request.version, request.more
             )
-            for groups in wire.packed(map(convert.taken_to_pb, taken)):
-                yield groups
+            for packed in channels.packed(map(convert.taken_to_pb, groups)):
+                yield packed
 
-    def _run(self, bound: pb.RolloutBound) -> Rollouts:
-        wanted = convert.bound_from_pb(bound)
+    def _queue(self, message: pb.RolloutBound) -> RolloutQueue:
+        bound = convert.bound_from_pb(message)
         if self._registry.version < 0:
-            raise self._registry.why_not_ready()
-        return self._desk.rollouts(wanted, self._registry.version)
+            raise self._registry.not_ready()
+        return self._rollouts.queue(bound, self._registry.version)
 
-    async def _send(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
-        """To the engine that it names, or to whichever there are."""
+    async def _generate(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
+        """Generate on the engine that the message names, or on any."""
         dispatch = Dispatch(self._registry, self._links, message.engine, self._affinity)
         try:
             async with contextlib.aclosing(dispatch.run(message)) as batches:
@@ -187,7 +183,7 @@ class Service(GatewayServicer):
             self._num_retried += dispatch.num_retried
 
     async def close(self) -> None:
-        await self._desk.close()
+        await self._rollouts.close()
 
     # --- engines ---
 
@@ -199,7 +195,7 @@ class Service(GatewayServicer):
             info = convert.engine_from_pb(first.register)
             self._registry.register(info, time.monotonic())
             if info.name in self._links:
-                self._links[info.name].lose("it has registered anew")
+                self._links[info.name].lose("it registered again")
             link = self._links[info.name] = EngineLink(info.name)
             log.info("engine %s registered: %s, version %d, pid %d", info.name, info.model, info.version, info.pid)
             seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
@@ -208,50 +204,57 @@ class Service(GatewayServicer):
             writer = asyncio.create_task(_write(link, context))
             try:
                 async for message in messages:
-                    if why := self._registry.get(info.name).lost:
-                        raise EngineLost(f"engine {info.name!r} was given up: {why}; it may register again")
-                    self._registry.heard(info.name, time.monotonic())
-                    for part in wire.apart(message):
+                    if reason := self._registry.get(info.name).lost:
+                        raise EngineLost(f"engine {info.name!r} was declared lost: {reason}; it may register again")
+                    self._registry.touch(info.name, time.monotonic())
+                    for part in channels.unpacked(message):
                         if part.HasField("memory"):
-                            self._registry.slept(info.name, convert.memory_from_pb(part.memory).asleep)
+                            self._registry.set_asleep(info.name, convert.memory_from_pb(part.memory).asleep)
                         elif part.HasField("heartbeat"):
-                            self._beat(info.name, part.heartbeat)
+                            self._on_heartbeat(info.name, part.heartbeat)
                         link.deliver(part)
             finally:
                 writer.cancel()
                 if self._links.get(info.name) is link:
                     self._lose(info.name, "its connection broke")
 
-    def _beat(self, name: str, beat: pb.Heartbeat) -> None:
-        self._registry.counted(name, beat.looked_up_tokens, beat.hit_tokens)
-        if beat.version < 0:
-            self._registry.emptied(name)
+    def _on_heartbeat(self, name: str, heartbeat: pb.Heartbeat) -> None:
+        self._registry.set_prefix_hits(name, heartbeat.looked_up_tokens, heartbeat.hit_tokens)
+        if heartbeat.version < 0:
+            self._registry.set_empty(name)
 
-    def _lose(self, name: str, why: str) -> None:
-        log.warning("engine %s lost: %s", name, why)
-        self._registry.lose(name, why)
-        self._links[name].lose(why)
+    def _lose(self, name: str, reason: str) -> None:
+        log.warning("engine %s lost: %s", name, reason)
+        self._registry.lose(name, reason)
+        self._links[name].lose(reason)
         self._affinity.forget(name)
 
 
-def _trainer_of(context: grpc.aio.ServicerContext) -> tuple[int, int, str]:
-    """`(rank, world, who)` of the trainer's process; 0 of 1 unless it says otherwise. `who` is the same for all its streams."""
-    text = next((v for k, v in context.invocation_metadata() or () if k == wire.TRAINER), "0/1")
-    rank, world, who = [*str(text).split("/", 2), "", ""][:3]
-    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world) <= MAX_TRAINERS):
-        raise ProtocolMismatch(f"a trainer calls itself {text!r}; expected its rank and the number of ranks, like 0/1")
-    return int(rank), int(world), who
+def _trainer_process(context: grpc.aio.ServicerContext) -> pb.TrainerProcess:
+    """Read which trainer process opened the stream; without metadata it is the only one."""
+    data = next((v for k, v in context.invocation_metadata() or () if k == channels.TRAINER_PROCESS), None)
+    if data is None:
+        return pb.TrainerProcess(index=0, count=1)
+    try:
+        process = pb.TrainerProcess.FromString(data)
+    except DecodeError:
+        raise ProtocolMismatch(f"{channels.TRAINER_PROCESS} is not a TrainerProcess message") from None
+    if not process.index < process.count <= MAX_TRAINERS:
+        raise ProtocolMismatch(
+            f"a trainer must have process_index < process_count <= {MAX_TRAINERS}, got {process.index} and {process.count}"
+        )
+    return process
 
 
 async def _write(link: EngineLink, context: grpc.aio.ServicerContext) -> None:
-    async for message in wire.together(link.outgoing):
+    async for message in channels.drain(link.outgoing):
         await context.write(message)
 
 
 @contextlib.asynccontextmanager
 async def _typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """A Slipstream error ends the call with its class and text; anything else is a bug and becomes INTERNAL."""
+    """End the call with the class and text of a Slipstream error. Any other exception is a bug and becomes INTERNAL."""
     try:
         yield
     except SlipstreamError as error:
-        await context.abort(*wire.status_of(error))
+        await context.abort(*channels.status_of(error))

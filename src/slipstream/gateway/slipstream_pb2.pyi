@@ -272,7 +272,7 @@ class TensorSpec(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Part(_message.Message):
+class ParameterPart(_message.Message):
     __slots__ = ("tensor", "tensor_box", "local_box")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     TENSOR_BOX_FIELD_NUMBER: _ClassVar[int]
@@ -292,9 +292,9 @@ class Parameter(_message.Message):
     name: str
     rank: int
     shape: _containers.RepeatedScalarFieldContainer[int]
-    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    parts: _containers.RepeatedCompositeFieldContainer[ParameterPart]
     padding: _containers.RepeatedCompositeFieldContainer[Box]
-    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[Box, _Mapping]]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., parts: _Optional[_Iterable[_Union[ParameterPart, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[Box, _Mapping]]] = ...) -> None: ...
 
 class Box(_message.Message):
     __slots__ = ("spans",)
@@ -303,7 +303,7 @@ class Box(_message.Message):
     def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_concurrency", "version", "pid", "protocol")
+    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -314,7 +314,7 @@ class EngineInfo(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
-    MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -328,11 +328,11 @@ class EngineInfo(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     host: str
     max_model_len: int
-    max_concurrency: int
+    max_num_seqs: int
     version: int
     pid: int
     protocol: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_concurrency: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class FleetRequest(_message.Message):
     __slots__ = ()
@@ -414,7 +414,7 @@ class Memory(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Forget(_message.Message):
+class ResetPrefixCache(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -423,22 +423,22 @@ class Verify(_message.Message):
     def __init__(self) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify", "forget")
+    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify", "reset_prefix_cache")
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     WAKE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
-    FORGET_FIELD_NUMBER: _ClassVar[int]
+    RESET_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     pause: Pause
     resume: Resume
     sleep: Sleep
     wake: Wake
     memory: Memory
     verify: Verify
-    forget: Forget
-    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
+    reset_prefix_cache: ResetPrefixCache
+    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
     __slots__ = ("control", "engine", "timeout_seconds")
@@ -522,7 +522,7 @@ class Links(_message.Message):
     slots: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, slots: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
-class Berths(_message.Message):
+class Destinations(_message.Message):
     __slots__ = ("ranks", "slots")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -531,23 +531,12 @@ class Berths(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[Links, _Mapping]]] = ..., slots: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("version", "offers", "epoch", "drop_failed")
-    class OffersEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: Offer
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    OFFERS_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    DROP_FAILED_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    offers: _containers.MessageMap[str, Offer]
-    epoch: int
-    drop_failed: bool
-    def __init__(self, version: _Optional[int] = ..., offers: _Optional[_Mapping[str, Offer]] = ..., epoch: _Optional[int] = ..., drop_failed: bool = ...) -> None: ...
+    __slots__ = ("offer", "expected")
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    offer: Offer
+    expected: Destinations
+    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., expected: _Optional[_Union[Destinations, _Mapping]] = ...) -> None: ...
 
 class RankManifests(_message.Message):
     __slots__ = ("senders",)
@@ -561,28 +550,23 @@ class Manifests(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankManifests]
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankManifests, _Mapping]]] = ...) -> None: ...
 
-class Stage(_message.Message):
-    __slots__ = ("version", "manifests")
-    class ManifestsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: Manifests
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Manifests, _Mapping]] = ...) -> None: ...
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    MANIFESTS_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    manifests: _containers.MessageMap[str, Manifests]
-    def __init__(self, version: _Optional[int] = ..., manifests: _Optional[_Mapping[str, Manifests]] = ...) -> None: ...
-
 class Commit(_message.Message):
-    __slots__ = ("version", "in_flight")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("in_flight",)
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
-    version: int
     in_flight: str
-    def __init__(self, version: _Optional[int] = ..., in_flight: _Optional[str] = ...) -> None: ...
+    def __init__(self, in_flight: _Optional[str] = ...) -> None: ...
+
+class UpdateSteps(_message.Message):
+    __slots__ = ("version", "begin", "stage", "commit")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    begin: Begin
+    stage: Manifests
+    commit: Commit
+    def __init__(self, version: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., stage: _Optional[_Union[Manifests, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class Rollback(_message.Message):
     __slots__ = ("version",)
@@ -590,40 +574,26 @@ class Rollback(_message.Message):
     version: int
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
-class Swap(_message.Message):
-    __slots__ = ("begin", "expected", "stage", "commit")
-    class ExpectedEntry(_message.Message):
+class UpdateMessage(_message.Message):
+    __slots__ = ("timeout_seconds", "engines", "epoch", "drop_failed", "rollback")
+    class EnginesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
-        value: Berths
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Berths, _Mapping]] = ...) -> None: ...
-    BEGIN_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_FIELD_NUMBER: _ClassVar[int]
-    STAGE_FIELD_NUMBER: _ClassVar[int]
-    COMMIT_FIELD_NUMBER: _ClassVar[int]
-    begin: Begin
-    expected: _containers.MessageMap[str, Berths]
-    stage: Stage
-    commit: Commit
-    def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., expected: _Optional[_Mapping[str, Berths]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
-
-class UpdateStep(_message.Message):
-    __slots__ = ("timeout_seconds", "begin", "stage", "commit", "rollback", "swap")
+        value: UpdateSteps
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[UpdateSteps, _Mapping]] = ...) -> None: ...
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    BEGIN_FIELD_NUMBER: _ClassVar[int]
-    STAGE_FIELD_NUMBER: _ClassVar[int]
-    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DROP_FAILED_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
-    SWAP_FIELD_NUMBER: _ClassVar[int]
     timeout_seconds: float
-    begin: Begin
-    stage: Stage
-    commit: Commit
+    engines: _containers.MessageMap[str, UpdateSteps]
+    epoch: int
+    drop_failed: bool
     rollback: Rollback
-    swap: Swap
-    def __init__(self, timeout_seconds: _Optional[float] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., swap: _Optional[_Union[Swap, _Mapping]] = ...) -> None: ...
+    def __init__(self, timeout_seconds: _Optional[float] = ..., engines: _Optional[_Mapping[str, UpdateSteps]] = ..., epoch: _Optional[int] = ..., drop_failed: bool = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
 
 class StageReport(_message.Message):
     __slots__ = ("num_bytes", "verify_seconds", "receive_seconds")
@@ -645,72 +615,42 @@ class CommitReport(_message.Message):
     load_seconds: float
     def __init__(self, pause_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ...) -> None: ...
 
-class Begun(_message.Message):
-    __slots__ = ("engines",)
-    class EnginesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: Berths
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Berths, _Mapping]] = ...) -> None: ...
-    ENGINES_FIELD_NUMBER: _ClassVar[int]
-    engines: _containers.MessageMap[str, Berths]
-    def __init__(self, engines: _Optional[_Mapping[str, Berths]] = ...) -> None: ...
-
-class Staged(_message.Message):
-    __slots__ = ("engines",)
-    class EnginesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: StageReport
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[StageReport, _Mapping]] = ...) -> None: ...
-    ENGINES_FIELD_NUMBER: _ClassVar[int]
-    engines: _containers.MessageMap[str, StageReport]
-    def __init__(self, engines: _Optional[_Mapping[str, StageReport]] = ...) -> None: ...
-
-class Committed(_message.Message):
-    __slots__ = ("engines",)
-    class EnginesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: CommitReport
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[CommitReport, _Mapping]] = ...) -> None: ...
-    ENGINES_FIELD_NUMBER: _ClassVar[int]
-    engines: _containers.MessageMap[str, CommitReport]
-    def __init__(self, engines: _Optional[_Mapping[str, CommitReport]] = ...) -> None: ...
-
-class RolledBack(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class Swapped(_message.Message):
-    __slots__ = ("staged", "committed")
-    STAGED_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_FIELD_NUMBER: _ClassVar[int]
-    staged: Staged
-    committed: Committed
-    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ...) -> None: ...
+class UpdateReports(_message.Message):
+    __slots__ = ("begin", "stage", "commit")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    begin: Destinations
+    stage: StageReport
+    commit: CommitReport
+    def __init__(self, begin: _Optional[_Union[Destinations, _Mapping]] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., commit: _Optional[_Union[CommitReport, _Mapping]] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
-    __slots__ = ("staged", "committed", "rolled_back", "error", "begun", "swapped")
-    STAGED_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("engines", "rolled_back", "error")
+    class EnginesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: UpdateReports
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[UpdateReports, _Mapping]] = ...) -> None: ...
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
-    SWAPPED_FIELD_NUMBER: _ClassVar[int]
-    staged: Staged
-    committed: Committed
-    rolled_back: RolledBack
+    engines: _containers.MessageMap[str, UpdateReports]
+    rolled_back: bool
     error: Error
-    begun: Begun
-    swapped: Swapped
-    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ...) -> None: ...
+    def __init__(self, engines: _Optional[_Mapping[str, UpdateReports]] = ..., rolled_back: bool = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class TrainerProcess(_message.Message):
+    __slots__ = ("index", "count", "id")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    count: int
+    id: str
+    def __init__(self, index: _Optional[int] = ..., count: _Optional[int] = ..., id: _Optional[str] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("heartbeat_seconds", "fleet_version")
@@ -724,59 +664,20 @@ class Cancel(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class EngineStage(_message.Message):
-    __slots__ = ("version", "manifests")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    MANIFESTS_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    manifests: Manifests
-    def __init__(self, version: _Optional[int] = ..., manifests: _Optional[_Union[Manifests, _Mapping]] = ...) -> None: ...
-
-class EngineBegin(_message.Message):
-    __slots__ = ("version", "offer")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    OFFER_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    offer: Offer
-    def __init__(self, version: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
-
-class EngineSwap(_message.Message):
-    __slots__ = ("begin", "expected", "stage", "commit")
-    BEGIN_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_FIELD_NUMBER: _ClassVar[int]
-    STAGE_FIELD_NUMBER: _ClassVar[int]
-    COMMIT_FIELD_NUMBER: _ClassVar[int]
-    begin: EngineBegin
-    expected: Berths
-    stage: EngineStage
-    commit: Commit
-    def __init__(self, begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., expected: _Optional[_Union[Berths, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
-
-class EngineSwapped(_message.Message):
-    __slots__ = ("staged", "committed")
-    STAGED_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_FIELD_NUMBER: _ClassVar[int]
-    staged: StageReport
-    committed: CommitReport
-    def __init__(self, staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ...) -> None: ...
-
 class Release(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ToEngine(_message.Message):
-    __slots__ = ("call", "registered", "generate", "cancel", "score", "begin", "stage", "commit", "rollback", "control", "swap", "release", "also")
+    __slots__ = ("call", "registered", "generate", "cancel", "score", "update", "rollback", "control", "release", "also")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
-    BEGIN_FIELD_NUMBER: _ClassVar[int]
-    STAGE_FIELD_NUMBER: _ClassVar[int]
-    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     CONTROL_FIELD_NUMBER: _ClassVar[int]
-    SWAP_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ALSO_FIELD_NUMBER: _ClassVar[int]
     call: int
@@ -784,15 +685,12 @@ class ToEngine(_message.Message):
     generate: GenerateRequest
     cancel: Cancel
     score: ScoreRequest
-    begin: EngineBegin
-    stage: EngineStage
-    commit: Commit
+    update: UpdateSteps
     rollback: Rollback
     control: Control
-    swap: EngineSwap
     release: Release
     also: _containers.RepeatedCompositeFieldContainer[ToEngine]
-    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., begin: _Optional[_Union[EngineBegin, _Mapping]] = ..., stage: _Optional[_Union[EngineStage, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., swap: _Optional[_Union[EngineSwap, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., also: _Optional[_Iterable[_Union[ToEngine, _Mapping]]] = ...) -> None: ...
+    def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateSteps, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., also: _Optional[_Iterable[_Union[ToEngine, _Mapping]]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("version", "looked_up_tokens", "hit_tokens")
@@ -809,19 +707,16 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("call", "register", "heartbeat", "results", "scores", "staged", "committed", "done", "error", "begun", "memory", "swapped", "checksums", "also")
+    __slots__ = ("call", "register", "heartbeat", "results", "scores", "updated", "done", "error", "memory", "checksums", "also")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
-    STAGED_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    UPDATED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
-    SWAPPED_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     ALSO_FIELD_NUMBER: _ClassVar[int]
     call: int
@@ -829,13 +724,10 @@ class FromEngine(_message.Message):
     heartbeat: Heartbeat
     results: Results
     scores: ScoreReply
-    staged: StageReport
-    committed: CommitReport
+    updated: UpdateReports
     done: Done
     error: Error
-    begun: Berths
     memory: MemoryReport
-    swapped: EngineSwapped
     checksums: Checksums
     also: _containers.RepeatedCompositeFieldContainer[FromEngine]
-    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., staged: _Optional[_Union[StageReport, _Mapping]] = ..., committed: _Optional[_Union[CommitReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., begun: _Optional[_Union[Berths, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ..., swapped: _Optional[_Union[EngineSwapped, _Mapping]] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., also: _Optional[_Iterable[_Union[FromEngine, _Mapping]]] = ...) -> None: ...
+    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[EngineInfo, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., results: _Optional[_Union[Results, _Mapping]] = ..., scores: _Optional[_Union[ScoreReply, _Mapping]] = ..., updated: _Optional[_Union[UpdateReports, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., memory: _Optional[_Union[MemoryReport, _Mapping]] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., also: _Optional[_Iterable[_Union[FromEngine, _Mapping]]] = ...) -> None: ...

@@ -71,7 +71,7 @@ class GatewayStub(object):
                 _registered_method=True)
         self.Update = channel.stream_stream(
                 '/slipstream.v1.Gateway/Update',
-                request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateStep.SerializeToString,
+                request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateMessage.SerializeToString,
                 response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateReply.FromString,
                 _registered_method=True)
         self.Attach = channel.stream_stream(
@@ -85,7 +85,7 @@ class GatewayServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
-        """For clients (trainers).
+        """Clients (trainers).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,7 +110,8 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
-        """The rollouts of a run: accepted once, generated as often as needed, taken once. Both may be repeated after a failure.
+        """The rollout queue of a run: prompts are accepted once and groups are taken once. Both calls are idempotent, so a client
+        repeats them after a failure.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,22 +124,22 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Control(self, request, context):
-        """Pause, sleep and their opposites, memory and checksums, on every engine at once or on one.
+        """Pause, resume, sleep, wake, memory reports and checksums, on all engines or on one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request_iterator, context):
-        """One stream per trainer, held open: when it breaks, what was begun is rolled back. A trainer that may not update is told
-        so in answer to its steps.
+        """Weight updates. Each trainer process holds one stream open from update to update; when it breaks, the gateway rolls back
+        the update in progress. A trainer that may not update gets the reason as the reply to its messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request_iterator, context):
-        """For engines. The engine dials in and serves over its own stream, so that it needs no port of its own.
+        """Engines. An engine dials in and is called over its own stream, so it listens on no port.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,7 +185,7 @@ def add_GatewayServicer_to_server(servicer, server):
             ),
             'Update': grpc.stream_stream_rpc_method_handler(
                     servicer.Update,
-                    request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateStep.FromString,
+                    request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateMessage.FromString,
                     response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateReply.SerializeToString,
             ),
             'Attach': grpc.stream_stream_rpc_method_handler(
@@ -407,7 +408,7 @@ class Gateway(object):
             request_iterator,
             target,
             '/slipstream.v1.Gateway/Update',
-            slipstream_dot_gateway_dot_slipstream__pb2.UpdateStep.SerializeToString,
+            slipstream_dot_gateway_dot_slipstream__pb2.UpdateMessage.SerializeToString,
             slipstream_dot_gateway_dot_slipstream__pb2.UpdateReply.FromString,
             options,
             channel_credentials,

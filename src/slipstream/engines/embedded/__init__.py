@@ -1,5 +1,1 @@
-"""The embedded JAX engine."""
-
-from slipstream.engines.embedded.engine import EmbeddedEngine
-
-__all__ = ["EmbeddedEngine"]
+"""The embedded JAX engine. Start with `engine.py`, then `compute_thread.py`."""

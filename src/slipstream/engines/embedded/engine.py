@@ -1,4 +1,4 @@
-"""The embedded JAX engine: the asynchronous face of the compute thread."""
+"""The embedded JAX engine: the engine contract on top of the compute thread."""
 
 from __future__ import annotations
 
@@ -13,21 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from slipstream.config import EngineConfig
-from slipstream.engines.checks import (
-    check_in_flight,
-    check_sleep,
-    check_tags,
-    half_written,
-    not_staged,
-    weights_asleep,
-    weights_dropped,
-)
-from slipstream.engines.desk import Desk
-from slipstream.engines.embedded.executor import Executor, Policy
-from slipstream.engines.embedded.placement import lies_at
-from slipstream.engines.embedded.scheduler import Scheduler
-from slipstream.engines.embedded.setup import (
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.assembly import (
     check_draft,
     draft_parameters,
     draft_tensors,
@@ -36,8 +23,21 @@ from slipstream.engines.embedded.setup import (
     shapes_for,
     split_draft,
 )
-from slipstream.engines.embedded.worker import Worker
-from slipstream.engines.intake import Intake, Room, read_tokenizer
+from slipstream.engines.embedded.compute.executor import Executor, Policy
+from slipstream.engines.embedded.compute.placement import is_backed_by
+from slipstream.engines.embedded.compute_thread import ComputeThread
+from slipstream.engines.embedded.scheduling.scheduler import Scheduler
+from slipstream.engines.frontend.checks import (
+    check_in_flight,
+    check_sleep,
+    check_tags,
+    half_written,
+    not_staged,
+    weights_asleep,
+    weights_dropped,
+)
+from slipstream.engines.frontend.frontend import EngineFrontend
+from slipstream.engines.frontend.request_parser import RequestParser, SequenceLimits, read_tokenizer
 from slipstream.errors import (
     ConfigError,
     EngineLost,
@@ -48,15 +48,17 @@ from slipstream.errors import (
     Unsupported,
     UpdateInProgress,
 )
-from slipstream.model import checkpoint
+from slipstream.model import families
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.config import ModelConfig
-from slipstream.model.decoder import Params
+from slipstream.model.transformer.decoder import Params
 from slipstream.model.tree import flatten
 from slipstream.types import (
-    Berths,
     Checksums,
     CommitReport,
     Completion,
+    Destinations,
     EngineInfo,
     Failure,
     InFlight,
@@ -70,27 +72,26 @@ from slipstream.types import (
     Score,
     StageReport,
 )
-from slipstream.weights import families
-from slipstream.weights.image import num_bytes
-from slipstream.weights.publisher import DRAFT
-from slipstream.weights.transfer import Inbox
-from slipstream.weights.transports import TRANSPORTS, host_identity, is_quick
-from slipstream.weights.transports.shared import CUDA_NAME, NAME, is_shared
-from slipstream.weights.transports.tcp import Listen
-from slipstream.weights.verify import hash_parameters
+from slipstream.weights.rank_image import num_bytes
+from slipstream.weights.transports.host.tcp import ListenConfig
+from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, is_shared
+from slipstream.weights.update.publisher import DRAFT
+from slipstream.weights.update.transfer import Inbox
+from slipstream.weights.update.transport_choice import TRANSPORTS, host_identity, is_quick
+from slipstream.weights.update.verify import hash_parameters
 
 log = logging.getLogger(__name__)
 
 MAX_READS = 3
-"""Times that `checksums` begins anew because a version was committed meanwhile."""
+"""Attempts of `checksums` to read the weights without a commit in between."""
 
 T = TypeVar("T")
 
 
 class EmbeddedEngine:
-    """See `engines.base.Engine`. `params` are copied; without them the engine waits for its first update.
+    """Implements `engines.contract.EngineBackend`. `params` are copied; without them the engine waits for its first update.
 
-    engine = EmbeddedEngine.from_directory("my-model", options=EngineConfig(max_concurrency=64))
+    engine = EmbeddedEngine.from_directory("my-model", options=EmbeddedConfig(max_num_seqs=64))
     async for batch in engine.generate(requests): ...
     await engine.close()
     """
@@ -102,62 +103,66 @@ class EmbeddedEngine:
         *,
         name: str = "engine",
         tokenizer: Any = None,
-        options: EngineConfig | None = None,
+        options: EmbeddedConfig | None = None,
         version: int | None = None,
         draft: ModelConfig | None = None,
         draft_params: Params | None = None,
     ) -> None:
-        """`tokenizer` is a `tokenizers.Tokenizer`, needed for prompts and completions as text only. `version` is the
-        version of `params`, 0 unless given. `draft` and its weights are for `speculation="draft"`."""
+        """`tokenizer` is a `tokenizers.Tokenizer`, needed only for prompts and completions as text. `version` is that of
+        `params`, by default 0. `draft` and `draft_params` are the draft model of `speculation="draft"`."""
         if params is None and version is not None:
             raise ConfigError(f"version {version} was given without params: an engine without weights has no version")
         if version is not None and version < 0:
             raise ConfigError(f"version must be 0 or more, got {version}")
-        options = options or EngineConfig()
-        if options.kind != "embedded":
-            raise ConfigError(
-                f"an engine of kind {options.kind!r} is a process of its own; start it with slipstream.launch(engine=…)"
-            )
+        options = _checked(options).resolve_dtype(model.dtype)
         self._model, self._name, self._options = model, name, options
         self._draft = draft
         keep_freed_memory()
         shapes = shapes_for(model, options)
         programs = programs_for(model, options, shapes)
-        drafts = None if draft is None else programs_for(draft, options, shapes)
-        self._placement, self._draft_placement = programs.placement, drafts.placement if drafts else None
+        draft_programs = None if draft is None else programs_for(draft, options, shapes)
+        self._placement = programs.placement
+        self._draft_placement = draft_programs.placement if draft_programs else None
         self._shapes = shapes
-        self._tensors, self._parameters = families.tensors(model), families.parameters(model, options.tp)
+        self._tensors, self._parameters = (
+            families.tensors(model),
+            families.parameters(model, options.tensor_parallel_size),
+        )
         if draft is not None:
             check_draft(model, draft)
             self._tensors += draft_tensors(draft)
-            self._parameters += draft_parameters(draft, options.tp)
-        listen = Listen(options.listen, options.certificate, options.key)
+            self._parameters += draft_parameters(draft, options.tensor_parallel_size)
+        listen = ListenConfig(options.listen, options.certificate, options.key)
         self._inbox = Inbox(self._parameters, options.dtype, name, listen)
         self._num_bytes = num_bytes(self._parameters, options.dtype)
-        self._quick = False
-        """The update under way is too small for a thread to be worth it."""
-        self._shadow: Policy | None = None
+        self._is_small_update = False
+        """The current update is too small to be worth a thread."""
+        self._staged: Policy | None = None
         """A version that is staged and not committed."""
-        self._offered = self._memory = ""
-        """Transport of the update under way; memory that a trainer shares, as an offer names it, if the policy lies there."""
-        self._letting_go = asyncio.Lock()
-        self._rewritten: int | None = None
-        """The version that a trainer is writing into the memory that serves."""
+        self._transport = ""
+        """Transport of the current update."""
+        self._shared_memory = ""
+        """The transport that names a trainer's shared memory, if the serving policy is in it."""
+        self._sharing_lock = asyncio.Lock()
+        """Serializes `begin` and `release`."""
+        self._overwriting: int | None = None
+        """The version that a trainer is writing over the serving one, in shared memory."""
         policy = None
         if params is not None:
             drafted = None
             if self._draft_placement is not None:
                 if draft_params is None:
                     raise ConfigError(
-                        "the draft model came without weights, and the policy with: give both, or neither"
+                        "the policy has weights and the draft model came without weights: give both or neither"
                     )
                 drafted = self._draft_placement.place(draft_params)
             policy = Policy(self._placement.place(params), version or 0, drafted)
-        executor = Executor(programs, drafts, shapes.guesses)
-        scheduler = Scheduler(shapes, options.max_concurrency, options.prefix_cache)
-        self._worker = Worker(executor, scheduler, policy, name)
-        intake = Intake(model, tokenizer, Room(shapes.max_length, shapes.page_size, shapes.num_pages), name)
-        self._desk = Desk(intake, self._worker.add, self._worker.cancel, self._check_ready)
+        executor = Executor(programs, draft_programs)
+        scheduler = Scheduler(shapes, options.max_num_seqs, options.enable_prefix_caching)
+        self._compute = ComputeThread(executor, scheduler, policy, name)
+        limits = SequenceLimits(shapes.max_length, shapes.page_size, shapes.num_pages)
+        parser = RequestParser(model, tokenizer, limits, name)
+        self._frontend = EngineFrontend(parser, self._compute.add, self._compute.cancel, self._check_ready)
         log.info(
             "engine %s: %d pages of %d tokens, at most %d programs (decode %s rows, prefill %s blocks of %d)",
             name, shapes.num_pages, shapes.page_size, shapes.num_programs, shapes.rows, shapes.blocks, shapes.block,
@@ -165,12 +170,12 @@ class EmbeddedEngine:
 
     @classmethod
     def from_directory(
-        cls, directory: str | Path, *, name: str = "engine", options: EngineConfig | None = None
+        cls, directory: str | Path, *, name: str = "engine", options: EmbeddedConfig | None = None
     ) -> EmbeddedEngine:
-        """From an HF directory: `config.json`, and `tokenizer.json` and weights where they are there."""
-        directory, options = Path(directory), options or EngineConfig()
-        model, tokenizer = ModelConfig.read(directory), read_tokenizer(directory)
-        draft = ModelConfig.read(options.draft_model) if options.draft_model else None
+        """Create an engine from an HF directory: `config.json`, and `tokenizer.json` and weights if present."""
+        directory, options = Path(directory), _checked(options)
+        model, tokenizer = read_config(directory), read_tokenizer(directory)
+        draft = read_config(options.draft_model) if options.draft_model else None
         return cls(
             model,
             _weights(directory, model),
@@ -187,81 +192,84 @@ class EmbeddedEngine:
             kind="embedded",
             model=self._model.fingerprint(),
             dtype=self._options.dtype,
-            num_ranks=self._options.tp,
+            num_ranks=self._options.tensor_parallel_size,
             tensors=self._tensors,
             parameters=self._parameters,
-            transports=(*TRANSPORTS, *self._shares),
+            transports=(*TRANSPORTS, *self._shared_transports),
             host=host_identity(),
             max_model_len=self._shapes.max_length,
-            max_concurrency=self._options.max_concurrency,
-            version=self._worker.version,
+            max_num_seqs=self._options.max_num_seqs,
+            version=self._compute.version,
             pid=os.getpid(),
         )
 
     # --- rollouts ---
 
     def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        return self._desk.generate(requests)
+        return self._frontend.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        return await self._desk.score(sequences, top_k)
+        return await self._frontend.score(sequences, top_k)
 
     def _check_ready(self) -> None:
-        if self._worker.version < 0:
-            dropped = self._worker.dropped
-            raise NotReady(str(dropped or f"engine {self._name!r} has no weights yet; sync a policy to it first"))
+        if self._compute.version < 0:
+            reason = self._compute.drop_reason
+            raise NotReady(str(reason or f"engine {self._name!r} has no weights yet; sync a policy to it first"))
 
     # --- weights ---
 
-    async def begin(self, version: int, offer: Offer) -> Berths:
-        async with self._letting_go:
+    async def begin(self, version: int, offer: Offer) -> Destinations:
+        async with self._sharing_lock:
             if is_shared(offer.transport):
-                self._check_share(offer)
-            rewrites = offer.transport == self._memory
-            self._quick = rewrites or is_quick(offer.transport, self._num_bytes)
-            berths = await self._do(partial(self._inbox.begin, self._worker.version, version, offer))
-            self._offered = offer.transport
-            if rewrites:
-                self._rewritten = version
-                await asyncio.wrap_future(self._worker.hold())
-            return berths
+                self._check_shared(offer)
+            overwrites = offer.transport == self._shared_memory
+            self._is_small_update = overwrites or is_quick(offer.transport, self._num_bytes)
+            destinations = await self._run(partial(self._inbox.begin, self._compute.version, version, offer))
+            self._transport = offer.transport
+            if overwrites:
+                self._overwriting = version
+                await asyncio.wrap_future(self._compute.hold())
+            return destinations
 
     @property
-    def _shares(self) -> tuple[str, ...]:
-        """How its arrays can be a trainer's memory. Only whole tensors are what a trainer's module has."""
-        if self._options.tp > 1 or self._draft is not None:
+    def _shared_transports(self) -> tuple[str, ...]:
+        """Transports by which the engine can serve from a trainer's memory. Needs whole tensors, as a trainer's module has."""
+        if self._options.tensor_parallel_size > 1 or self._draft is not None:
             return ()
         return {"cpu": (NAME,), "gpu": (CUDA_NAME,)}.get(self._placement.platform, ())
 
-    def _check_share(self, offer: Offer) -> None:
-        if offer.transport.partition(":")[0] not in self._shares:
+    def _check_shared(self, offer: Offer) -> None:
+        if offer.transport.partition(":")[0] not in self._shared_transports:
             raise Unsupported(
-                f"engine {self._name!r} cannot serve from memory of this kind: it takes the host's on CPU, and a GPU's on "
-                f"that GPU, with tp=1 and without a draft model (here: {self._placement.platform}, tp={self._options.tp}"
-                f"{', with one' if self._draft else ''})"
+                f"engine {self._name!r} cannot serve from memory of this kind: an engine on CPU serves from host memory, one "
+                "on a GPU from memory of that GPU, both with tensor_parallel_size=1 and without a draft model (here: "
+                f"{self._placement.platform}, tensor_parallel_size={self._options.tensor_parallel_size}, "
+                f"{'with' if self._draft else 'without'} a draft model)"
             )
-        policy, places = self._worker.policy, self._inbox.addresses()
-        served = offer.transport == self._memory and policy is not None and lies_at(policy.params, places)
-        if not offer.fresh and not served:
+        policy, addresses = self._compute.policy, self._inbox.addresses()
+        is_served = (
+            offer.transport == self._shared_memory and policy is not None and is_backed_by(policy.params, addresses)
+        )
+        if not offer.fresh and not is_served:
             raise FleetChanged(f"engine {self._name!r} does not serve from the memory that the trainer shares")
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         def receive() -> tuple[Policy, StageReport]:
             arrays, report = self._inbox.receive(version, manifests)
-            if arrays and is_shared(self._offered):
+            if arrays and is_shared(self._transport):
                 return Policy(self._placement.adopt(self._inbox.foreign(arrays)), version), report
             return self._assemble(arrays, version), report
 
-        policy, report = await self._do(receive)
-        self._inbox.check(version)  # a rollback may have come meanwhile
-        self._shadow = policy
+        policy, report = await self._run(receive)
+        self._inbox.check(version)  # raises if the version was rolled back meanwhile
+        self._staged = policy
         return report
 
     def _assemble(self, arrays: Mapping[str, Sequence[np.ndarray]], version: int) -> Policy:
-        """A policy of what came; what did not come is that of the policy that serves. (Unless that lies in memory that a
-        trainer may write to: who takes its place must bring everything.)"""
-        serving = self._worker.policy
-        if serving is not None and self._memory not in ("", self._offered):
+        """Build a policy from the received arrays and, for the other tensors, the serving policy. If that is in memory that a
+        trainer may write to, every tensor must be received."""
+        serving = self._compute.policy
+        if serving is not None and self._shared_memory not in ("", self._transport):
             serving = serving._replace(params=None)
         policy, draft = split_draft(arrays)
         try:
@@ -273,69 +281,70 @@ class EmbeddedEngine:
             if serving is None or serving.params is not None:
                 raise
             shared, dropped = "serves from memory that a trainer shares", "has dropped its weights (sleep level 2)"
-            why = shared if self._memory else dropped
-            raise FleetChanged(f"engine {self._name!r} {why} and needs every tensor: {error}") from None
+            reason = shared if self._shared_memory else dropped
+            raise FleetChanged(f"engine {self._name!r} {reason} and needs every tensor: {error}") from None
 
-    async def _do(self, work: Callable[[], T]) -> T:
-        """In a thread, unless that would take longer than the work."""
-        return work() if self._quick else await asyncio.to_thread(work)
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Run `work` in a thread, unless starting one would take longer than the work."""
+        return work() if self._is_small_update else await asyncio.to_thread(work)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
         check_in_flight(in_flight)
         report = CommitReport(0.0, 0.0)
-        if version != self._worker.version:
-            if self._shadow is None or self._shadow.version != version:
+        if version != self._compute.version:
+            if self._staged is None or self._staged.version != version:
                 raise not_staged(self._name, version)
-            report = await asyncio.wrap_future(self._worker.swap(self._shadow, in_flight))
-            self._memory, self._rewritten = self._offered if is_shared(self._offered) else "", None
-            if self._memory:
-                self._placement.leave_landings()
-        self._drop_shadow(version)
-        with contextlib.suppress(UnknownVersion):  # committed before, or a rollback came too late and ended it
+            report = await asyncio.wrap_future(self._compute.swap(self._staged, in_flight))
+            self._shared_memory = self._transport if is_shared(self._transport) else ""
+            self._overwriting = None
+            if self._shared_memory:
+                self._placement.release_buffers()
+        self._drop_staged(version)
+        with contextlib.suppress(UnknownVersion):  # committed before, or ended by a rollback that came too late
             self._inbox.finish(version)
         return report
 
     async def rollback(self, version: int) -> None:
         with contextlib.suppress(EngineLost):
-            await asyncio.wrap_future(self._worker.forget_swap(version))
-            if self._rewritten == version:
-                await asyncio.wrap_future(self._worker.drop_policy(half_written(self._name, version)))
-                self._memory, self._rewritten = "", None
-        self._drop_shadow(version)
+            await asyncio.wrap_future(self._compute.cancel_swap(version))
+            if self._overwriting == version:
+                await asyncio.wrap_future(self._compute.drop_policy(half_written(self._name, version)))
+                self._shared_memory, self._overwriting = "", None
+        self._drop_staged(version)
         self._inbox.rollback(version)
 
     async def release(self) -> None:
-        """What landed is what serves, and the next trainer brings landings of its own. Only memory that the trainer shares is
-        not ours to keep: should it live on without us, it may do with it what it likes."""
-        async with self._letting_go:
-            if self._memory and self._rewritten is None:
+        """Copy the policy out of memory that the trainer shares, since a disconnected trainer may still write to it. Receive
+        buffers are kept: the serving weights are in them."""
+        async with self._sharing_lock:
+            if self._shared_memory and self._overwriting is None:
                 with contextlib.suppress(EngineLost):
-                    await asyncio.wrap_future(self._worker.copy_policy())
-                self._memory = ""
-                self._inbox.leave()
+                    await asyncio.wrap_future(self._compute.copy_policy())
+                self._shared_memory = ""
+                self._inbox.release()
 
-    def _drop_shadow(self, version: int) -> None:
-        if self._shadow is not None and self._shadow.version == version:
-            self._shadow = None
+    def _drop_staged(self, version: int) -> None:
+        if self._staged is not None and self._staged.version == version:
+            self._staged = None
 
     async def checksums(self) -> Checksums:
-        """In a thread, while steps run. Memory that a version left is written to by the one after the next, so what was read
-        counts only if the same version still serves."""
+        """Read and hash in a thread while steps run. The memory of a replaced version is reused by a later update, so the
+        result is valid only if the same version still serves afterwards."""
         for _ in range(MAX_READS):
             self._check_ready()
-            policy = self._worker.policy
+            policy = self._compute.policy
             assert policy is not None
             if policy.params is None:
                 raise weights_dropped(self._name)
-            if "weights" in self._worker.memory().asleep:
+            if "weights" in self._compute.memory().asleep:
                 raise weights_asleep(self._name)
-            if self._rewritten is None:
-                found = await asyncio.to_thread(self._hash, policy)
-                if self._worker.policy is policy and self._rewritten is None:
-                    return Checksums(policy.version, found)
+            if self._overwriting is None:
+                checksums = await asyncio.to_thread(self._hash, policy)
+                if self._compute.policy is policy and self._overwriting is None:
+                    return Checksums(policy.version, checksums)
         raise UpdateInProgress(
-            f"engine {self._name!r}: a version came during each of {MAX_READS} attempts to read the weights; ask between two "
-            "syncs"
+            f"engine {self._name!r}: a new version was committed during each of {MAX_READS} attempts to read the weights; "
+            "retry between two syncs"
         )
 
     def _hash(self, policy: Policy) -> tuple[ParameterChecksums, ...]:
@@ -352,35 +361,44 @@ class EmbeddedEngine:
     # --- control ---
 
     async def pause(self) -> None:
-        await asyncio.wrap_future(self._worker.pause(True))
+        await asyncio.wrap_future(self._compute.pause(True))
 
     async def resume(self) -> None:
-        await asyncio.wrap_future(self._worker.pause(False))
+        await asyncio.wrap_future(self._compute.pause(False))
 
-    async def forget_prefixes(self) -> None:
-        await asyncio.wrap_future(self._worker.forget_prefixes())
+    async def reset_prefix_cache(self) -> None:
+        await asyncio.wrap_future(self._compute.reset_prefix_cache())
 
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._inbox.is_updating)
-        return await asyncio.wrap_future(self._worker.sleep(level))
+        return await asyncio.wrap_future(self._compute.sleep(level))
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         check_tags(tags)
-        return await asyncio.wrap_future(self._worker.wake(tags))
+        return await asyncio.wrap_future(self._compute.wake(tags))
 
     async def memory(self) -> MemoryReport:
-        return self._worker.memory()
+        return self._compute.memory()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: tokens computed, hits of the prefix cache, preemptions, seconds by phase, programs."""
-        return self._worker.stats()
+        """Counters since the start: tokens, prefix-cache hits, preemptions, seconds by phase, compiled programs."""
+        return self._compute.stats()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._worker.close)
+        await asyncio.to_thread(self._compute.close)
         self._inbox.close()
 
 
+def _checked(options: EmbeddedConfig | None) -> EmbeddedConfig:
+    if not isinstance(options, EmbeddedConfig | None):
+        raise ConfigError(
+            f"an engine in this process needs an EmbeddedConfig, got {type(options).__name__}; other backends run in their own "
+            "process: slipstream.launch(engine=...)"
+        )
+    return options or EmbeddedConfig()
+
+
 def _weights(directory: Path, model: ModelConfig) -> Params | None:
-    if not checkpoint.has_weights(directory):
+    if not hf_weights.has_weights(directory):
         return None
-    return checkpoint.unflatten(checkpoint.read_arrays(directory, model))
+    return hf_weights.unflatten(hf_weights.read_arrays(directory, model))

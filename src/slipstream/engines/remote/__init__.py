@@ -1,1 +1,2 @@
-"""A vLLM or SGLang server that somebody else started, as an engine. Speaks HTTP to it; needs neither vLLM nor torch."""
+"""A running vLLM or SGLang server as an engine, over HTTP; needs neither vLLM nor torch. Start with `engine.py`, which decides
+what is asked of a server and when; a dialect (`vllm.py`, `sglang.py`) implements the calls."""

@@ -1,97 +1,102 @@
-"""What differs between the servers of different makers: their words, and what they do unasked.
+"""The interface between `RemoteEngine` and the servers of different makers.
 
-`RemoteEngine` decides what is asked of a server, and when; a `Dialect` says it, and reads the answer. Calls raise what
-`Client` raises, and `ProtocolMismatch` where an answer makes no sense."""
+`RemoteEngine` decides what is asked of a server and when; a `Dialect` implements it in the server's HTTP API. Calls raise what
+`ServerClient` raises, and `ProtocolMismatch` for a malformed response."""
 
 from __future__ import annotations
 
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from slipstream.engines.remote.client import Client
-from slipstream.engines.remote.server import Server
-from slipstream.engines.sequence import Sample
-from slipstream.errors import EngineLost
+from slipstream.engines.frontend.sequence import Sample
+from slipstream.engines.remote.http_client import ServerClient
+from slipstream.engines.remote.server_info import ServerInfo
 from slipstream.types import MemoryTag, Parameter, SamplingParams, TopLogprobs
 
-FRESH = re.compile(r"default|slipstream-[0-9a-f]{8}-checkpoint")
-"""The label of a server that nobody has updated: its own word, or that of an engine that was here before."""
+CHECKPOINT_LABEL = re.compile(r"default|slipstream-[0-9a-f]{8}-checkpoint")
+"""The label of a server that holds its checkpoint: the server's default, or that of an earlier engine."""
+
+STREAM_INTERVAL = 16
+"""Tokens per streamed event."""
+JOIN_SECONDS = 150.0
+"""Timeout for the server to meet a trainer. Longer than the trainer's, so that the trainer gives up first."""
+UPDATE_SECONDS = 600.0
 
 
-class Scores(NamedTuple):
-    """Of a sequence: what follows each token but the last."""
+class ServerScore(NamedTuple):
+    """Logprobs of all tokens of a sequence but the first."""
 
     logprobs: list[float]
-    tops: list[TopLogprobs]
+    top_logprobs: list[TopLogprobs]
     label: str | None
-    """As `Dialect.draw` returns it."""
+    """As `Dialect.generate` returns it."""
 
 
-class Way(Protocol):
-    """By which weights of one trainer reach the server."""
+class WeightChannel(Protocol):
+    """How the weights of one trainer reach the server."""
 
     key: str
-    """Two offers with the same one need not be joined anew."""
+    """Offers with the same key share a connection."""
     link: bytes
-    """For the trainer."""
+    """Sent to the trainer."""
 
-    async def join(self) -> None:
-        """The server meets the trainer; it may answer only when the trainer has come, which it does once it has the link."""
+    async def connect(self) -> None:
+        """Connect the server with the trainer. The server may answer only once the trainer, which needs the link first, has
+        connected too."""
         ...
 
-    async def replace(self, parameters: Sequence[Parameter], version: int, label: str) -> None:
-        """The server, which is paused, takes these, carries the label, and forgets the prefixes of older versions. Whatever is
-        raised, it may now hold half of the one version and half of the other."""
+    async def replace_weights(self, parameters: Sequence[Parameter], version: int, label: str) -> None:
+        """Make the paused server take these parameters and the label, and drop the prefix cache of older versions. After any
+        error it may hold a mix of two versions."""
         ...
 
-    async def leave(self) -> None:
-        """What has been joined is of no use any more. Never raises."""
+    async def disconnect(self) -> None:
+        """Best effort: failures are not raised."""
         ...
 
 
 class Dialect(ABC):
-    """One server, in its words."""
+    """One server, through the API of its maker."""
 
-    takes_all: ClassVar[bool]
-    """An update brings every tensor or none."""
-    idle_to_sleep: ClassVar[bool]
-    """No request may be in its hands when it goes to sleep."""
-    steps_when_awake: ClassVar[bool]
-    """Once all of it is awake it generates, unasked."""
+    needs_all_tensors: ClassVar[bool]
+    """An update must bring every tensor or none."""
+    must_be_idle_to_sleep: ClassVar[bool]
+    """The server may hold no request when it goes to sleep."""
+    resumes_on_wake: ClassVar[bool]
+    """The server generates as soon as all of it is awake."""
 
-    def __init__(self, client: Client, server: Server) -> None:
+    def __init__(self, client: ServerClient, server: ServerInfo) -> None:
         self.client, self.server = client, server
 
     @property
-    def where(self) -> str:
-        """For messages."""
-        return self.client.who
+    def name(self) -> str:
+        """The server, for messages."""
+        return self.client.name
 
     @property
     @abstractmethod
     def transports(self) -> tuple[str, ...]: ...
 
     @abstractmethod
-    async def settle(self) -> None:
-        """The first calls that change the server: it is awake, and paused or not as `server.is_paused` says."""
+    async def prepare(self) -> None:
+        """Make the first calls that change the server: afterwards it is awake, and paused if `server.is_paused`."""
 
     # --- requests ---
 
     @abstractmethod
-    async def needs_score(self, sampling: SamplingParams) -> bool:
-        """Whether raw logprobs must be asked for afterwards. Raises `Unsupported` where what is wanted cannot be known."""
+    async def needs_rescoring(self, sampling: SamplingParams) -> bool:
+        """Return whether raw logprobs need a second request. Raise `Unsupported` if the logprobs cannot be known."""
 
     @abstractmethod
-    async def draw(self, sample: Sample, version: int, salt: str, count: int) -> str | None:
-        """From the prompt, or from what there is of the completion, to the end, with the `count` likeliest at each position.
-        Cancelled, it ends the request in the server. `salt` names the version as nobody else would: what another one has put
-        into the prefix cache is not found. Returns the label that the answer carried, if answers do."""
+    async def generate(self, sample: Sample, version: int, salt: str, num_top: int) -> str | None:
+        """Complete the sample, from its prompt or its tokens so far, with the `num_top` likeliest tokens at each position.
+        Cancellation ends the request in the server. `salt` is unique to the version: prefix-cache entries of other
+        versions do not match. Return the weight label of the response, if responses carry one."""
 
     @abstractmethod
-    async def scores(self, tokens: tuple[int, ...], top_k: int, salt: str, priority: int) -> Scores: ...
+    async def score(self, tokens: tuple[int, ...], top_k: int, salt: str, priority: int) -> ServerScore: ...
 
     # --- control ---
 
@@ -106,7 +111,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def check_sleep(self, level: int) -> None:
-        """Raises `Unsupported` where the server was not started for it."""
+        """Raise `Unsupported` if the server was not started with sleep enabled."""
 
     @abstractmethod
     async def sleep(self, level: int, asleep: Sequence[MemoryTag]) -> None:
@@ -116,8 +121,8 @@ class Dialect(ABC):
     async def wake(self, tags: Sequence[MemoryTag]) -> None: ...
 
     @abstractmethod
-    async def forget_prefixes(self) -> None:
-        """What is in the prefix cache, that of an older version too."""
+    async def reset_prefix_cache(self) -> None:
+        """Drop the prefix cache, entries of older versions included."""
 
     # --- weights ---
 
@@ -125,50 +130,17 @@ class Dialect(ABC):
     async def label(self) -> str: ...
 
     @abstractmethod
-    async def put_label(self, text: str) -> None:
-        """On weights that stay as they are."""
+    async def set_label(self, text: str) -> None:
+        """Change the label of weights that stay as they are."""
 
     @abstractmethod
-    def way(self, transport: str) -> Way:
-        """Of an offer. Raises `TransferError` for one that cannot be taken; asks nothing of the server."""
+    def channel(self, transport: str) -> WeightChannel:
+        """Return the channel of an offer, without calling the server. Raise `TransferError` if the offer cannot be taken."""
 
 
-class Label:
-    """The weight version that the server carries for us. A server that was restarted, or updated by someone else, carries
-    another one: what it generated is then not what we think."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        self._dialect, self._own, self._text = dialect, secrets.token_hex(4), ""
-
-    def of(self, what: int | str) -> str:
-        return f"slipstream-{self._own}-{what}"
-
-    async def put(self, what: int | str) -> None:
-        """On weights that stay as they are."""
-        await self._dialect.put_label(self.of(what))
-        self.was_put(what)
-
-    def was_put(self, what: int | str) -> None:
-        self._text = self.of(what)
-
-    async def ask(self) -> None:
-        expected = self._text
-        self._compare(expected, await self._dialect.label())
-
-    def check(self, found: str) -> None:
-        self._compare(self._text, found)
-
-    def _compare(self, expected: str, found: str) -> None:
-        if found != expected:
-            raise EngineLost(
-                f"{self._dialect.where} holds weights labelled {found!r} instead of {expected!r}: it was restarted, or "
-                "somebody else updates it. Start this engine again"
-            )
-
-
-def is_plain(sampling: SamplingParams) -> bool:
-    """Whether the distribution that is sampled is the model's own, or its likeliest token is taken: then both kinds of
-    logprobs are the same, and it does not matter where a completion began."""
+def is_plain_or_greedy(sampling: SamplingParams) -> bool:
+    """Return whether tokens are drawn from the model's own distribution, or are its likeliest. Then both kinds of logprobs are
+    the same, and a completion can be continued by another request."""
     return (
         sampling.temperature in (0, 1)
         and (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)

@@ -1,12 +1,12 @@
-"""A server that somebody else started behind the engine contract, as far as its HTTP interface goes.
+"""A running inference server behind the engine contract, as far as its HTTP API allows.
 
-    this process       RemoteEngine: requests, versions, the order of an update; a dialect: the server's words
+    this process       RemoteEngine: requests, versions, the order of an update; a dialect: the server's API
     the server         vLLM (`vllm.py`) or SGLang (`sglang.py`)
-    the trainer        sends weights to the server's workers (`weights/transports/gathering.py`)
+    the trainer        sends weights to the server's workers (`weights/transports/servers/gather.py`)
 
-What differs from other engines: weights are replaced in place and with the commit, so a commit that fails leaves none, and a
-sync with every tensor must follow; checksums are not compared; `keep` does what `recompute` does, because nobody can tell at
-which token of a running request the weights changed."""
+Differences from other engines: weights are replaced in place during the commit, so a failed commit leaves the engine without
+weights until a sync brings every tensor; checksums are not compared; `keep` does what `recompute` does, because it is unknown
+at which token of a running request the weights changed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import EngineConfig
-from slipstream.engines.checks import check_in_flight, check_not_dropped, check_sleep, check_tags, never_finish
-from slipstream.engines.desk import Desk
-from slipstream.engines.intake import Intake, Room, read_tokenizer
-from slipstream.engines.remote.client import Client
-from slipstream.engines.remote.dialect import Dialect, Label
-from slipstream.engines.remote.runs import Runs
+from slipstream.config import RemoteConfig
+from slipstream.engines.frontend.checks import check_in_flight, check_sleep, check_tags
+from slipstream.engines.frontend.frontend import EngineFrontend
+from slipstream.engines.frontend.request_parser import RequestParser, SequenceLimits, read_tokenizer
+from slipstream.engines.frontend.step_control import StepControl
+from slipstream.engines.remote.dialect import Dialect
+from slipstream.engines.remote.http_client import ServerClient
+from slipstream.engines.remote.samples import RemoteSampleTasks
 from slipstream.engines.remote.sglang import SglangDialect
 from slipstream.engines.remote.vllm import VllmDialect
-from slipstream.engines.remote.weights import Arrivals
+from slipstream.engines.remote.weight_label import WeightLabel
+from slipstream.engines.remote.weight_updates import ServerUpdates
 from slipstream.errors import (
     DeadlineExceeded,
     EngineLost,
@@ -37,12 +39,14 @@ from slipstream.errors import (
     SlipstreamError,
     Unsupported,
 )
+from slipstream.model import families
+from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
-    Berths,
     Checksums,
     CommitReport,
     Completion,
+    Destinations,
     EngineInfo,
     Failure,
     InFlight,
@@ -54,78 +58,73 @@ from slipstream.types import (
     Score,
     StageReport,
 )
-from slipstream.weights import families
-from slipstream.weights.image import num_bytes
-from slipstream.weights.transports import host_identity
+from slipstream.weights.rank_image import num_bytes
+from slipstream.weights.update.transport_choice import host_identity
 
 log = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 5.0
-"""Between two looks at the server."""
+"""Interval between health checks of the server."""
 CLOSE_SECONDS = 10.0
-"""Within which requests have been ended in the server, or are left to it."""
+"""How long `close` waits for the server to end our requests, and to resume."""
 
 
 class RemoteEngine:
-    """See `engines.base.Engine`.
+    """See `engines.contract.EngineBackend`.
 
-    engine = await RemoteEngine.start("my-model", options=EngineConfig(kind="remote", url="http://localhost:8000"))
+    engine = await RemoteEngine.start("my-model", options=RemoteConfig(url="http://localhost:8000"))
 
     For an SGLang server, `dialect="sglang"`.
     """
 
     def __init__(
-        self, model: ModelConfig, dialect: Dialect, *, name: str, tokenizer: Any, options: EngineConfig
+        self, model: ModelConfig, dialect: Dialect, *, name: str, tokenizer: Any, options: RemoteConfig
     ) -> None:
         server = dialect.server
         self._model, self._dialect, self._server, self._name = model, dialect, server, name
         self._max_length = min(server.max_model_len, options.max_model_len or server.max_model_len)
-        self._max_concurrency = options.max_concurrency
+        self._max_num_seqs = options.max_num_seqs
         self._tensors, self._parameters = families.tensors(model), families.parameters(model, 1)
-        self._label = Label(dialect)
-        self._runs = Runs(dialect, options.max_concurrency, self._label.of, self._verify, self._lose)
-        room = Room(self._max_length, server.block_size, server.num_blocks)
-        self._desk = Desk(Intake(model, tokenizer, room, name), self._runs.start, self._runs.cancel, self._check_ready)
-        self._arrivals = Arrivals(dialect, self._parameters, name)
-        self._turn = asyncio.Lock()
-        """Of whatever stops the server's steps."""
-        self._paused = False
-        self._is_still = server.is_paused
-        self._asleep: dict[MemoryTag, int] = {}
-        """What has been given up, and at which level."""
-        self._empty = "" if server.has_weights else "has no weights yet"
-        """Why nothing can be generated."""
-        self._proof: asyncio.Task[None] | None = None
-        self._proving = asyncio.Lock()
-        self._watch: asyncio.Task[None] | None = None
+        self._label = WeightLabel(dialect)
+        self._samples = RemoteSampleTasks(dialect, options.max_num_seqs, self._label, self._lose)
+        limits = SequenceLimits(self._max_length, server.block_size, server.num_blocks)
+        parser = RequestParser(model, tokenizer, limits, name)
+        self._frontend = EngineFrontend(parser, self._samples.start, self._samples.cancel, self._check_ready)
+        self._updates = ServerUpdates(dialect, self._parameters, name)
+        self._no_weights = "" if server.has_weights else "has no weights yet"
+        """Why the server has no weights of ours; empty if it has."""
+        self._steps = StepControl(
+            name, dialect.pause, dialect.resume, may_start=lambda: not self._no_weights, is_stopped=server.is_paused
+        )
+        self._health_checks: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
-        """The server is gone, and this process had better go too."""
+        """Set when the server is gone and this process should exit."""
 
     @classmethod
     async def start(
-        cls, directory: str | Path, *, name: str = "engine", options: EngineConfig, seconds: float = 60.0
+        cls, directory: str | Path, *, name: str = "engine", options: RemoteConfig, timeout: float = 60.0
     ) -> RemoteEngine:
-        """`directory` holds the model's `config.json`, and `tokenizer.json` where prompts are text; the weights are the
-        server's. `seconds` bounds each call that changes little."""
-        model, tokenizer = ModelConfig.read(Path(directory)), read_tokenizer(Path(directory))
-        client = Client(options, seconds)
+        """Connect to the server. `directory` holds the model's `config.json`, and `tokenizer.json` if prompts are text; the
+        server has the weights. `timeout` limits each call, except for updates and requests."""
+        model, tokenizer = read_config(Path(directory)), read_tokenizer(Path(directory))
+        client = ServerClient(options, timeout)
         try:
-            meet = SglangDialect.meet if options.dialect == "sglang" else VllmDialect.meet
-            dialect: Dialect = await meet(client, model)
+            connect = SglangDialect.connect if options.dialect == "sglang" else VllmDialect.connect
+            dialect: Dialect = await connect(client, model)
             engine = cls(model, dialect, name=name, tokenizer=tokenizer, options=options)
-            await dialect.settle()
+            await dialect.prepare()
             server = dialect.server
             if server.has_weights:
-                engine._runs.version = 0
-                await engine._label.put("checkpoint")
+                engine._samples.version = 0
+                await engine._label.set("checkpoint")
         except BaseException:
             await client.close()
             raise
-        engine._watch = asyncio.create_task(engine._look_after())
+        engine._health_checks = asyncio.create_task(engine._check_health())
         log.info(
             "engine %s: %s %s at %s, %d worker(s)%s",
-            *(name, client.maker.name, server.version, client.url, server.num_workers),
-            "" if server.has_weights else "; its weights are not those of a checkpoint, so a sync must bring all",
+            *(name, client.kind.name, server.version, client.url, server.num_workers),
+            "" if server.has_weights else "; its weights are not a checkpoint's, so a sync must bring every tensor",
         )
         return engine
 
@@ -141,228 +140,189 @@ class RemoteEngine:
             transports=self._dialect.transports,
             host=host_identity(),
             max_model_len=self._max_length,
-            max_concurrency=self._max_concurrency,
-            version=-1 if self._empty else self._runs.version,
+            max_num_seqs=self._max_num_seqs,
+            version=-1 if self._no_weights else self._samples.version,
             pid=os.getpid(),
         )
 
     # --- rollouts ---
 
     def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        return self._desk.generate(requests)
+        return self._frontend.generate(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        return await self._desk.score(sequences, top_k)
+        return await self._frontend.score(sequences, top_k)
 
     def _check_ready(self) -> None:
         if self.ended.is_set():
-            raise EngineLost(f"engine {self._name!r} is closed, or {self._dialect.where} is gone")
-        if self._empty:
+            raise EngineLost(f"engine {self._name!r} is closed, or {self._dialect.name} is gone")
+        if self._no_weights:
             raise self._not_ready()
 
     def _not_ready(self) -> NotReady:
-        return NotReady(f"engine {self._name!r} {self._empty}; sync a policy to it")
-
-    async def _verify(self, carried: str | None) -> None:
-        """The server still holds our weights: by the label that its answer carried, or asked for after a request has ended,
-        once for all that end meanwhile."""
-        if carried is not None:
-            self._label.check(carried)
-            return
-        if self._proof is None:
-            self._proof = asyncio.create_task(self._prove())
-            self._proof.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(self._proof)
-
-    async def _prove(self) -> None:
-        async with self._proving:
-            self._proof = None  # whoever comes from now on needs another one
-            await self._label.ask()
+        return NotReady(f"engine {self._name!r} {self._no_weights}; sync a policy to it")
 
     # --- weights ---
 
-    async def begin(self, version: int, offer: Offer) -> Berths:
-        return await self._arrivals.begin(self.describe().version, version, offer)
+    async def begin(self, version: int, offer: Offer) -> Destinations:
+        return await self._updates.begin(self.describe().version, version, offer)
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         start = time.perf_counter()
         try:
-            num_bytes, is_all = await self._arrivals.stage(version, manifests)
+            announced, is_complete = await self._updates.stage(version, manifests)
         except DeadlineExceeded as error:
             self._lose(
                 EngineLost(f"engine {self._name!r}: {error}: its workers wait for a trainer. Restart the server")
             )
             raise
-        if not is_all and (self._empty or self._asleep.get("weights") == 2):
-            raise FleetChanged(f"engine {self._name!r} {self._empty or 'dropped its weights'} and needs every tensor")
-        return StageReport(num_bytes, time.perf_counter() - start)
+        if not is_complete and (self._no_weights or self._steps.asleep.get("weights") == 2):
+            reason = self._no_weights or "dropped its weights"
+            raise FleetChanged(f"engine {self._name!r} {reason} and needs every tensor")
+        return StageReport(announced, time.perf_counter() - start)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
         check_in_flight(in_flight)
-        if not self._empty and version == self._runs.version:
+        if not self._no_weights and version == self._samples.version:
             return CommitReport(0.0, 0.0)
-        self._arrivals.staged(version)
+        self._updates.check_staged(version)
         if in_flight == "finish":
             await self._finish_running(version)
-        # Begun, it goes to its end, whatever becomes of the caller.
+        # Shielded from cancellation: a half-done update leaves no weights.
         return await asyncio.shield(asyncio.create_task(self._swap(version, in_flight)))
 
     async def _finish_running(self, version: int) -> None:
-        if (self._paused or self._asleep) and self._runs.running:
-            raise never_finish(self._name, self._paused)
-        self._runs.gate.clear()
+        self._steps.check_can_finish(self._samples.running)
+        self._samples.gate.clear()
         try:
-            while self._runs.running:
-                await asyncio.wait([run.task for run in self._runs.running], timeout=0.05)
-                self._arrivals.staged(version)  # a rollback calls it off
+            while self._samples.running:
+                await asyncio.wait([attempt.task for attempt in self._samples.running], timeout=0.05)
+                self._updates.check_staged(version)  # raises after a rollback
         except BaseException:
-            self._runs.gate.set()
+            self._samples.gate.set()
             raise
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
-        called = time.perf_counter()
+        start = time.perf_counter()
         try:
-            async with self._turn:
-                await self._stop()
-                boundary = time.perf_counter()
-                brings = self._arrivals.staged(version)
-                self._runs.gate.clear()
-                await self._runs.cut_off(keep=in_flight in ("keep", "recompute"))
-                if brings:
-                    await self._replace(version)
-                else:
-                    await self._label.put(version)
-                self._runs.version, self._empty = version, ""
-                self._arrivals.end(version)
-                await self._go_on()
-                return CommitReport(time.perf_counter() - boundary, boundary - called)
+            async with self._steps.lock:
+                async with self._steps.stopped():
+                    boundary = time.perf_counter()
+                    brings_tensors = self._updates.check_staged(version)
+                    self._samples.gate.clear()
+                    await self._samples.interrupt_all(keep_tokens=in_flight in ("keep", "recompute"))
+                    if brings_tensors:
+                        await self._replace_weights(version)
+                    else:
+                        await self._label.set(version)
+                    self._samples.version, self._no_weights = version, ""
+                    self._updates.end(version)
+                return CommitReport(time.perf_counter() - boundary, boundary - start)
         finally:
-            self._runs.gate.set()
+            self._samples.gate.set()
 
-    async def _replace(self, version: int) -> None:
+    async def _replace_weights(self, version: int) -> None:
         try:
             await self._wake_weights()
-            await self._arrivals.replace(version, self._label.of(version))
-            self._label.was_put(version)
+            await self._updates.replace_weights(version, self._label.of(version))
+            self._label.was_set(version)
         except SlipstreamError as error:
-            self._empty = (
-                f"lost its weights when {self._dialect.where} failed to take version {version} ({error}); "
+            self._no_weights = (
+                f"lost its weights when {self._dialect.name} failed to take version {version} ({error}); "
                 "the server stays paused until a sync brings every tensor"
             )
-            await self._arrivals.disconnect()
-            self._runs.fail(self._not_ready())
-            if isinstance(error, (EngineLost, DeadlineExceeded)):  # a worker that waits for a trainer waits for ever
-                self._lose(EngineLost(f"engine {self._name!r} {self._empty}. Restart the server"))
+            await self._updates.disconnect()
+            self._samples.fail_all(self._not_ready())
+            if isinstance(error, (EngineLost, DeadlineExceeded)):  # a worker that waits for a trainer never returns
+                self._lose(EngineLost(f"engine {self._name!r} {self._no_weights}. Restart the server"))
             raise
 
     async def _wake_weights(self) -> None:
-        if self._asleep.pop("weights", None):
+        if self._steps.asleep.pop("weights", None):
             await self._dialect.wake(("weights",))
-            if self._dialect.steps_when_awake:
+            if self._dialect.resumes_on_wake:
                 await self._dialect.pause()
 
     async def rollback(self, version: int) -> None:
-        self._arrivals.end(version)
+        self._updates.end(version)
 
     async def release(self) -> None:
-        """The connection is between the trainer and the server; the next trainer makes another."""
+        """Nothing to release: trainer and server are connected directly, and the next trainer opens a new connection."""
 
     async def checksums(self) -> Checksums:
         raise Unsupported(
-            f"engine {self._name!r} cannot tell what it holds: {self._dialect.where} has no call that reads its weights back"
+            f"engine {self._name!r} cannot read its weights back: {self._dialect.name} has no call for it"
         )
 
     # --- control ---
 
     async def pause(self) -> None:
-        async with self._turn:
-            self._paused = True
-            await self._stop()
+        await self._steps.pause()
 
     async def resume(self) -> None:
-        async with self._turn:
-            self._paused = False
-            await self._go_on()
+        await self._steps.resume()
 
-    async def forget_prefixes(self) -> None:
-        async with self._turn:
-            await self._dialect.forget_prefixes()
+    async def reset_prefix_cache(self) -> None:
+        async with self._steps.lock:
+            await self._dialect.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> MemoryReport:
-        check_sleep(self._name, level, self._arrivals.is_updating)
+        check_sleep(self._name, level, self._updates.is_updating)
         self._dialect.check_sleep(level)
-        async with self._turn:
-            if level > self._asleep.get("weights", 0):
+        async with self._steps.lock:
+            if level > self._steps.asleep.get("weights", 0):
                 try:
-                    if self._dialect.idle_to_sleep:
-                        await self._hand_back()
-                    await self._dialect.sleep(level, tuple(self._asleep))
-                    self._is_still, self._asleep = True, {"weights": level, "kv_cache": level}
+                    if self._dialect.must_be_idle_to_sleep:
+                        await self._steps.stop()
+                        self._samples.gate.clear()
+                        await self._samples.interrupt_all(keep_tokens=True)
+                    await self._dialect.sleep(level, tuple(self._steps.asleep))
+                    self._steps.is_stopped, self._steps.asleep = True, {"weights": level, "kv_cache": level}
                 finally:
-                    self._runs.gate.set()
-                    await self._go_on()  # unless it sleeps
+                    self._samples.gate.set()
+                    await self._steps.start()  # if it failed to fall asleep
             return await self.memory()
-
-    async def _hand_back(self) -> None:
-        """What runs is taken out of the server's hands, and taken up again when it can."""
-        await self._stop()
-        self._runs.gate.clear()
-        await self._runs.cut_off(keep=True)
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         check_tags(tags)
-        async with self._turn:
-            check_not_dropped(self._name, tags, self._asleep)
-            dropped = self._asleep.get("weights") == 2
-            named = [tag for tag in (self._asleep if tags is None else tags) if tag in self._asleep]
-            wanted = [tag for tag in named if not (tag == "weights" and dropped)]
-            if wanted:
-                await self._dialect.wake(wanted)
-                for tag in wanted:
-                    del self._asleep[tag]
-                if not self._asleep and self._dialect.steps_when_awake:
-                    self._is_still = False
-                if self._paused:
-                    await self._stop()
-                await self._go_on()
+        async with self._steps.lock:
+            if to_wake := self._steps.asleep_among(tags):
+                await self._dialect.wake(to_wake)
+                for tag in to_wake:
+                    del self._steps.asleep[tag]
+                if not self._steps.asleep and self._dialect.resumes_on_wake:
+                    self._steps.is_stopped = False
+                if self._steps.is_paused:
+                    await self._steps.stop()
+                await self._steps.start()
             return await self.memory()
 
     async def memory(self) -> MemoryReport:
-        """By the model's shape and the server's settings: it does not say what its workers hold."""
-        whole = num_bytes(self._parameters, self._server.dtype)
-        weights = 0 if self._asleep.get("weights") == 2 else whole
-        kv_cache = 0 if "kv_cache" in self._asleep else self._server.kv_cache_bytes * self._server.num_workers
-        return MemoryReport(weights, kv_cache, weights + kv_cache, tuple(sorted(self._asleep)))
+        """Computed from the model's shape and the server's settings: a server does not report what its workers hold."""
+        asleep = self._steps.asleep
+        weights = 0 if asleep.get("weights") == 2 else num_bytes(self._parameters, self._server.dtype)
+        kv_cache = 0 if "kv_cache" in asleep else self._server.kv_cache_bytes * self._server.num_workers
+        return MemoryReport(weights, kv_cache, weights + kv_cache, tuple(sorted(asleep)))
 
     async def close(self) -> None:
-        """The server goes on, under the weights that it has; paused, if an update has failed."""
+        """Leave the server running with its weights. It stays paused only if an update has failed."""
         was_lost = self.ended.is_set()
         self.ended.set()
-        if self._watch is not None:
-            self._watch.cancel()
-        self._runs.fail(EngineLost(f"engine {self._name!r} was closed before this was finished"))
-        await self._runs.over(CLOSE_SECONDS)
-        await self._arrivals.close()
-        if not was_lost and self._is_still and not self._empty and not self._asleep:
+        if self._health_checks is not None:
+            self._health_checks.cancel()
+        self._samples.fail_all(EngineLost(f"engine {self._name!r} was closed before the request finished"))
+        await self._samples.wait_finished(CLOSE_SECONDS)
+        await self._updates.close()
+        if not was_lost and self._steps.is_stopped and not self._no_weights and not self._steps.asleep:
             with contextlib.suppress(SlipstreamError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._dialect.resume()
         await self._dialect.client.close()
 
-    # --- steps ---
+    # --- health ---
 
-    async def _stop(self) -> None:
-        if not self._is_still:
-            await self._dialect.pause()
-            self._is_still = True
-
-    async def _go_on(self) -> None:
-        if self._is_still and not (self._paused or self._asleep or self._empty):
-            await self._dialect.resume()
-            self._is_still = False
-
-    async def _look_after(self) -> None:
-        """A server that is gone is noticed, also while nothing is asked of it."""
+    async def _check_health(self) -> None:
+        """Notice a lost server even while no request is running."""
         while not self.ended.is_set():
             await asyncio.sleep(HEALTH_SECONDS)
             try:
@@ -370,8 +330,8 @@ class RemoteEngine:
             except SlipstreamError as error:
                 self._lose(EngineLost(f"engine {self._name!r}: {error}"))
 
-    def _lose(self, lost: EngineLost) -> None:
+    def _lose(self, error: EngineLost) -> None:
         if not self.ended.is_set():
-            log.error("%s", lost)
+            log.error("%s", error)
             self.ended.set()
-            self._runs.fail(lost)
+            self._samples.fail_all(error)

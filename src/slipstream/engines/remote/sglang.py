@@ -1,9 +1,9 @@
 """An SGLang server (0.5.16 or later), started with --dtype and --incremental-streaming-output.
 
-What it does, as its source has it, decides the order of calls here. An update that is to flush the cache, or a release of
-memory, while any request is in its hands ends the server: so updates flush nothing, requests are aborted by name, since a
-closed connection is noticed two seconds late, and the cache is flushed by itself, which answers whether nothing was left.
-Whether it is paused it does not say, so a label says whether an update was left half done."""
+The order of calls follows from SGLang's source. An update that flushes the cache, or a release of memory, crashes the server if
+it holds any request. So updates do not flush. Requests are aborted by id, because the server notices a closed connection two
+seconds late. A separate call flushes the cache and reports whether requests were left. The server does not report
+whether it is paused, so the label marks an unfinished update."""
 
 from __future__ import annotations
 
@@ -11,99 +11,95 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from slipstream.config import LOOPBACK
-from slipstream.engines.remote import sglang_words as words
-from slipstream.engines.remote.client import Client
-from slipstream.engines.remote.dialect import FRESH, Dialect, Scores, Way, is_plain
-from slipstream.engines.remote.server import Asked
-from slipstream.engines.remote.sglang_words import SglangServer
-from slipstream.engines.sequence import Sample
-from slipstream.errors import ConfigError, EngineFailure, SlipstreamError, TransferError, Unsupported
+from slipstream.engines.frontend.sequence import Sample
+from slipstream.engines.remote import sglang_format
+from slipstream.engines.remote.dialect import (
+    JOIN_SECONDS,
+    UPDATE_SECONDS,
+    Dialect,
+    ServerScore,
+    WeightChannel,
+    is_plain_or_greedy,
+)
+from slipstream.engines.remote.http_client import ServerClient
+from slipstream.engines.remote.responses import get_response
+from slipstream.engines.remote.sglang_info import SglangServerInfo, inspect_server
+from slipstream.errors import EngineFailure, SlipstreamError, TransferError, Unsupported
 from slipstream.model.config import ModelConfig
 from slipstream.types import MemoryTag, Parameter, SamplingParams
-from slipstream.weights.image import num_bytes
-from slipstream.weights.plan import DTYPE_BYTES
-from slipstream.weights.transports import checkpoint, sglang_gloo
-from slipstream.weights.transports.gathering import chunks
+from slipstream.weights.rank_image import num_bytes
+from slipstream.weights.transports.contract import random_name
+from slipstream.weights.transports.servers import checkpoint_dir, sglang_gloo
+from slipstream.weights.transports.servers.gather import group_by_bytes
 
 log = logging.getLogger(__name__)
 
-LEAST = (0, 5, 16)
-"""The first release that tells the logprobs of what was sampled where the distribution is truncated."""
-READ = "0.5.18"
-"""The release whose source this was written by."""
-JOIN_SECONDS = 150.0
-"""Longer than a trainer waits, so that it is the one to give up."""
-UPDATE_SECONDS = 600.0
 IDLE_SECONDS = 30.0
-"""Within which nothing must be left in its hands, where that matters."""
+"""How long to wait for the server to hold no request, where that is required."""
 FLUSH_SECONDS = 1.0
+"""How long to try flushing the cache after an update."""
 ABORT_SECONDS = 5.0
-_DTYPES = {"half": "float16", "float": "float32"}
 
 
 class SglangDialect(Dialect):
-    takes_all, idle_to_sleep, steps_when_awake = False, True, False
-    server: SglangServer
+    needs_all_tensors, must_be_idle_to_sleep, resumes_on_wake = False, True, False
+    server: SglangServerInfo
 
-    def __init__(self, client: Client, server: SglangServer) -> None:
+    def __init__(self, client: ServerClient, server: SglangServerInfo) -> None:
         super().__init__(client, server)
-        self._checkpoints = checkpoint.new_name()
-        self._tells_processed: bool | None = None
+        self._checkpoints = random_name()
+        self._reports_processed: bool | None = None
+        """Whether logprobs are those of the sampled distribution; None until probed."""
         self._probing = asyncio.Lock()
 
     @classmethod
-    async def meet(cls, client: Client, model: ModelConfig) -> SglangDialect:
-        """Raises `ConfigError` that says what is wrong with the server and how to start it instead."""
-        server = await _look(client, model)
+    async def connect(cls, client: ServerClient, model: ModelConfig) -> SglangDialect:
+        """Raise `ConfigError` if we cannot use the server as it was started."""
+        server = await inspect_server(client, model)
         if not server.is_deterministic:
-            log.warning(
-                "the SGLang server at %s heeds no seeds; start it with --enable-deterministic-inference if one seed "
-                "should give one completion",
-                client.url,
-            )
+            log.warning("%s ignores seeds; to honor them, start it with --enable-deterministic-inference", client.name)
         return cls(client, server)
 
     @property
     def transports(self) -> tuple[str, ...]:
         return (sglang_gloo.NAME, "disk") if self.server.can_join else ("disk",)
 
-    async def settle(self) -> None:
+    async def prepare(self) -> None:
         await (self.pause() if self.server.is_paused else self.resume())
 
     # --- requests ---
 
-    async def needs_score(self, sampling: SamplingParams) -> bool:
-        words.check_sampling(sampling, self.server)
-        if is_plain(sampling):
+    async def needs_rescoring(self, sampling: SamplingParams) -> bool:
+        sglang_format.check_sampling(sampling, self.server)
+        if is_plain_or_greedy(sampling):
             return False
-        if sampling.temperature != 0 and not words.is_truncated(sampling) and not await self._probed():
+        if sampling.temperature != 0 and not sglang_format.is_truncated(sampling) and not await self._probe():
             raise Unsupported(
-                f"{self.where} reports logprobs before temperature, so those of the distribution that is sampled are not "
-                "known; start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1 without penalties and bias"
+                f"{self.name} reports logprobs before temperature, so those of the sampled distribution are unknown; start "
+                "it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1 without penalties and bias"
             )
         return True
 
-    async def _probed(self) -> bool:
+    async def _probe(self) -> bool:
         async with self._probing:
-            if self._tells_processed is None:
-                answer = await self._ask(words.probe(self.server, _rid()))
-                self._tells_processed = words.tells_processed(answer, self.server, self.client.nonsense)
-            return self._tells_processed
+            if self._reports_processed is None:
+                response = await self._request(sglang_format.probe_request(_request_id()))
+                self._reports_processed = sglang_format.reports_processed(response, self.server, self.client.mismatch)
+            return self._reports_processed
 
-    async def draw(self, sample: Sample, version: int, salt: str, count: int) -> str | None:
-        rid, ended, label = _rid(), False, None
-        body = words.completion_request(sample, self.server, salt, rid, count)
+    async def generate(self, sample: Sample, version: int, salt: str, num_top: int) -> str | None:
+        rid, ended, label = _request_id(), False, None
+        body = sglang_format.completion_request(sample, self.server, salt, rid, num_top)
         try:
-            async with contextlib.aclosing(self.client.events(words.PATH, body)) as events:
+            async with contextlib.aclosing(self.client.events(sglang_format.PATH, body)) as events:
                 async for event in events:
-                    ended, label = words.take_event(sample, event, version, count, self.client.nonsense)
+                    ended, label = sglang_format.take_event(sample, event, version, num_top, self.client.mismatch)
                     if ended or sample.stopped:
                         break
             return label
@@ -111,255 +107,178 @@ class SglangDialect(Dialect):
             if not ended:
                 await self._abort(rid)
 
-    async def scores(self, tokens: tuple[int, ...], top_k: int, salt: str, priority: int) -> Scores:
-        answer = await self._ask(words.score_request(tokens, top_k, self.server, salt, _rid(), priority))
-        return words.take_score(answer, tokens, top_k, self.client.nonsense)
+    async def score(self, tokens: tuple[int, ...], top_k: int, salt: str, priority: int) -> ServerScore:
+        body = sglang_format.score_request(tokens, top_k, self.server, salt, _request_id(), priority)
+        return sglang_format.take_score(await self._request(body), tokens, top_k, self.client.mismatch)
 
-    async def _ask(self, body: dict[str, Any]) -> Any:
-        answer = None
+    async def _request(self, body: dict[str, Any]) -> Any:
+        response = None
         try:
-            answer = await self.client.post(words.PATH, body, math.inf)
-            return answer
+            response = await self.client.post(sglang_format.PATH, body, math.inf)
+            return response
         finally:
-            if answer is None:
+            if response is None:
                 await self._abort(body["rid"])
 
     async def _abort(self, rid: str) -> None:
         with contextlib.suppress(SlipstreamError):
-            await self.client.order("/abort_request", {"rid": rid}, ABORT_SECONDS)
+            await self.client.command("/abort_request", {"rid": rid}, ABORT_SECONDS)
 
     # --- control ---
 
     async def check_alive(self) -> None:
-        await self.label()  # its /health draws a token, which a paused server does not
+        await self.label()  # /health generates a token, which a paused server does not
 
     async def pause(self) -> None:
-        """What runs goes back to the queue: from there it can be aborted."""
-        await self.client.order("/pause_generation", {"mode": "retract"})
+        """Move running requests back to the queue, where they can be aborted."""
+        await self.client.command("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
-        await self.client.order("/continue_generation", {})
+        await self.client.command("/continue_generation", {})
 
     def check_sleep(self, level: int) -> None:
         if not self.server.can_sleep:
-            raise Unsupported(f"{self.where} was started without --enable-memory-saver")
+            raise Unsupported(f"{self.name} was started without --enable-memory-saver")
         if level == 1 and not self.server.keeps_weights:
             raise Unsupported(
-                f"{self.where} was started without --enable-weights-cpu-backup, so that its weights would be lost; sleep at "
-                "level 2, and sync when it wakes"
+                f"{self.name} was started without --enable-weights-cpu-backup, so its weights would be lost; sleep at level "
+                "2, and sync when it wakes"
             )
 
     async def sleep(self, level: int, asleep: Sequence[MemoryTag]) -> None:
         tags = [tag for tag in ("kv_cache", "weights") if tag not in asleep]
         if not asleep:
-            await self.forget_prefixes()  # after which nothing is in its hands
+            await self.reset_prefix_cache()  # also checks that the server holds no request
         if tags:
-            await self.client.order("/release_memory_occupation", {"tags": tags}, UPDATE_SECONDS)
+            await self.client.command("/release_memory_occupation", {"tags": tags}, UPDATE_SECONDS)
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        await self.client.order("/resume_memory_occupation", {"tags": list(tags)}, UPDATE_SECONDS)
+        await self.client.command("/resume_memory_occupation", {"tags": list(tags)}, UPDATE_SECONDS)
 
-    async def forget_prefixes(self) -> None:
-        if refused := await self._flush(IDLE_SECONDS):
-            raise refused
+    async def reset_prefix_cache(self) -> None:
+        if error := await self._flush(IDLE_SECONDS):
+            raise error
 
-    async def _flush(self, seconds: float) -> EngineFailure | None:
-        """The last refusal, if it had requests in its hands all this time."""
-        deadline = asyncio.get_running_loop().time() + seconds
+    async def _flush(self, timeout: float) -> EngineFailure | None:
+        """Return the server's last error if it held requests all the time."""
+        deadline = asyncio.get_running_loop().time() + timeout
         while True:
             try:
-                await self.client.order("/flush_cache")
+                await self.client.command("/flush_cache")
                 return None
-            except EngineFailure as error:  # those that were cut off may be there for a moment
+            except EngineFailure as error:  # aborted requests may linger for a moment
                 if asyncio.get_running_loop().time() > deadline:
-                    return EngineFailure(f"{error}. Does somebody else send it requests?")
+                    return EngineFailure(f"{error}. Does another client send it requests?")
                 await asyncio.sleep(0.02)
 
     # --- weights ---
 
     async def label(self) -> str:
-        return Asked(self.client, "GET /model_info", await self.client.get("/model_info")).text("weight_version")
+        return (await get_response(self.client, "/model_info")).text("weight_version")
 
-    async def put_label(self, text: str) -> None:
-        await self.told("/update_weight_version", {"new_version": text, "abort_all_requests": False})
+    async def set_label(self, text: str) -> None:
+        await self.update("/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
-    def way(self, transport: str) -> Way:
+    def channel(self, transport: str) -> WeightChannel:
         name, _, directory = transport.partition(":")
         if name == "disk" and directory:
-            return _Disk(self, directory, self._checkpoints)
-        meeting = sglang_gloo.invited(transport)
+            return DiskChannel(self, directory, self._checkpoints)
+        rendezvous = sglang_gloo.parse_offered(transport)
         if not self.server.can_join:
             raise TransferError(
-                f"{self.where} is split in a way in which its workers join no trainer; sync from a disk"
+                f"{self.name} is split by pipeline or data parallelism, so its workers cannot join a trainer; use transport "
+                "disk:/directory"
             )
-        if meeting.host in LOOPBACK and urlsplit(self.client.url).hostname not in LOOPBACK:
+        if rendezvous.host in LOOPBACK and urlsplit(self.client.url).hostname not in LOOPBACK:
             raise TransferError(
-                f"the trainer waits at {meeting.host}:{meeting.port}, where {self.where} cannot find it: set "
-                f"{sglang_gloo.ADDRESS} to an address of the trainer's host on a network of your own, or sync from a disk"
+                f"the trainer waits at {rendezvous.host}:{rendezvous.port}, where {self.name} cannot reach it; set "
+                f"{sglang_gloo.ADDRESS} to the trainer's address on a private network, or use transport disk:/directory"
             )
-        return _Gloo(self, meeting)
+        return GlooChannel(self, rendezvous)
 
-    async def told(self, path: str, body: dict[str, Any], seconds: float | None = None) -> None:
-        answer = await self.client.post(path, body, seconds)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise self.client.nonsense(f"POST {path}", "success", answer)
+    async def update(self, path: str, body: dict[str, Any], timeout: float | None = None) -> None:
+        """POST a call that reports its success."""
+        response = await self.client.post(path, body, timeout)
+        if not isinstance(response, dict) or response.get("success") is not True:
+            raise self.client.mismatch(f"POST {path}", "success", response)
 
-    async def spoil(self, label: str) -> None:
-        """From here on the weights are nobody's, until the update has ended."""
-        await self.put_label(f"{label}-unfinished")
+    async def mark_unfinished(self, label: str) -> None:
+        """Label the weights as unusable until the update has ended."""
+        await self.set_label(f"{label}-unfinished")
 
-    async def freshen(self) -> None:
-        """After an update. Our own prompts find nothing of an older version anyway; other people's may."""
-        if refused := await self._flush(FLUSH_SECONDS):
-            log.warning("%s: prefixes of an older version stay in its cache", refused)
+    async def flush_after_update(self) -> None:
+        """Best effort. Our prompts never match entries of an older version; those of other clients may."""
+        if error := await self._flush(FLUSH_SECONDS):
+            log.warning("%s: prefixes of an older version stay in its cache", error)
 
 
-class _Gloo:
-    """The workers join a group of the trainer's, and take its buckets, one call for each."""
+class GlooChannel:
+    """See `dialect.WeightChannel`. The workers join a process group of the trainer and receive buckets, one per call."""
 
-    def __init__(self, dialect: SglangDialect, meeting: sglang_gloo.Meeting) -> None:
-        self._dialect, self._meeting, self.key = dialect, meeting, str(meeting)
+    def __init__(self, dialect: SglangDialect, rendezvous: sglang_gloo.Rendezvous) -> None:
+        self._dialect, self._rendezvous, self.key = dialect, rendezvous, str(rendezvous)
         self._world_size = 1 + dialect.server.num_workers
-        self.link = sglang_gloo.make_link(meeting, self._world_size, dialect.client.url)
+        self.link = sglang_gloo.make_link(rendezvous, self._world_size, dialect.client.url)
 
-    async def join(self) -> None:
+    async def connect(self) -> None:
         info = {
-            "master_address": self._meeting.host,
-            "master_port": self._meeting.port,
+            "master_address": self._rendezvous.host,
+            "master_port": self._rendezvous.port,
             "rank_offset": 1,
             "world_size": self._world_size,
-            "group_name": self._meeting.group,
+            "group_name": self._rendezvous.group,
             "backend": "gloo",
         }
-        await self._dialect.told("/init_weights_update_group", info, JOIN_SECONDS)
+        await self._dialect.update("/init_weights_update_group", info, JOIN_SECONDS)
 
-    async def replace(self, parameters: Sequence[Parameter], version: int, label: str) -> None:
-        await self._dialect.spoil(label)
+    async def replace_weights(self, parameters: Sequence[Parameter], version: int, label: str) -> None:
+        await self._dialect.mark_unfinished(label)
         dtype = self._dialect.server.dtype
         sizes = [num_bytes([p], dtype) for p in parameters]
-        for bucket in chunks(sizes, sglang_gloo.BUCKET_BYTES):
+        for bucket in group_by_bytes(sizes, sglang_gloo.BUCKET_BYTES):
             info = {
                 "names": [parameters[i].name for i in bucket],
                 "dtypes": [dtype] * len(bucket),
                 "shapes": [list(parameters[i].shape) for i in bucket],
-                "group_name": self._meeting.group,
+                "group_name": self._rendezvous.group,
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
-            await self._dialect.told("/update_weights_from_distributed", info, UPDATE_SECONDS)
-        await self._dialect.put_label(label)
-        await self._dialect.freshen()
+            await self._dialect.update("/update_weights_from_distributed", info, UPDATE_SECONDS)
+        await self._dialect.set_label(label)
+        await self._dialect.flush_after_update()
 
-    async def leave(self) -> None:
+    async def disconnect(self) -> None:
         with contextlib.suppress(SlipstreamError):
-            await self._dialect.client.order(
-                "/destroy_weights_update_group", {"group_name": self._meeting.group}, ABORT_SECONDS
+            await self._dialect.client.command(
+                "/destroy_weights_update_group", {"group_name": self._rendezvous.group}, ABORT_SECONDS
             )
 
 
-class _Disk:
-    """The server reads what the trainer has written."""
+class DiskChannel:
+    """See `dialect.WeightChannel`. The server reads a checkpoint that the trainer writes."""
 
     def __init__(self, dialect: SglangDialect, directory: str, name: str) -> None:
         self._dialect, self._directory, self._name = dialect, directory, name
-        self.key, self.link = f"disk:{directory}", checkpoint.make_link(directory, name)
+        self.key, self.link = f"disk:{directory}", checkpoint_dir.make_link(directory, name)
 
-    async def join(self) -> None:
-        """There is nobody to meet."""
+    async def connect(self) -> None:
+        """Nothing to connect."""
 
-    async def replace(self, parameters: Sequence[Parameter], version: int, label: str) -> None:
-        await self._dialect.spoil(label)
+    async def replace_weights(self, parameters: Sequence[Parameter], version: int, label: str) -> None:
+        await self._dialect.mark_unfinished(label)
         info = {
-            "model_path": str(checkpoint.place(self._directory, self._name, version)),
+            "model_path": str(checkpoint_dir.checkpoint_path(self._directory, self._name, version)),
             "load_format": "safetensors",
             "weight_version": label,
             "flush_cache": False,
         }
-        await self._dialect.told("/update_weights_from_disk", info, UPDATE_SECONDS)
-        await self._dialect.freshen()
+        await self._dialect.update("/update_weights_from_disk", info, UPDATE_SECONDS)
+        await self._dialect.flush_after_update()
 
-    async def leave(self) -> None:
-        """The trainer takes its files away."""
+    async def disconnect(self) -> None:
+        """Nothing to do: the trainer deletes its files."""
 
 
-def _rid() -> str:
+def _request_id() -> str:
     return f"slipstream-{uuid.uuid4().hex}"
-
-
-# --- what it says of itself ---
-
-
-async def _look(client: Client, model: ModelConfig) -> SglangServer:
-    ask = Asked(client, "GET /server_info", await client.get("/server_info"))
-    version = _version(client, ask)
-    _check(client, ask, model)
-    info = Asked(client, "GET /model_info", await client.get("/model_info"))
-    label, load_format = info.text("weight_version"), info.get("load_format", default="")
-    has_weights = FRESH.fullmatch(label) is not None and load_format != "dummy"
-    page_size = ask.number("page_size")
-    split = ask.number("pp_size") > 1 or (ask.number("dp_size") > 1 and not ask.flag("enable_dp_attention"))
-    sign = 1 if ask.get("schedule_low_priority_values_first", default=False) is True else -1
-    dtype = ask.text("dtype")
-    return SglangServer(
-        version=version,
-        dtype=_DTYPES.get(dtype, dtype),
-        max_model_len=ask.number("max_req_input_len") - 1,  # so that what was completed can be scored
-        block_size=page_size,
-        num_blocks=max(1, ask.number("max_total_num_tokens") // page_size - 2),  # what it keeps back
-        kv_cache_bytes=_kv_cache_bytes(ask),
-        num_workers=ask.number("tp_size"),
-        can_sleep=ask.flag("enable_memory_saver"),
-        has_weights=has_weights,
-        is_paused=not has_weights,
-        num_tokens=model.vocab_size,
-        ends=model.eos_token_ids,
-        is_deterministic=ask.flag("enable_deterministic_inference"),
-        priority_sign=sign if ask.flag("enable_priority_scheduling") else 0,
-        keeps_weights=ask.flag("enable_weights_cpu_backup"),
-        can_join=not split,
-    )
-
-
-def _version(client: Client, ask: Asked) -> str:
-    version = ask.text("version")
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    if numbers is None:
-        raise client.nonsense("GET /server_info", "a version like 0.5.18", version)
-    if tuple(int(part) for part in numbers.groups()) < LEAST:
-        raise ConfigError(
-            f"the SGLang server at {client.url} is version {version}; Slipstream needs {'.'.join(map(str, LEAST))} or later "
-            f"(written by {READ}), which tells the logprobs that a loss needs"
-        )
-    return version
-
-
-def _check(client: Client, ask: Asked, model: ModelConfig) -> None:
-    where = f"the SGLang server at {client.url}"
-    if not ask.flag("incremental_streaming_output"):
-        raise ConfigError(
-            f"{where} repeats the whole of a completion with every event; start it with --incremental-streaming-output"
-        )
-    if (dtype := ask.text("dtype")) == "auto":
-        raise ConfigError(f"{where} does not say which dtype it has chosen; start it with --dtype bfloat16, or another")
-    if _DTYPES.get(dtype, dtype) not in DTYPE_BYTES:
-        raise ConfigError(f"{where} holds {dtype}; weights are sent as {', '.join(DTYPE_BYTES)}")
-    for name, what in (("quantization", "quantises its weights"), ("speculative_algorithm", "guesses with a draft")):
-        if (found := ask.get(name, default=None)) is not None:
-            raise ConfigError(f"{where} {what} ({found}), which Slipstream cannot keep in step with the policy")
-    if ask.get("disaggregation_mode", default="null") != "null":
-        raise ConfigError(f"{where} is one half of a server (disaggregation_mode); Slipstream needs a whole one")
-    if ask.number("max_req_input_len") >= model.max_position_embeddings:
-        raise ConfigError(
-            f"{where} takes {ask.number('max_req_input_len')} tokens, the model in --model {model.max_position_embeddings}: "
-            "is it another model?"
-        )
-
-
-def _kv_cache_bytes(ask: Asked) -> int:
-    """Of each worker; 0 where it does not say."""
-    states = ask.get("internal_states", default=None)
-    usage = (
-        states[0].get("memory_usage") if isinstance(states, list) and states and isinstance(states[0], dict) else None
-    )
-    found = usage.get("kvcache") if isinstance(usage, dict) else None
-    return int(found * 2**30) if isinstance(found, (int, float)) else 0

@@ -1,1 +1,2 @@
-"""vLLM as an engine. Everything that imports vLLM or torch is in here, and runs in an environment that has them."""
+"""vLLM as an engine. Only this folder imports vLLM and torch, and it runs in an environment that has both. Start with
+`engine.py`, which hosts vLLM; `worker_extension.py` is what runs inside vLLM's workers."""

@@ -1,4 +1,4 @@
-"""Which vLLM this is, and the few places where versions differ."""
+"""The installed vLLM: its version, whether it has what we need, and the few places where releases differ."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from slipstream.errors import ConfigError
 log = logging.getLogger(__name__)
 
 TESTED = ("0.26", "0.32")
-"""Releases that the conformance suite has run against."""
+"""Releases that pass the conformance suite."""
 
-SECOND_RUNNER = ("0.26",)
-"""Releases whose second model runner we know; of others, the first one is used."""
+V2_RUNNER_RELEASES = ("0.26",)
+"""Releases whose V2 model runner we support; with others the V1 runner is used."""
 
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _NEEDED = {
     "vllm.v1.engine.async_llm": ("AsyncLLM",),
     "vllm.engine.arg_utils": ("AsyncEngineArgs",),
@@ -30,7 +30,7 @@ _METHODS = ("generate", "pause_generation", "resume_generation", "reset_prefix_c
 
 
 def check() -> str:
-    """The version of the vLLM that is installed. Raises `ConfigError` that names what is missing."""
+    """Return the version of the installed vLLM. Raise `ConfigError` naming what it lacks."""
     import importlib
 
     try:
@@ -41,25 +41,25 @@ def check() -> str:
             "name the interpreter that has it with python=…"
         ) from None
     version = str(vllm.__version__)
-    for module, names in _NEEDED.items():
+    for path, names in _NEEDED.items():
         try:
-            found = importlib.import_module(module)
+            module = importlib.import_module(path)
         except ImportError as error:
-            raise ConfigError(f"vLLM {version} has no {module} ({error}); {_advice()}") from None
+            raise ConfigError(f"vLLM {version} has no {path} ({error}); {_advice()}") from None
         for name in names:
-            if not hasattr(found, name):
-                raise ConfigError(f"vLLM {version} has no {module}.{name}; {_advice()}")
+            if not hasattr(module, name):
+                raise ConfigError(f"vLLM {version} has no {path}.{name}; {_advice()}")
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if missing := [name for name in _METHODS if not hasattr(AsyncLLM, name)]:
         raise ConfigError(f"AsyncLLM of vLLM {version} has no {', '.join(missing)}; {_advice()}")
     if not version.startswith(TESTED):
-        log.warning("vLLM %s was never tested with Slipstream; %s", version, _advice())
+        log.warning("vLLM %s is untested with Slipstream; %s", version, _advice())
     return version
 
 
 def _advice() -> str:
-    return f"tested are {_releases(TESTED)}"
+    return f"tested releases: {_releases(TESTED)}"
 
 
 def _releases(versions: tuple[str, ...]) -> str:
@@ -67,30 +67,32 @@ def _releases(versions: tuple[str, ...]) -> str:
 
 
 def is_cpu() -> bool:
-    """Whether this vLLM computes on CPU."""
+    """Return whether this vLLM computes on CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def choose_runner(version: str) -> dict[str, str]:
-    """Variables for vLLM's environment, unless they have values already. By itself it takes the second model runner for most
-    models, on a GPU."""
-    if version.startswith(SECOND_RUNNER) and not is_cpu():
+    """Return the environment variables that select the model runner. On a GPU, vLLM defaults to its V2 runner for most
+    models."""
+    if version.startswith(V2_RUNNER_RELEASES) and not is_cpu():
         return {}
-    if os.environ.get(_RUNNER, "0") not in ("", "0"):
-        known = _releases(SECOND_RUNNER)
-        raise ConfigError(f"{_RUNNER} asks for a model runner of vLLM {version} that we know of {known} only, on a GPU")
-    return {_RUNNER: "0"}
+    if os.environ.get(_RUNNER_VARIABLE, "0") not in ("", "0"):
+        raise ConfigError(
+            f"{_RUNNER_VARIABLE} selects the V2 model runner of vLLM {version}; Slipstream supports that of "
+            f"{_releases(V2_RUNNER_RELEASES)} only, on a GPU. Unset it"
+        )
+    return {_RUNNER_VARIABLE: "0"}
 
 
-def has_second_runner(vllm_config: Any) -> bool:
+def uses_v2_runner(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 async def stop_stepping(llm: Any) -> None:
-    """Returns between two steps; what runs is kept, and so is the KV cache. Without the pause of 20 ms that
-    `AsyncLLM.pause_generation` makes for the looks of it, where there is a way round it."""
+    """Return between two steps; running requests and the KV cache are kept. Bypasses the 20 ms sleep of
+    `AsyncLLM.pause_generation` where possible."""
     core = llm.engine_core
     if hasattr(core, "pause_scheduler_async"):
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -98,15 +100,15 @@ async def stop_stepping(llm: Any) -> None:
         await llm.pause_generation(mode="keep", clear_cache=False)
 
 
-async def go_on_stepping(llm: Any) -> None:
+async def resume_stepping(llm: Any) -> None:
     await llm.resume_generation()
 
 
 def token_prompt(tokens: tuple[int, ...], salt: str) -> dict[str, Any]:
-    """With a salt, a prompt finds nothing in the prefix cache that was put there under another one."""
+    """A prompt for vLLM. It only matches prefix-cache entries that were made with the same salt."""
     return {"prompt_token_ids": list(tokens), "cache_salt": salt}
 
 
 def external_id(internal: str) -> str:
-    """Of a request, from the id that workers know it by: vLLM appends random characters."""
+    """Return the id we gave a request, from the id that workers know it by: vLLM appends random characters."""
     return internal.partition("-")[0]

@@ -1,0 +1,433 @@
+"""The trainer's API. The same calls work with engine processes behind a gateway and with an engine in this process:
+
+with slipstream.launch(model="path/to/model") as bridge:
+    report = bridge.sync(params)                            # new weights on every engine, verified and switched at once
+    completions = bridge.generate(["1+1="], SamplingParams(n=8))
+    scores = bridge.score([c.prompt_token_ids + c.token_ids for c in completions])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import secrets
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, get_args
+
+from slipstream.bridge.fleet import Fleet, with_engines
+from slipstream.bridge.rollouts import Rollouts
+from slipstream.bridge.shared_weights import SharedWeights
+from slipstream.config import SyncOptions
+from slipstream.errors import (
+    EngineFailure,
+    InvalidPrompt,
+    InvalidSampling,
+    NotReady,
+    RequestError,
+    SlipstreamError,
+    Unsupported,
+    UpdateInProgress,
+)
+from slipstream.gateway.staleness import Late, RolloutBound
+from slipstream.runtime import event_loop
+from slipstream.types import (
+    MAX_TOP_LOGPROBS,
+    Completion,
+    Completions,
+    EngineInfo,
+    Failure,
+    FleetStatus,
+    InFlight,
+    MemoryReport,
+    MemoryTag,
+    Prompt,
+    Request,
+    SamplingParams,
+    Score,
+    SyncReport,
+    VerifyReport,
+    checked_ids,
+    plain_ids,
+)
+from slipstream.weights.update.publisher import Publisher
+
+
+class Bridge:
+    """Made by `launch`, `connect` or `inprocess`.
+
+    Methods are synchronous; the slow ones have awaitable versions (`agenerate`, `astream`, `ascore`). All methods but `sync`
+    may be called from several threads at once, also while `sync` runs. As a context manager, it closes itself at the end."""
+
+    def __init__(self, fleet: Fleet, sync: SyncOptions | None = None, run_dir: str = "") -> None:
+        self.run_dir = run_dir
+        """Directory with the logs, address and token of the gateway; empty in-process."""
+        self.http_url = ""
+        """URL of the gateway's HTTP server, if it runs one on this machine; the token is in `run_dir`."""
+        self._fleet, self._options = fleet, sync or SyncOptions()
+        self._on_close: Callable[[], None] | None = None
+        self._publisher = Publisher(fleet, self._options)
+        self._known_fleet: tuple[tuple[EngineInfo, ...], int] | None = None
+        """Engines and version after the last sync, if nothing has questioned them since."""
+        self._syncing = threading.Lock()
+        self._version = -1
+        try:
+            self._version = event_loop.run(fleet.refresh())[1]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """Policy version that this bridge committed last, or found when it connected; -1 before there are weights."""
+        return self._version
+
+    def sync(
+        self,
+        params: Any,
+        *,
+        draft: Any = None,
+        in_flight: InFlight = "keep",
+        partial: bool = False,
+        drop_failed: bool = False,
+    ) -> SyncReport:
+        """Make `params` the policy of every engine, as the next version. Returns once the new version serves.
+
+        All engines stage and verify the version before any engine uses it. If one fails, all keep the version they have and
+        the error says why. Tensors that did not change are not sent.
+
+        Args:
+            params: A pytree whose leaf paths, joined by dots, are the checkpoint's tensor names.
+            draft: The tree of a draft model, for engines that decode speculatively.
+            in_flight: What happens to running requests.
+            partial: `params` is part of the tree, such as the trained layers; the rest stays as it is.
+            drop_failed: Continue without engines that fail; `SyncReport.lost` names them.
+        """
+        future = self.start_sync(params, draft=draft, in_flight=in_flight, partial=partial, drop_failed=drop_failed)
+        return event_loop.result(future)
+
+    def start_sync(
+        self,
+        params: Any,
+        *,
+        draft: Any = None,
+        in_flight: InFlight = "keep",
+        partial: bool = False,
+        drop_failed: bool = False,
+    ) -> Future[SyncReport]:
+        """Start a sync and return its future, for a trainer that continues while engines finish their work.
+
+        Until the future is done, `params` must be neither donated nor written to, and no other sync can start. Closing the
+        bridge cancels the sync."""
+        self._acquire_sync("another sync of this bridge is in progress; run one at a time")
+        known, self._known_fleet = self._known_fleet, None  # set again on success
+        publish = functools.partial(self._publish, params, draft, in_flight, partial, drop_failed)
+        return event_loop.start_then(with_engines(self._fleet, publish, "to sync to", known), self._syncing.release)
+
+    async def _publish(
+        self,
+        params: Any,
+        draft: Any,
+        in_flight: InFlight,
+        partial: bool,
+        drop_failed: bool,
+        engines: tuple[EngineInfo, ...],
+        version: int,
+    ) -> SyncReport:
+        report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed, draft)
+        self._version = report.version
+        if not report.lost:
+            self._known_fleet = (engines, report.version)
+        return report
+
+    def _acquire_sync(self, error: str) -> None:
+        """Keep syncs from starting until `_syncing` is released. Raises `UpdateInProgress` if one is running."""
+        if not self._syncing.acquire(blocking=False):
+            raise UpdateInProgress(error)
+
+    @contextlib.contextmanager
+    def _without_syncs(self, error: str) -> Iterator[None]:
+        self._acquire_sync(error)
+        try:
+            yield
+        finally:
+            self._syncing.release()
+
+    def share(self, params: Any, device: int = 0) -> SharedWeights:
+        """Make `params` the policy of every engine, as the next version, in memory shared by this process and the engines.
+
+        There is one copy for all, and the trainer writes later versions into it; see `SharedWeights`. The engines must run on
+        this host and support it (the embedded engine with tensor_parallel_size=1 does), and `params` must have their dtype;
+        otherwise raises `Unsupported` or `MappingError`. For engines on a GPU, the memory is on this process's GPU `device`,
+        which the engines must see too. A `sync` ends the sharing."""
+        if self._options.process_count > 1:
+            raise Unsupported("a trainer of several processes cannot share its weights; use bridge.sync")
+        shared = SharedWeights(self._fleet, self._syncing, self._on_shared_commit, self._options.checksums)
+        shared.start(params, device)
+        return shared
+
+    def _on_shared_commit(self, version: int) -> None:
+        self._version, self._known_fleet = version, None
+
+    def repair(self, params: Any) -> SyncReport | None:
+        """Send the fleet's version to engines that lack it, because they missed an update or have just started.
+
+        `params` must be the weights of that version. Returns None if every engine has it. The version number stays, so no
+        rollout becomes older. Raises `NotReady` if the fleet serves no version."""
+        with self._without_syncs("another sync of this bridge is in progress; run one at a time"):
+            return event_loop.run(self._repair(params))
+
+    async def _repair(self, params: Any) -> SyncReport | None:
+        engines, version = await self._fleet.refresh()
+        self._known_fleet = None  # repaired engines get new links
+        if version < 0:
+            raise NotReady("the fleet serves no version yet; sync one first")
+        behind = tuple(engine for engine in engines if engine.version < version)
+        if not behind:
+            return None
+        publisher = Publisher(self._fleet, self._options)
+        try:
+            return await publisher.publish(params, behind, version)
+        finally:
+            publisher.close()
+
+    def verify(self, params: Any, *, draft: Any = None) -> VerifyReport:
+        """Compare the engines' weights with `params`, byte for byte in each engine's dtype; report the tensors that differ.
+
+        For when the logprobs of trainer and engine disagree. `params` is a whole tree of the version that the engines serve,
+        that is, the last one synced. Reads and hashes every weight on both sides, so it is not for every step. Raises
+        `Unsupported` if no engine can read its weights back; if some cannot, `VerifyReport.unchecked` names them. In a trainer
+        of several processes, each process compares what it holds."""
+        with self._without_syncs("bridge.sync is in progress; verify before or after it"):
+            return event_loop.run(self._verify(params, draft))
+
+    async def _verify(self, params: Any, draft: Any) -> VerifyReport:
+        self._known_fleet = None  # `refresh` changes the epoch that this client has seen
+        engines, _ = await self._fleet.refresh()
+        if not engines:
+            raise (await self._fleet.status()).no_engines("to compare with")
+        return await self._publisher.verify(params, engines, draft)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+    ) -> Completions:
+        """Generate completions; return them in order: the `n` samples of the first prompt, then those of the second, and so on.
+
+        Args:
+            prompts: Texts or lists of token ids.
+            sampling_params: For all prompts, or one per prompt.
+            engine: Name of the engine to use; empty uses all of them.
+            priority: Requests with a lower priority go first when requests wait for room.
+
+        Raises the first failure, if any prompt failed. `.by_prompt()` of the result gives one list per prompt."""
+        return event_loop.run(self._generate(_requests(prompts, sampling_params, priority), engine))
+
+    async def agenerate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+    ) -> Completions:
+        """Awaitable version of `generate`, for any event loop. Cancelling it cancels the unfinished requests."""
+        return await event_loop.arun(self._generate(_requests(prompts, sampling_params, priority), engine))
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+    ) -> Iterator[Completion | Failure]:
+        """Like `generate`, but yield each completion as soon as it is finished, and failures as `Failure`. Closing the iterator
+        early cancels the rest."""
+        for batch in event_loop.iterate(self._batches(_requests(prompts, sampling_params, priority), engine)):
+            yield from batch
+
+    async def astream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[Completion | Failure, None]:
+        """Async version of `stream`, for any event loop. Closing it cancels the rest."""
+        batches = self._batches(_requests(prompts, sampling_params, priority), engine)
+        async with contextlib.aclosing(event_loop.aiterate(batches)) as results:
+            async for batch in results:
+                for result in batch:
+                    yield result
+
+    async def _generate(self, requests: Sequence[Request], engine: str) -> Completions:
+        completions: list[Completion] = []
+        async with contextlib.aclosing(self._batches(requests, engine)) as batches:
+            async for batch in batches:
+                for result in batch:
+                    if isinstance(result, Failure):
+                        raise type(result.error)(f"prompt {result.prompt_index} of {len(requests)}: {result.error}")
+                    completions.append(result)
+        return Completions(sorted(completions, key=lambda c: (c.prompt_index, c.sample_index)))
+
+    async def _batches(
+        self, requests: Sequence[Request], engine: str
+    ) -> AsyncGenerator[list[Completion | Failure], None]:
+        """Yield results as they arrive, with the index of their prompt."""
+        if not requests:
+            return
+        index_of = {request.id: index for index, request in enumerate(requests)}
+        num_missing = sum(request.sampling.n for request in requests)
+        async with contextlib.aclosing(self._fleet.generate(requests, engine)) as batches:
+            async for batch in batches:
+                results: list[Completion | Failure] = []
+                for result in batch:
+                    index = index_of[result.request_id]
+                    num_missing -= 1 if isinstance(result, Completion) else requests[index].sampling.n
+                    results.append(dataclasses.replace(result, prompt_index=index))
+                yield results
+        if num_missing > 0:
+            raise EngineFailure(f"{num_missing} samples were not answered")
+
+    def rollouts(
+        self,
+        max_staleness: int = 0,
+        batch: int = 32,
+        *,
+        late: Late = "renew",
+        surplus: int | None = None,
+        position: int = 0,
+        patience: float = 60.0,
+    ) -> Rollouts:
+        """Open the rollout queue of this run: prompts go in, groups of completions come out, each exactly once.
+
+        Args:
+            max_staleness: Oldest age of a group in versions when it is taken; 0 is strictly on-policy.
+            batch: Groups (prompts with all their samples) taken between two syncs.
+            late: What happens to a group that becomes too old: "renew" generates it again, "deliver" delivers it with its age.
+            surplus: Groups beyond a batch that may run; None is as many as `max_staleness` allows. A batch is then the groups
+                that finish first, and the others continue for the next one.
+            position: Where a restarted trainer continues (`Rollouts.position`).
+            patience: Seconds to wait for a gateway that is gone.
+        """
+        return Rollouts(self._fleet, RolloutBound(max_staleness, batch, late, surplus), position, patience)
+
+    def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
+        """Return the raw logprobs of token sequences under the current policy, in order. With `top_k`, also return those of the
+        most likely tokens at each position."""
+        return event_loop.run(self._score(_sequences(sequences, top_k), top_k, engine))
+
+    async def ascore(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
+        """Awaitable version of `score`, for any event loop."""
+        return await event_loop.arun(self._score(_sequences(sequences, top_k), top_k, engine))
+
+    async def _score(self, sequences: Sequence[tuple[int, ...]], top_k: int, engine: str) -> list[Score]:
+        return await self._fleet.score(sequences, engine, top_k) if sequences else []
+
+    def pause(self, *, engine: str = "") -> None:
+        """Pause the engines. Once this returns, none runs a step until `resume`; requests wait and the KV cache is kept."""
+        event_loop.run(self._fleet.pause(engine))
+
+    def resume(self, *, engine: str = "") -> None:
+        event_loop.run(self._fleet.resume(engine))
+
+    def sleep(self, level: int = 1, *, engine: str = "") -> dict[str, MemoryReport]:
+        """Free the engines' device memory for the trainer; return what each engine still holds.
+
+        Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops both, and the next `sync` must send all
+        weights. Requests wait, and continue after `wake` with the tokens they have."""
+        if level not in (1, 2):
+            raise Unsupported(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped), got {level!r}")
+        with self._without_syncs("bridge.sync is in progress; sleep before or after it"):
+            if level == 2:
+                self._publisher.close()  # the engines hold no weights any more, so the next sync sends everything
+            return event_loop.run(self._fleet.sleep(level, engine))
+
+    def wake(self, tags: MemoryTag | Sequence[MemoryTag] | None = None, *, engine: str = "") -> dict[str, MemoryReport]:
+        """Bring back `weights`, `kv_cache`, or everything that is asleep. A trainer short of memory wakes the weights, or
+        syncs, and wakes the KV cache once its own memory is free."""
+        return event_loop.run(self._fleet.wake(_tags(tags), engine))
+
+    def reset_prefix_cache(self, *, engine: str = "") -> None:
+        """Drop the engines' prefix caches, for example before a measurement. Not needed after a sync: the cache of an older
+        version is never used."""
+        event_loop.run(self._fleet.reset_prefix_cache(engine))
+
+    def memory(self, *, engine: str = "") -> dict[str, MemoryReport]:
+        """Return what each engine holds on its devices."""
+        return event_loop.run(self._fleet.memory(engine))
+
+    def status(self) -> FleetStatus:
+        return event_loop.run(self._fleet.status())
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Register a function to call when the bridge closes."""
+        self._on_close = call
+
+    def close(self) -> None:
+        """Close the connection and stop the processes or the engine started for this bridge. May be called twice."""
+        self._publisher.close()
+        try:
+            event_loop.run(self._fleet.close())
+        finally:
+            on_close, self._on_close = self._on_close, None
+            if on_close is not None:
+                on_close()
+
+    def __enter__(self) -> Bridge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _requests(
+    prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None, priority: int
+) -> list[Request]:
+    if isinstance(prompts, str):
+        raise InvalidPrompt("prompts is one string; pass a list of prompts")
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+    if len(sampling_params) != len(prompts):
+        raise InvalidSampling(
+            f"got {len(sampling_params)} sampling_params for {len(prompts)} prompts; pass one, or one per prompt"
+        )
+    if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise InvalidSampling(f"priority must be a 32-bit integer, got {priority!r}")
+    call = secrets.token_hex(6)
+    requests = []
+    for index, (prompt, params) in enumerate(zip(prompts, sampling_params)):
+        if params.seed is None:
+            params = params.with_seed(secrets.randbits(63))
+        try:
+            prompt = prompt if isinstance(prompt, str) else plain_ids(prompt)
+            requests.append(Request(f"{call}/{index}", prompt, params, priority))
+        except SlipstreamError as error:
+            raise type(error)(f"prompt {index} of {len(prompts)}: {error}") from None
+    return requests
+
+
+def _sequences(sequences: Sequence[Sequence[int]], top_k: int) -> list[tuple[int, ...]]:
+    if not isinstance(top_k, int) or not 0 <= top_k <= MAX_TOP_LOGPROBS:
+        raise InvalidSampling(f"top_k of score must be an integer from 0 to {MAX_TOP_LOGPROBS}, got {top_k!r}")
+    return [checked_ids(sequence) for sequence in sequences]
+
+
+def _tags(tags: MemoryTag | Sequence[MemoryTag] | None) -> Sequence[MemoryTag] | None:
+    if isinstance(tags, str):
+        tags = (tags,)
+    for tag in tags or ():
+        if tag not in get_args(MemoryTag):
+            raise RequestError(f"tags of wake must be among {', '.join(map(repr, get_args(MemoryTag)))}, got {tag!r}")
+    return tags

@@ -1,0 +1,94 @@
+"""The trainer's interface to its engines, and retries when engines join or leave."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from slipstream.errors import FleetChanged
+from slipstream.gateway.staleness import RolloutBound
+from slipstream.types import (
+    Completion,
+    EngineInfo,
+    Failure,
+    FleetStatus,
+    MemoryReport,
+    MemoryTag,
+    Progress,
+    Request,
+    RolloutGroup,
+    Score,
+)
+from slipstream.weights.update.publisher import UpdateClient
+
+MAX_ATTEMPTS = 5
+
+T = TypeVar("T")
+
+
+class Fleet(UpdateClient, Protocol):
+    """Implemented by `gateway.client.GatewayFleet` and `bridge.in_process.LocalFleet`."""
+
+    async def status(self) -> FleetStatus: ...
+
+    async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
+        """Return the engines that can take part in an update, and the committed version."""
+        ...
+
+    def generate(
+        self, requests: Sequence[Request], engine: str = ""
+    ) -> AsyncGenerator[list[Completion | Failure], None]: ...
+
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        """Like `generate`, with the progress of requests that ask for it."""
+        ...
+
+    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
+
+    async def submit(self, bound: RolloutBound, requests: Sequence[Request]) -> int: ...
+
+    async def take(
+        self,
+        bound: RolloutBound,
+        after: int,
+        count: int,
+        timeout: float,
+        saved: int = 0,
+        version: int = 0,
+        more: bool = False,
+    ) -> list[RolloutGroup]: ...
+
+    async def pause(self, engine: str = "") -> None: ...
+
+    async def resume(self, engine: str = "") -> None: ...
+
+    async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]: ...
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]: ...
+
+    async def reset_prefix_cache(self, engine: str = "") -> None: ...
+
+    async def memory(self, engine: str = "") -> dict[str, MemoryReport]: ...
+
+    async def close(self) -> None: ...
+
+
+async def with_engines(
+    fleet: Fleet,
+    attempt: Callable[[tuple[EngineInfo, ...], int], Awaitable[T]],
+    purpose: str,
+    known: tuple[tuple[EngineInfo, ...], int] | None = None,
+) -> T:
+    """Return `attempt(engines, version)` for the fleet as it is. If it raises `FleetChanged`, refresh and retry.
+    `known` saves the first refresh. `purpose` completes the error "there is no engine" ("to sync to")."""
+    for _ in range(MAX_ATTEMPTS):
+        engines, version = known or await fleet.refresh()
+        if not engines:
+            raise (await fleet.status()).no_engines(purpose)
+        try:
+            return await attempt(engines, version)
+        except FleetChanged as error:
+            known, last_error = None, error
+    raise FleetChanged(
+        f"the fleet changed during each of {MAX_ATTEMPTS} attempts; see `slipstream status`. Last error: {last_error}"
+    )

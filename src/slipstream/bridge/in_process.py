@@ -1,0 +1,202 @@
+"""A fleet of one engine in the trainer's process, with the same interface as the fleet behind a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.engines.contract import EngineBackend
+from slipstream.errors import NotReady, UnknownEngine, Unsupported
+from slipstream.gateway.update_steps import run_steps
+from slipstream.types import (
+    Checksums,
+    Completion,
+    EngineInfo,
+    EngineState,
+    EngineStatus,
+    Failure,
+    FleetStatus,
+    MemoryReport,
+    MemoryTag,
+    Progress,
+    Request,
+    RolloutGroup,
+    Score,
+    UpdateReports,
+    UpdateSteps,
+)
+
+if TYPE_CHECKING:
+    from slipstream.gateway import slipstream_pb2 as pb
+    from slipstream.gateway.rollout_queue import RolloutQueue, RolloutRun
+    from slipstream.gateway.staleness import RolloutBound
+
+
+class LocalFleet:
+    def __init__(self, engine: EngineBackend, journal: Path | None = None) -> None:
+        """`journal` is the file of the rollout journal; with it, versions continue where the last process ended. Without it,
+        the journal is kept in memory."""
+        self._engine, self._started, self._journal = engine, time.monotonic(), journal
+        self._num_completions = self._num_requests = 0
+        self._unanswered: deque[asyncio.Task[dict[str, UpdateReports]]] = deque()
+        self._rollouts: RolloutRun | None = None
+        self._is_paused = False
+        self._version = -1
+        """Last committed version; the engine may have lost it since."""
+
+    async def status(self) -> FleetStatus:
+        info, asleep = self._engine.describe(), await self._asleep()
+        state: EngineState = "empty" if info.version < 0 else "asleep" if asleep else "ready"
+        note = f"asleep: {' and '.join(asleep)} released; bridge.wake brings them back" if asleep else ""
+        status = EngineStatus(info, state, self._num_requests, 0.0, note, self._is_paused)
+        return FleetStatus(info.version, time.monotonic() - self._started, self._num_completions, (status,))
+
+    async def _asleep(self) -> tuple[MemoryTag, ...]:
+        try:
+            return (await self._engine.memory()).asleep
+        except Unsupported:
+            return ()
+
+    async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
+        info = self._engine.describe()
+        journaled = self._open_rollouts().version if self._journal is not None else -1
+        return (info,), max(info.version, journaled, self._version)
+
+    async def generate(
+        self, requests: Sequence[Request], engine: str = ""
+    ) -> AsyncGenerator[list[Completion | Failure], None]:
+        self._check(engine)
+        async with contextlib.aclosing(self.stream(requests)) as batches:
+            async for batch in batches:
+                if results := [result for result in batch if not isinstance(result, Progress)]:
+                    yield results
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        self._num_requests += len(requests)
+        try:
+            async with contextlib.aclosing(self._engine.generate(requests)) as batches:
+                async for batch in batches:
+                    self._num_completions += sum(isinstance(r, Completion) for r in batch)
+                    yield batch
+        finally:
+            self._num_requests -= len(requests)
+
+    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
+        self._check(engine)
+        return await self._engine.score(sequences, top_k)
+
+    async def submit(self, bound: RolloutBound, requests: Sequence[Request]) -> int:
+        from slipstream.gateway.rollout_queue import prompts_by_id
+
+        return self._queue(bound).submit(prompts_by_id(requests))
+
+    async def take(
+        self,
+        bound: RolloutBound,
+        after: int,
+        count: int,
+        timeout: float,
+        saved: int = 0,
+        version: int = 0,
+        more: bool = False,
+    ) -> list[RolloutGroup]:
+        from slipstream.gateway import convert
+
+        groups = await self._queue(bound).take(after, count, timeout, saved, version, more)
+        return [convert.group_from_pb(convert.taken_to_pb(group)) for group in groups]
+
+    def _queue(self, bound: RolloutBound) -> RolloutQueue:
+        version = self._engine.describe().version
+        if version < 0:
+            raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
+        return self._open_rollouts().queue(bound, version)
+
+    def _open_rollouts(self) -> RolloutRun:
+        if self._rollouts is None:
+            from slipstream.gateway.journal import Journal
+            from slipstream.gateway.rollout_queue import RolloutRun
+
+            self._rollouts = RolloutRun(Journal(self._journal), self._send)
+        return self._rollouts
+
+    async def _send(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
+        from slipstream.gateway import convert
+
+        async with contextlib.aclosing(self.generate(convert.requests_from_pb(message))) as batches:
+            async for batch in batches:
+                yield convert.results_to_pb(batch)
+
+    async def pause(self, engine: str = "") -> None:
+        self._check(engine)
+        await self._engine.pause()
+        self._is_paused = True
+
+    async def resume(self, engine: str = "") -> None:
+        self._check(engine)
+        await self._engine.resume()
+        self._is_paused = False
+
+    async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]:
+        self._check(engine)
+        return {self._name: await self._engine.sleep(level)}
+
+    async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]:
+        self._check(engine)
+        return {self._name: await self._engine.wake(tags)}
+
+    async def reset_prefix_cache(self, engine: str = "") -> None:
+        self._check(engine)
+        await self._engine.reset_prefix_cache()
+
+    async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
+        self._check(engine)
+        return {self._name: await self._engine.memory()}
+
+    async def checksums(self, engine: str = "") -> dict[str, Checksums]:
+        self._check(engine)
+        return {self._name: await self._engine.checksums()}
+
+    async def send_steps(self, steps: Mapping[str, UpdateSteps], drop_failed: bool = False) -> None:
+        running = asyncio.create_task(self._run_steps(steps))
+        self._unanswered.append(running)
+        if any(engine_steps.offer is None or engine_steps.in_flight is None for engine_steps in steps.values()):
+            with contextlib.suppress(Exception):  # `receive_reports` raises it
+                await running
+        # Otherwise the steps may wait for bytes that the caller sends next.
+
+    async def receive_reports(self) -> dict[str, UpdateReports]:
+        return await self._unanswered.popleft()
+
+    async def _run_steps(self, steps: Mapping[str, UpdateSteps]) -> dict[str, UpdateReports]:
+        reports = {}
+        for name, engine_steps in steps.items():
+            self._check(name)
+            reports[name] = await run_steps(self._engine, engine_steps)
+            if engine_steps.in_flight is not None:
+                self._version = engine_steps.version
+                if self._rollouts is not None:
+                    self._rollouts.on_commit(engine_steps.version)
+        return reports
+
+    async def rollback(self, version: int) -> None:
+        unanswered, self._unanswered = self._unanswered, deque()
+        await asyncio.gather(*unanswered, return_exceptions=True)  # steps that wait for bytes fail, as none will come
+        await self._engine.rollback(version)
+
+    async def close(self) -> None:
+        if self._rollouts is not None:
+            await self._rollouts.close()
+        await self._engine.close()
+
+    @property
+    def _name(self) -> str:
+        return self._engine.describe().name
+
+    def _check(self, name: str) -> None:
+        if name not in ("", self._name):
+            raise UnknownEngine(f"no engine is named {name!r}; this process has {self._name!r}")

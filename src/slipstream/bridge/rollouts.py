@@ -1,0 +1,169 @@
+"""The trainer's view of the rollout queue: prompts go in, groups of completions come out, each exactly once.
+
+    rollouts = bridge.rollouts(max_staleness=2, batch=32)
+    rollouts.submit(ids, prompts, sampling_params) engines start as soon as the staleness bound allows
+    groups = rollouts.take()                       32 groups, none older than two versions; train on them
+    groups += rollouts.take(8, more=True)          more before the sync, for example to replace uninformative groups
+    rollouts.expect(bridge.version + 1)            request the next groups while that version is being synced
+    bridge.sync(params)
+    position = rollouts.position                   save it; after a crash, continue behind it
+    rollouts.saved(position)                       earlier completions may be deleted
+
+`submit` and `take` are idempotent, and `expect` is optional. While the gateway is gone, calls wait for it; its journal keeps
+what it accepted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from slipstream.errors import DeadlineExceeded, GatewayLost, InvalidSampling, NotReady, RolloutError, SlipstreamError
+from slipstream.gateway.staleness import RolloutBound
+from slipstream.runtime import event_loop
+from slipstream.types import Prompt, Request, RolloutGroup, SamplingParams, plain_ids
+
+if TYPE_CHECKING:
+    from slipstream.bridge.fleet import Fleet
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 0.2
+EXPECT_SECONDS = 600.0
+"""How long the gateway holds an `expect` for a version that does not arrive."""
+SUBMIT_PROMPTS = 256
+"""Prompts per message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Groups requested ahead of the next `take`."""
+
+    count: int
+    version: int
+    groups: Future[list[RolloutGroup]]
+
+
+class Rollouts:
+    """Made by `Bridge.rollouts`. For one thread."""
+
+    def __init__(self, fleet: Fleet, bound: RolloutBound, position: int, patience: float) -> None:
+        self._fleet, self._patience = fleet, patience
+        self.bound = bound
+        self.position = position
+        """Position of the last group taken."""
+        self._saved = 0
+        self._version = 0
+        """Version that groups were last taken ahead for. Later groups are not taken for an older one."""
+        self._expected: _Expected | None = None
+
+    def submit(
+        self,
+        ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> int:
+        """Submit prompts, each with an id that is unique in the run; return how many are new.
+
+        A prompt that was submitted before is not generated again. A prompt without a seed gets one derived from its id."""
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if not len(ids) == len(prompts) == len(sampling_params):
+            raise InvalidSampling(
+                f"got {len(ids)} ids, {len(prompts)} prompts and {len(sampling_params)} sampling_params; pass as many of each, "
+                "or one SamplingParams for all"
+            )
+        requests = [_request(id, prompt, params) for id, prompt, params in zip(ids, prompts, sampling_params)]
+        chunks = [requests[i : i + SUBMIT_PROMPTS] for i in range(0, len(requests), SUBMIT_PROMPTS)]
+        return sum(self._retry(partial(self._fleet.submit, self.bound, chunk)) for chunk in chunks)
+
+    def take(self, count: int | None = None, timeout: float = 600.0, *, more: bool = False) -> list[RolloutGroup]:
+        """Wait for the next groups and return them: `bound.batch` groups, or `count`, in submission order as far as they finish
+        in that order. After `timeout` seconds raises `DeadlineExceeded` and takes none.
+
+        Engines generate a batch per sync, and ahead as far as the bound allows. To take more than a batch before the next sync,
+        pass `more`."""
+        count = self.bound.batch if count is None else count
+        if count < 1:
+            raise RolloutError(f"take needs a count of at least 1, got {count}")
+        groups = self._take_expected(count, timeout)
+        if groups is None:
+            take = partial(
+                self._fleet.take, self.bound, self.position, count, timeout, self._saved, self._version, more=more
+            )
+            try:
+                groups = self._retry(take)
+            except (DeadlineExceeded, NotReady):
+                self._version = 0  # its sync may have failed: next time take for the version that serves
+                raise
+        self.position = groups[-1].position
+        return groups
+
+    def expect(self, version: int, count: int | None = None) -> None:
+        """Request the groups of the next `take` now, for a trainer that has `version` by then.
+
+        `version` is the one that the fleet serves or the one that the next sync will make; called just before that sync, the
+        groups do not wait for its end. Their prompts must have been submitted. If the sync fails or the gateway dies, `take`
+        returns what it would have returned without this call."""
+        self._cancel_expected()
+        count = self.bound.batch if count is None else count
+        take = self._fleet.take(self.bound, self.position, count, EXPECT_SECONDS, saved=self._saved, version=version)
+        self._expected = _Expected(count, version, event_loop.start(take))
+
+    def _cancel_expected(self) -> None:
+        if self._expected is not None:
+            self._expected.groups.cancel()
+            self._expected = None
+
+    def _take_expected(self, count: int, timeout: float) -> list[RolloutGroup] | None:
+        """Return the groups requested by `expect`; None if there are none and `take` must ask."""
+        expected = self._expected
+        if expected is None or expected.count != count:
+            self._cancel_expected()
+            return None
+        try:
+            groups = expected.groups.result(timeout)
+            self._version = expected.version
+            return groups
+        except (SlipstreamError, CancelledError):  # before TimeoutError: DeadlineExceeded is both
+            return None
+        except TimeoutError:
+            raise DeadlineExceeded(f"{count} groups requested by expect did not arrive within {timeout:g} s") from None
+        finally:
+            self._cancel_expected()
+
+    def saved(self, position: int) -> None:
+        """Report that the trainer will not continue from before this position. The completions up to it are deleted with the
+        next `take`."""
+        if position > self.position:
+            raise RolloutError(f"position {position} is not taken yet; the last taken position is {self.position}")
+        self._saved = max(self._saved, position)
+
+    def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Retry while the gateway is gone or its engines are not back."""
+        deadline = time.monotonic() + self._patience
+
+        async def run() -> T:
+            return await call()
+
+        while True:
+            try:
+                return event_loop.run(run())
+            except (GatewayLost, NotReady):
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(RETRY_SECONDS)
+
+
+def _request(id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    if params.seed is None:
+        params = params.with_seed(xxhash.xxh3_64_intdigest(id.encode()) >> 1)
+    try:
+        return Request(id, prompt if isinstance(prompt, str) else plain_ids(prompt), params)
+    except SlipstreamError as error:
+        raise type(error)(f"prompt {id!r}: {error}") from None

@@ -1,0 +1,147 @@
+"""Builds the parts of an engine from its options: shapes, attention, programs, draft model."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import jax
+
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.compute.attention import BlockwiseAttention, NaiveAttention, PagedAttention
+from slipstream.engines.embedded.compute.placement import Placement
+from slipstream.engines.embedded.compute.programs import Programs
+from slipstream.engines.embedded.scheduling.shapes import MIN_ROWS, Shapes, ladder
+from slipstream.errors import ConfigError
+from slipstream.model import families
+from slipstream.model.config import ModelConfig
+from slipstream.types import Parameter, TensorSpec
+from slipstream.weights.update.publisher import DRAFT
+
+CPU_SHARE, DEVICE_SHARE = 0.125, 0.6
+"""Share of host memory, and of free device memory, that the KV cache takes unless `kv_cache_tokens` is set."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+
+T = TypeVar("T")
+
+
+def shapes_for(model: ModelConfig, options: EmbeddedConfig) -> Shapes:
+    """On CPU a step's time is proportional to its rows, so there are many sizes. On accelerators it hardly depends on them and
+    compilation is slow, so there are few; larger batches hide the latency of dispatch."""
+    max_length = _max_length(model, options)
+    on_cpu = jax.default_backend() == "cpu"
+    rows = max(options.max_num_seqs, MIN_ROWS)
+    block = 16 if on_cpu else 32
+    chunk = options.max_num_batched_tokens or (256 if on_cpu else 4096)
+    num_speculative = 0 if options.speculation == "off" else options.num_speculative_tokens
+    shapes = Shapes(
+        page_size=min(options.block_size, max_length),
+        num_pages=1,
+        max_length=max_length,
+        rows=ladder(MIN_ROWS, rows, 2) if on_cpu else ladder(min(32, rows), rows, 4),
+        block=block,
+        blocks=ladder(1, max(1, chunk // block), 4) if on_cpu else ladder(8, max(8, chunk // block), 4),
+        # A draft model draws all its tokens in one call.
+        max_steps=max(options.decode_steps or (16 if on_cpu else 32), num_speculative + 1),
+        num_speculative=num_speculative,
+        has_draft=options.speculation == "draft",
+    )
+    if options.deterministic and not on_cpu and shapes.num_speculative:
+        raise ConfigError(
+            "deterministic and speculation cannot be combined on an accelerator: verifying draft tokens multiplies matrices "
+            "of another shape, which gives other bits there"
+        )
+    if options.deterministic and not on_cpu:
+        # One row count everywhere and one token per row: all matrix products have the same shape.
+        shapes = replace(shapes, rows=(rows,), block=1, blocks=(rows,))
+    return replace(shapes, num_pages=_num_pages(model, options, shapes))
+
+
+def _num_pages(model: ModelConfig, options: EmbeddedConfig, shapes: Shapes) -> int:
+    if options.kv_cache_tokens:
+        return max(1, options.kv_cache_tokens // shapes.page_size)
+    wanted = options.max_num_seqs * shapes.table_width
+    itemsize = 4 if options.dtype == "float32" else 2
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    most = int(_memory() * options.tensor_parallel_size) // (token_bytes * shapes.page_size)
+    return max(shapes.table_width, min(wanted, most))
+
+
+def _memory() -> float:
+    """Bytes per device that the KV cache may take."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return DEVICE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
+    return CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def attention_for(options: EmbeddedConfig, head_dim: int, page_size: int, backend: str) -> PagedAttention:
+    """Choose the attention implementation. Raises `ConfigError` if the requested kernels do not support the model."""
+    kind = options.attention
+    if kind == "pallas" or (kind == "auto" and backend == "gpu"):
+        from slipstream.engines.embedded.compute.attention_gpu import PallasAttention, unsupported_reason
+
+        reason = unsupported_reason(head_dim, page_size)
+        if not reason:
+            return PallasAttention(deterministic=bool(options.deterministic))
+        if kind == "pallas" or options.deterministic:
+            name = "attention='pallas'" if kind == "pallas" else "deterministic on a GPU"
+            raise ConfigError(f"{name} does not support this model: {reason}")
+    return NaiveAttention() if kind == "naive" else BlockwiseAttention()
+
+
+@functools.lru_cache(maxsize=16)
+def programs_for(model: ModelConfig, options: EmbeddedConfig, shapes: Shapes) -> Programs:
+    """Engines of the same shape in one process share compiled programs."""
+    placement = Placement(model, options.tensor_parallel_size, options.dtype)
+    attention = attention_for(options, model.head_dim, shapes.page_size, jax.default_backend())
+    return Programs(model, placement, shapes, attention)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory. On CPU, programs use large temporary buffers; returning them to the kernel and faulting
+    them in again on every call takes as long as sampling. The process keeps what its largest program needed."""
+    if jax.default_backend() == "cpu":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            if mallopt is not None:
+                mallopt(option, 1 << 30)
+
+
+def check_draft(model: ModelConfig, draft: ModelConfig) -> None:
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"the draft model has {draft.vocab_size} tokens, the policy {model.vocab_size}; they must share a vocabulary"
+        )
+
+
+def draft_tensors(model: ModelConfig) -> tuple[TensorSpec, ...]:
+    return tuple(replace(spec, name=DRAFT + spec.name) for spec in families.tensors(model))
+
+
+def draft_parameters(model: ModelConfig, tp: int) -> tuple[Parameter, ...]:
+    def renamed(parameter: Parameter) -> Parameter:
+        parts = tuple(replace(part, tensor=DRAFT + part.tensor) for part in parameter.parts)
+        return replace(parameter, name=DRAFT + parameter.name, parts=parts)
+
+    return tuple(renamed(parameter) for parameter in families.parameters(model, tp))
+
+
+def split_draft(named: Mapping[str, Sequence[T]]) -> tuple[dict[str, Sequence[T]], dict[str, Sequence[T]]]:
+    """Split into the policy's and the draft model's tensors, the latter without their prefix."""
+    policy = {name: value for name, value in named.items() if not name.startswith(DRAFT)}
+    return policy, {name.removeprefix(DRAFT): value for name, value in named.items() if name.startswith(DRAFT)}
+
+
+def _max_length(model: ModelConfig, options: EmbeddedConfig) -> int:
+    if options.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {options.max_model_len}, but the model has {model.max_position_embeddings} positions "
+            "(max_position_embeddings in config.json); set 0 for the model's limit"
+        )
+    return options.max_model_len or model.max_position_embeddings

@@ -1,0 +1,322 @@
+"""Runs planned ticks: builds the arrays, calls the programs, reads the results. Owns the KV cache."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from slipstream.engines.embedded.compute.attention import SharedPrefixes
+from slipstream.engines.embedded.compute.placement import to_host
+from slipstream.engines.embedded.compute.program_choice import ProgramChoice, ProgramSize
+from slipstream.engines.embedded.compute.programs import (
+    DECODE,
+    PREFILL,
+    SCORE,
+    VERIFY,
+    Cache,
+    DecodeBatch,
+    DecodeResult,
+    PrefillBatch,
+    Programs,
+)
+from slipstream.engines.embedded.compute.prompt_lookup import lookup
+from slipstream.engines.embedded.sampling.batch_settings import BatchSettings, is_rich
+from slipstream.engines.embedded.scheduling.scheduler import PrefillChunk, Tick
+from slipstream.engines.frontend.sequence import Sample
+from slipstream.model.transformer.decoder import Params
+from slipstream.types import MemoryReport, MemoryTag, TopLogprobs
+
+GROUP_SIZE = 8
+"""Rows that attend to shared pages together."""
+
+
+class Policy(NamedTuple):
+    """The weights of one policy version."""
+
+    params: Params | None
+    """None once sleep level 2 has dropped them."""
+    version: int
+    draft: Params | None = None
+    """Weights of the draft model, if any; they belong to the same version."""
+
+
+class Executor:
+    """Dispatches a tick as a whole, then waits for it once: `dispatch(policy, tick).wait(version)`."""
+
+    def __init__(self, programs: Programs, draft: Programs | None = None) -> None:
+        self._programs, self._draft = programs, draft
+        self._models = [programs] if draft is None else [programs, draft]
+        self.shapes = programs.shapes
+        self._cache: Cache | None = None
+        """None while a tick is being dispatched: the programs take its donated buffers, which a failure loses."""
+        self._draft_cache: Cache | None = None
+        self._has_cache = False
+
+    @property
+    def max_steps(self) -> int:
+        return self.shapes.max_steps
+
+    @property
+    def num_programs(self) -> int:
+        return sum(len(programs.choice.compiled) for programs in self._models)
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum((sum(programs.choice.compiled.values()) for programs in self._models), 0.0)
+
+    # --- memory ---
+
+    def drop_cache(self) -> None:
+        """Free the KV cache and lose its contents."""
+        self._cache, self._draft_cache, self._has_cache = None, None, False
+
+    def make_cache(self) -> None:
+        if not self._has_cache:
+            self._cache = self._programs.new_cache()
+            self._draft_cache = self._draft.new_cache() if self._draft else None
+            self._has_cache = True
+
+    def to_devices(self, policy: Policy) -> Policy:
+        """The policy with its weights on the devices."""
+        params, draft = policy.params, policy.draft
+        if params is not None:
+            params = self._programs.placement.to_devices(params)
+        if draft is not None and self._draft is not None:
+            draft = self._draft.placement.to_devices(draft)
+        return Policy(params, policy.version, draft)
+
+    def copy_weights(self, policy: Policy) -> Policy:
+        """The policy with its weights copied to memory that the engine owns."""
+        if policy.params is None:
+            return policy
+        return policy._replace(params=self._programs.placement.place(policy.params))
+
+    def offload(self, policy: Policy, keep: bool) -> Policy:
+        """The policy with its weights in host memory, or dropped unless `keep`."""
+        if not keep:
+            return Policy(None, policy.version)
+        return Policy(to_host(policy.params), policy.version, to_host(policy.draft))
+
+    def memory(self, policy: Policy | None, asleep: tuple[MemoryTag, ...]) -> MemoryReport:
+        weights = 0 if policy is None else _device_bytes((policy.params, policy.draft))
+        kv_cache = sum(programs.cache_bytes for programs in self._models) if self._has_cache else 0
+        return MemoryReport(weights, kv_cache, self._programs.placement.bytes_in_use(), asleep)
+
+    # --- a tick ---
+
+    def dispatch(self, policy: Policy, tick: Tick) -> DispatchedTick:
+        """Dispatch a tick asynchronously. If this raises, the cache is lost and must be dropped."""
+        params, programs, draft = policy.params, self._programs, self._draft
+        assert params is not None, "no tick is planned while the weights are asleep"
+        self.make_cache()
+        cache, draft_cache = self._cache, self._draft_cache
+        self._cache = self._draft_cache = None
+        assert cache is not None
+        dispatched = DispatchedTick(tick, self.shapes.block, programs.choice)
+        if tick.copies:
+            cache = programs.copy(cache, tick.copies)
+            if draft and draft_cache:
+                draft_cache = draft.copy(draft_cache, tick.copies)
+        if tick.prefill:
+            batch, size = self._prefill_batch(tick.prefill, PREFILL)
+            prefilled, cache = programs.prefill(params, cache, batch)
+            dispatched.prefill = ProgramRun(prefilled, size)
+            if draft and draft_cache:
+                _, draft_cache = draft.prefill(policy.draft or {}, draft_cache, batch)
+        if tick.scoring:
+            wants_top = any(chunk.sample.request.sampling.top_logprobs for chunk in tick.scoring)
+            batch, size = self._prefill_batch(tick.scoring, SCORE[wants_top])
+            scores, cache = programs.score(params, cache, batch, programs.max_top if wants_top else 0)
+            dispatched.scoring = ProgramRun(scores, size)
+        if tick.decode:
+            rich = any(is_rich(sample.request.sampling) for sample in tick.decode)
+            num_speculative = 0 if rich else self.shapes.num_speculative
+            program = VERIFY if num_speculative else DECODE[rich]
+            size = programs.choice.choose(program, self.shapes.rows, len(tick.decode), tick.upcoming)
+            rows, settings = self._decode_batch(tick, size.taken), self._settings(tick.decode, size.taken, rich)
+            if num_speculative:
+                draft_tokens: Any
+                if draft and draft_cache:
+                    drafted, draft_cache = draft.decode(
+                        policy.draft or {}, draft_cache, rows, settings, num_speculative + 1, None
+                    )
+                    draft_tokens = drafted.tokens[:num_speculative].T
+                    num_drafted = np.full(len(tick.decode), num_speculative)
+                else:
+                    draft_tokens = self._prompt_lookups(tick.decode, len(rows.tokens))
+                    num_drafted = (draft_tokens[: len(tick.decode)] >= 0).sum(axis=1)
+                dispatched.num_drafted = int(np.minimum(num_drafted, np.array(tick.room) - 1).sum())
+                result, cache = programs.verify(params, cache, rows, settings, draft_tokens)
+            else:
+                history = self._history(tick.decode, len(rows.tokens)) if rich else None
+                result, cache = programs.decode(
+                    params, cache, rows, settings, tick.steps, history, tick.early_exit_rows
+                )
+            dispatched.decode = ProgramRun(result, size)
+        self._cache, self._draft_cache = cache, draft_cache
+        return dispatched
+
+    # --- arrays ---
+
+    def _prefill_batch(self, chunks: Sequence[PrefillChunk], program: str) -> tuple[PrefillBatch, ProgramSize]:
+        block = self.shapes.block
+        starts = [(chunk, start) for chunk in chunks for start in range(chunk.start, chunk.stop, block)]
+        size = self._programs.choice.choose(program, self.shapes.blocks, len(starts))
+        count = size.taken
+        tokens = np.zeros((count, block), np.int32)
+        targets = np.zeros((count, block), np.int32)
+        positions = np.full((count, block), -1, np.int32)
+        tables = np.zeros((count, self.shapes.table_width), np.int32)
+        ids = {chunk.sample: np.array(chunk.sample.ids, np.int32) for chunk in chunks}
+        for row, (chunk, start) in enumerate(starts):
+            stop, sequence = min(start + block, chunk.stop), ids[chunk.sample]
+            tokens[row, : stop - start] = sequence[start:stop]
+            targets[row, : stop - start] = sequence[start + 1 : stop + 1]
+            positions[row, : stop - start] = np.arange(start, stop)
+            tables[row, : len(chunk.sample.pages)] = chunk.sample.pages
+        is_scoring = chunks[0].sample.request.is_scoring
+        return PrefillBatch(tokens, positions, tables, targets if is_scoring else None), size
+
+    def _decode_batch(self, tick: Tick, count: int) -> DecodeBatch:
+        samples = tick.decode
+        tokens, room = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        positions = np.full(count, -1, np.int32)
+        tables = np.zeros((count, self.shapes.table_width), np.int32)
+        tokens[: len(samples)] = [(s.tokens or s.request.prompt)[-1] for s in samples]
+        positions[: len(samples)] = [s.length - 1 for s in samples]
+        room[: len(samples)] = tick.room
+        for row, sample in zip(tables, samples):
+            row[: len(sample.pages)] = sample.pages
+        return DecodeBatch(tokens, positions, room, tables, shared_prefixes(samples, count))
+
+    def _settings(self, samples: Sequence[Sample], count: int, rich: bool) -> BatchSettings:
+        for sample in samples:
+            if sample.settings is None:
+                request = sample.request
+                sample.settings = BatchSettings.row(
+                    request.sampling, request.seed, sample.sample_index, len(request.prompt), request.stop_ids
+                )
+        return BatchSettings.stack([s.settings for s in samples], count, rich)
+
+    def _history(self, samples: Sequence[Sample], count: int) -> np.ndarray:
+        history = np.full((count, self.shapes.max_length), -1, np.int32)
+        for row, sample in zip(history, samples):
+            row[: sample.length] = sample.ids
+        return history
+
+    def _prompt_lookups(self, samples: Sequence[Sample], count: int) -> np.ndarray:
+        draft_tokens = np.full((count, self.shapes.num_speculative), -1, np.int32)
+        for row, sample in zip(draft_tokens, samples):
+            tokens = lookup(sample.ids, self.shapes.num_speculative)
+            row[: len(tokens)] = tokens
+        return draft_tokens
+
+
+def shared_prefixes(samples: Sequence[Sample], num_rows: int) -> SharedPrefixes:
+    """Group rows that start with the same pages, as the samples of one prompt do. Only full pages, which are never written
+    again, are shared; so comparing page numbers is enough."""
+    groups: dict[int, list[int]] = {}
+    for row, sample in enumerate(samples):
+        groups.setdefault(sample.pages[0], []).append(row)
+    rows = np.full((num_rows // 4, GROUP_SIZE), num_rows, np.int32)
+    num_pages = np.zeros(num_rows // 4, np.int32)
+    parts = [group[i : i + GROUP_SIZE] for group in groups.values() for i in range(0, len(group), GROUP_SIZE)]
+    for place, part in enumerate([part for part in parts if len(part) > 1][: len(rows)]):
+        rows[place, : len(part)] = part
+        num_pages[place] = _num_common([samples[row].pages for row in part])
+    return SharedPrefixes(rows, num_pages)
+
+
+def _num_common(tables: Sequence[Sequence[int]]) -> int:
+    columns = zip(*tables)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+class ProgramRun(NamedTuple):
+    """A dispatched program and its result on the device."""
+
+    result: Any
+    size: ProgramSize
+
+
+class DispatchedTick:
+    """A tick on the device."""
+
+    def __init__(self, tick: Tick, block: int, choice: ProgramChoice) -> None:
+        self._tick, self._block, self._choice = tick, block, choice
+        self.prefill: ProgramRun | None = None
+        self.scoring: ProgramRun | None = None
+        self.decode: ProgramRun | None = None
+        self.num_drafted = 0
+
+    def wait(self, version: int) -> TickResult:
+        """Wait for the device and append the results to the samples."""
+        start = time.perf_counter()
+        if self.prefill is not None:
+            self._fetch(self.prefill)
+        if self.scoring is not None:
+            self._add_scores(self._fetch(self.scoring), version)
+        middle = time.perf_counter()
+        num_drawn = num_steps = num_accepted = 0
+        if self.decode is not None:
+            result: DecodeResult = self._fetch(self.decode)
+            num_drawn, num_steps = int(result.num_drawn.sum()), int(result.num_drawn.max(initial=0))
+            self._add_tokens(result, version)
+            num_accepted = num_drawn - len(self._tick.decode) if self.num_drafted else 0
+        end = time.perf_counter()
+        return TickResult(middle - start, end - middle, num_drawn, num_steps, self.num_drafted, num_accepted)
+
+    def _fetch(self, run: ProgramRun) -> Any:
+        start = time.perf_counter()
+        result = jax.device_get(run.result)
+        self._choice.record(run.size, time.perf_counter() - start)
+        return result
+
+    def _add_scores(self, scores: Sequence[np.ndarray], version: int) -> None:
+        row = 0
+        for chunk in self._tick.scoring:
+            count = -(-(chunk.stop - chunk.start) // self._block)
+            flat = [
+                x[row : row + count].reshape(count * self._block, *x.shape[2:])[: chunk.stop - chunk.start]
+                for x in scores
+            ]
+            row += count
+            sample, num_top = chunk.sample, chunk.sample.request.sampling.top_logprobs
+            sample.raw_logprobs += flat[0].tolist()
+            sample.versions = [(version, 0)]
+            if num_top:
+                sample.top_logprobs += _top_logprobs(flat[1], flat[2], num_top)
+
+    def _add_tokens(self, result: DecodeResult, version: int) -> None:
+        tokens, logprobs, raw = (np.asarray(x).T.tolist() for x in result[:3])
+        for row, (sample, count) in enumerate(zip(self._tick.decode, result.num_drawn.tolist())):
+            top, num_top = [], sample.request.sampling.top_logprobs
+            if num_top:
+                top = _top_logprobs(result.top_ids[:count, row], result.top_logprobs[:count, row], num_top)
+            stopped = bool(result.stopped[row])
+            sample.extend(tokens[row][:count], logprobs[row][:count], raw[row][:count], top, stopped, version)
+
+
+class TickResult(NamedTuple):
+    """Times and counts of a finished tick."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    num_drawn: int
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+
+def _device_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+
+
+def _top_logprobs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[TopLogprobs]:
+    pairs = zip(ids[:, :count].tolist(), logprobs[:, :count].tolist())
+    return [TopLogprobs(tuple(row_ids), tuple(row)) for row_ids, row in pairs]

@@ -1,0 +1,1 @@
+"""Token sampling on the device, bitwise independent of the rest of the batch. Start with `sampler.py`."""

@@ -1,0 +1,114 @@
+"""Samples as asyncio tasks, for engines that delegate generation to another server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.engines.frontend.sequence import EngineRequest, FailedRequest, ResultSink, Sample
+from slipstream.errors import SlipstreamError
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One request to the other server. A sample takes several if commits interrupt it."""
+
+    sample: Sample
+    task: asyncio.Task[None]
+    id: str
+    """Unique in this engine."""
+    versions: list[tuple[int, int]]
+    """`(version, first token)`: the policy versions that generate it. The first is the one it started under."""
+    interruption: Literal["", "resume", "restart"] = ""
+
+    @property
+    def version(self) -> int:
+        return self.versions[0][0]
+
+    def interrupt(self, keep_tokens: bool = False) -> None:
+        """End this attempt. The sample is attempted again, from its tokens so far or from its prompt."""
+        self.interruption = "resume" if keep_tokens else "restart"
+        self.task.cancel()
+
+
+class SampleTasks(ABC):
+    """One task per sample, which makes attempts until one completes the sample."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        """Policy version under which new samples start."""
+        self.gate = asyncio.Event()
+        """Samples start only while this is set."""
+        self.gate.set()
+        self._tasks: dict[ResultSink, dict[asyncio.Task[None], Sample]] = {}
+        """Unfinished tasks by sink."""
+        self.running: set[Attempt] = set()
+        self._ids = itertools.count()
+
+    def start(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            tasks = self._tasks.setdefault(request.sink, {})
+            for sample in request.samples():
+                task = asyncio.create_task(self._run(sample))
+                tasks[task] = sample
+                task.add_done_callback(lambda task, sink=request.sink: self._forget(sink, task))  # type: ignore[misc]
+
+    def cancel(self, sink: ResultSink) -> None:
+        for task in list(self._tasks.get(sink, ())):
+            task.cancel()
+
+    def fail_all(self, error: SlipstreamError) -> None:
+        """End every unfinished sample with `error`."""
+        for sink, tasks in list(self._tasks.items()):
+            sink.deliver([FailedRequest(sample.request, error) for sample in tasks.values()])
+            self.cancel(sink)
+
+    async def wait_finished(self, timeout: float) -> None:
+        """Return once all tasks have ended, or after `timeout` seconds."""
+        if tasks := [task for tasks in self._tasks.values() for task in tasks]:
+            await asyncio.wait(tasks, timeout=timeout)
+
+    async def _run(self, sample: Sample) -> None:
+        sink = sample.request.sink
+        try:
+            while not await self._attempt(sample):
+                pass
+            sink.deliver([sample])
+        except Exception as error:
+            sink.deliver([FailedRequest(sample.request, self._failure(error))])
+
+    async def _attempt(self, sample: Sample) -> bool:
+        """Return False if the attempt was interrupted."""
+        await self.gate.wait()
+        task = asyncio.current_task()
+        assert task is not None
+        attempt = Attempt(sample, task, f"s{next(self._ids)}", [(self.version, 0)])
+        self.running.add(attempt)
+        try:
+            await self._generate(attempt)
+            return True
+        except asyncio.CancelledError:
+            if not attempt.interruption or task.uncancel():  # the caller has cancelled it, too
+                raise
+            if attempt.interruption == "restart":
+                sample.restart()
+            return False
+        finally:
+            self.running.discard(attempt)
+
+    @abstractmethod
+    async def _generate(self, attempt: Attempt) -> None:
+        """Complete the sample."""
+
+    @abstractmethod
+    def _failure(self, error: Exception) -> SlipstreamError:
+        """Return the error that ends the sample's request."""
+
+    def _forget(self, sink: ResultSink, task: asyncio.Task[None]) -> None:
+        self._tasks[sink].pop(task)
+        if not self._tasks[sink]:
+            del self._tasks[sink]

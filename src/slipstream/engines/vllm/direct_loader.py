@@ -1,0 +1,244 @@
+"""Weights straight into the live, fused parameters of vLLM's workers on a GPU: copied from the trainer's GPU memory (`cuda`),
+received over NCCL, or read from shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slipstream.engines.frontend.checks import not_staged
+from slipstream.engines.vllm.weight_loading import (
+    WORKER_WAIT_SECONDS,
+    CallWorkers,
+    MappedFiles,
+    Place,
+    WeightsPending,
+    missing_tensors,
+)
+from slipstream.errors import EngineFailure, SlipstreamError, TransferError
+from slipstream.model.config import ModelConfig
+from slipstream.model.families.vllm_parameters import written_parameters
+from slipstream.types import Destinations, Offer, ParameterChecksums, StageReport
+from slipstream.weights.checksum import strip_manifest_header
+from slipstream.weights.plan import Plan
+from slipstream.weights.rank_image import num_bytes
+from slipstream.weights.transports.device import DEVICE_TRANSPORTS
+from slipstream.weights.update.transfer import Inbox, IncomingUpdate, UpdateReceiver
+
+log = logging.getLogger(__name__)
+
+HASHED_BYTES = 256 << 20
+"""Bytes a worker hashes per call; vLLM may take a step between two calls."""
+
+
+class DirectLoader(UpdateReceiver):
+    """See `weight_loading.WeightLoader`. `failed` are the live parameters that failed the mapping check, with the reason:
+    whole tensors are sent in their place, for vLLM's own loader."""
+
+    is_single_call = True
+    transports: tuple[str, ...] = (*DEVICE_TRANSPORTS, "shm")
+
+    def __init__(
+        self,
+        engine: str,
+        model: ModelConfig,
+        dtype: str,
+        tp: int,
+        call_workers: CallWorkers,
+        failed: Mapping[str, str],
+        has_weights: bool,
+    ) -> None:
+        self._call_workers, self._has_weights = call_workers, has_weights
+        self._failed = sorted(failed)
+        self.parameters, self._reloaded = written_parameters(model, tp, failed)
+        super().__init__(self.parameters, dtype, engine)
+        self.num_ranks = tp
+        self.num_bytes = num_bytes(self.parameters, dtype)
+        self._inbox = Inbox(self.parameters, dtype, engine)
+        """Receives weights that come through shared memory."""
+        self._links: tuple[tuple[bytes, ...], ...] = ()
+        self._files = MappedFiles(engine, call_workers)
+        self._places: dict[str, list[Place]] = {}
+        """Parameters of the update in progress that came through shared memory."""
+        self._staged = -1
+        self._is_torn = False
+        """Whether live parameters may hold a mix of two versions."""
+        self._indices: list[list[int]] = []
+        """Indices of the staged pieces, per rank."""
+        self._last_manifests: tuple[Plan | None, list[list[bytes]], int] = None, [], 0
+        """Plan and manifests (without versions) that gave `_indices`, and the bytes they announce."""
+
+    async def begin(self, serving: int, version: int, offer: Offer) -> Destinations:
+        if offer.transport not in DEVICE_TRANSPORTS:
+            if self._update is not None:
+                self._admit(serving, version, offer)  # raises
+            destinations = await asyncio.to_thread(self._inbox.begin, serving, version, offer)
+            self._transport = offer.transport
+            return destinations
+        if self._inbox.is_updating:
+            self._inbox.begin(serving, version, offer)  # raises
+        with self._lock:
+            plan = self._admit(serving, version, offer)
+            self._update = IncomingUpdate(version, plan, hashed=False)
+        try:
+            if offer.fresh or plan is not self._plan or offer.transport != self._transport or not self._links:
+                links = await self._call_workers("slipstream_connect", offer.transport, plan.to_bytes(), self._failed)
+                self._links = tuple(tuple(map(bytes, rank)) for rank in links)
+            if offer.transport == "nccl":  # over `cuda`, pieces need no preparation
+                await self._call_workers("slipstream_expect", version)
+        except BaseException:
+            self._update = None
+            raise
+        self._plan, self._transport = plan, offer.transport
+        return Destinations(self._links, b"")
+
+    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
+        if self._inbox.is_updating:
+            return await self._stage_shared_memory(version, manifests)
+        start, receive_seconds = time.perf_counter(), 0.0
+        with self._lock:
+            update = self._current(version)
+        announced = self._read_manifests(update, manifests)
+        # Over `cuda` each rank confirms to the trainer itself. Over `nccl` a rank must wait, even if nothing comes.
+        if self._transport == "nccl":
+            receive_seconds = await self._receive(version)
+        self.check(version)  # it may have been rolled back meanwhile
+        self._staged = version
+        return StageReport(announced, time.perf_counter() - start, receive_seconds)
+
+    async def _stage_shared_memory(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
+        arrays, report = await asyncio.to_thread(self._inbox.receive, version, manifests)
+        self._check_all_tensors(arrays)
+        self._places = self._inbox.places(version, arrays)
+        files = {file for places in self._places.values() for file, _, _ in places}.union(self._inbox.files())
+        await self._files.map(files)
+        self._inbox.check(version)
+        self._staged = version
+        return report
+
+    async def _receive(self, version: int) -> float:
+        """Wait until all ranks have received. Short calls let vLLM step meanwhile, and let a rollback through."""
+        try:
+            while None in (
+                seconds := await self._call_workers("slipstream_receive", version, self._indices, WORKER_WAIT_SECONDS)
+            ):
+                self.check(version)
+            return max(seconds)
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            raise TransferError(
+                f"engine {self._name!r}: version {version} did not arrive: {_last_line(error)}"
+            ) from None
+
+    def _read_manifests(self, update: IncomingUpdate, manifests: Sequence[Sequence[bytes]]) -> int:
+        """Check the manifests and return the number of bytes they announce. They are usually the same as for the last
+        version."""
+        key = update.plan, [[strip_manifest_header(m, update.version) for m in of_rank] for of_rank in manifests]
+        if not self._has_weights or key != self._last_manifests[:2]:
+            sums, sent, announced = self._manifests(update, manifests, self.num_ranks)
+            self._check_complete(update, sent)
+            self._check_all_tensors(sent)
+            self._indices = [sorted(indices) for indices in sums]
+            self._last_manifests = *key, announced
+        return self._last_manifests[2]
+
+    def _check_all_tensors(self, sent: Mapping[str, Any]) -> None:
+        if not self._has_weights and (missing := sorted({p.name for p in self.parameters} - sent.keys())):
+            raise missing_tensors(self._name, missing)
+
+    def check_staged(self, version: int) -> None:
+        if self._staged != version:
+            raise not_staged(self._name, version)
+
+    async def load(self, version: int) -> tuple[dict[str, int], float]:
+        self.check_staged(version)
+        self._is_torn = True
+        if self._inbox.is_updating:
+            places = [
+                [name, [[file, offset, list(shape)] for file, offset, shape in by_rank]]
+                for name, by_rank in self._places.items()
+            ]
+            answers = await self._call_workers("slipstream_write", places, self._dtype, sorted(self._reloaded))
+        else:
+            answers = await self._call_workers("slipstream_apply", version, self._indices, WORKER_WAIT_SECONDS)
+        self._is_torn = any(reason == "" for _, _, reason, _ in answers)
+        seconds = max(spent for _, spent, _, _ in answers)
+        if reasons := [reason for _, _, reason, _ in answers if reason]:
+            if all(may_retry for *_, may_retry in answers):
+                raise WeightsPending(reasons[0], seconds)
+            raise TransferError(reasons[0])
+        self._has_weights, self._is_torn = True, False
+        return answers[0][0], seconds
+
+    async def restore(self) -> None:
+        """Raise if the live parameters may be torn: there is no second copy of them. Staging has checked all that can be
+        checked, so only a failing device gets here."""
+        if self._has_weights and self._is_torn:
+            raise EngineFailure("the old weights were overwritten in part, and there is no copy of them")
+
+    def finish(self, version: int) -> None:
+        self._staged, self._places = -1, {}
+        if self._inbox.is_updating:
+            return self._inbox.finish(version)
+        with self._lock:
+            self._current(version)
+            self._update = None
+
+    async def rollback(self, version: int) -> None:
+        if self._staged == version:
+            self._staged, self._places = -1, {}
+        self._inbox.rollback(version)
+        if self._update is not None and self._update.version == version:
+            self._update, self._links = None, ()
+            try:
+                await self._call_workers("slipstream_discard")
+            except Exception as error:
+                log.warning("engine %s: rolling back version %d: %s", self._name, version, error)
+
+    async def checksums(self) -> tuple[ParameterChecksums, ...]:
+        """Hash a few parameters per call, so that steps run in between. Parameters that vLLM's loader fills are rearranged by
+        it and cannot be read back; they get no checksums."""
+        sums: dict[tuple[str, int], tuple[int, ...]] = {}
+        for names in self._checksum_batches():
+            for rank, answer in enumerate(await self._call_workers("slipstream_checksums", names)):
+                sums |= {(name, rank): tuple(parts) for name, parts in answer}
+        return tuple(ParameterChecksums(p.name, p.rank, sums.get((p.name, p.rank), ())) for p in self.parameters)
+
+    def _checksum_batches(self) -> list[list[str]]:
+        """Names of readable parameters, in batches of about `HASHED_BYTES` per rank."""
+        batches: list[list[str]] = []
+        room = 0
+        for name, size in {p.name: num_bytes([p], self._dtype) for p in self.parameters}.items():
+            if name in self._reloaded:
+                continue
+            if not batches or size > room:
+                batches.append([])
+                room = HASHED_BYTES
+            batches[-1].append(name)
+            room -= size
+        return batches
+
+    def weights_dropped(self) -> None:
+        self._has_weights = False
+
+    async def release(self) -> None:
+        if self._links and self._update is None:
+            self._links = ()
+            await self._call_workers("slipstream_disconnect")
+
+    @property
+    def is_updating(self) -> bool:
+        return self._update is not None or self._inbox.is_updating
+
+    def close(self) -> None:
+        self._inbox.close()
+
+
+def _last_line(error: Exception) -> str:
+    """A worker's error includes its traceback; return only the last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,100 @@
+"""vLLM's engine arguments and environment, from a `VllmConfig`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import VllmConfig
+from slipstream.engines.vllm import compat
+from slipstream.errors import ConfigError
+from slipstream.model.config import ModelConfig
+from slipstream.types import MAX_TOP_LOGPROBS
+from slipstream.weights.rank_image import numpy_dtype
+
+_BLOCK_SIZE = {"cpu": 128, "gpu": 16}
+"""Tokens per block of vLLM's KV cache."""
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Otherwise vLLM compiles a helper of its sampler with a C++ compiler at the first token, which takes a minute.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weights: bool) -> Any:
+    """Start vLLM's asynchronous engine. Raise `ConfigError` for settings it does not support."""
+    _set_defaults(_ENVIRONMENT)
+    _set_defaults(compat.choose_runner(compat.check()))
+    on_cpu = compat.is_cpu()
+    if on_cpu:
+        _prepare_cpu(model, options)
+    elif options.dtype == "float32":
+        # Otherwise its attention kernel rounds to TF32, which has three digits instead of seven.
+        _set_defaults({"TRITON_F32_DEFAULT": "ieee"})
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    block = _BLOCK_SIZE["cpu" if on_cpu else "gpu"]
+    length = options.max_model_len or model.max_position_embeddings
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "dtype": options.dtype,
+        "enforce_eager": on_cpu or options.enforce_eager,
+        "max_model_len": length,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "block_size": block,
+        "load_format": "auto" if has_weights else "dummy",
+        "skip_tokenizer_init": True,  # we tokenize and detokenize
+        "worker_extension_cls": "slipstream.engines.vllm.worker_extension.WorkerExtension",
+        "scheduler_cls": "slipstream.engines.vllm.batched_output.make_scheduler",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_TOP_LOGPROBS + 1,
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+    }
+    if on_cpu or options.kv_cache_tokens:
+        tokens = options.kv_cache_tokens or options.max_num_seqs * length
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(model, options, tokens, block)
+    if not on_cpu:
+        # With a KV cache of fixed size, vLLM only checks that this share is free when it starts.
+        arguments["gpu_memory_utilization"] = 0.01 if options.kv_cache_tokens else options.gpu_memory_utilization
+    if on_cpu:
+        arguments["async_scheduling"] = False  # the scheduler shares its cores with the workers
+    else:
+        arguments["enable_sleep_mode"] = True
+    if options.max_num_batched_tokens:
+        arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
+    # The defaults of vLLM's offline `LLM`: rollouts are large batches, and its server defaults take small steps.
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+
+
+def _prepare_cpu(model: ModelConfig, options: VllmConfig) -> None:
+    _set_defaults(_ON_CPU)
+    if options.tensor_parallel_size > 1:  # otherwise every worker uses all cores, and they contend
+        _set_defaults({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.tensor_parallel_size))})
+    if options.dtype != "float32":
+        raise ConfigError(f'dtype is {options.dtype!r}; vLLM on CPU is supported with dtype="float32" only')
+    if model.head_dim % 32:
+        raise ConfigError(f"head_dim of the model is {model.head_dim}; vLLM's attention on CPU needs a multiple of 32")
+
+
+def _kv_cache_bytes(model: ModelConfig, options: VllmConfig, tokens: int, block: int) -> int:
+    # Every sequence may leave a block partly filled, and vLLM reserves one.
+    num_blocks = -(-tokens // block) + options.max_num_seqs + 2
+    kv_heads = max(1, model.num_kv_heads // options.tensor_parallel_size)
+    itemsize = numpy_dtype(options.dtype).itemsize
+    return num_blocks * block * 2 * model.num_layers * kv_heads * model.head_dim * itemsize
+
+
+def _set_defaults(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

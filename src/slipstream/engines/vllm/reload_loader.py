@@ -1,0 +1,116 @@
+"""Weights through vLLM's own loader. On CPU vLLM packs linear weights after loading, so live parameters cannot be written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from slipstream.engines.frontend.checks import not_staged
+from slipstream.engines.vllm.weight_loading import CallWorkers, MappedFiles, Place, missing_tensors
+from slipstream.errors import Unsupported
+from slipstream.model import families
+from slipstream.model.config import ModelConfig
+from slipstream.types import Destinations, Offer, ParameterChecksums, StageReport
+from slipstream.weights.rank_image import num_bytes
+from slipstream.weights.update.transfer import Inbox
+from slipstream.weights.update.transport_choice import is_quick
+
+T = TypeVar("T")
+
+
+class ReloadLoader:
+    """See `weight_loading.WeightLoader`. Every load is of the whole model. Tensors that an update did not bring are still in
+    shared memory, or in the engine's checkpoint."""
+
+    is_single_call = False
+    transports: tuple[str, ...] = ("shm",)
+
+    def __init__(
+        self, engine: str, model: ModelConfig, dtype: str, call_workers: CallWorkers, has_checkpoint: bool
+    ) -> None:
+        self._engine, self._dtype, self._call_workers = engine, dtype, call_workers
+        self._has_weights = self._has_checkpoint = has_checkpoint
+        self._names = {t.name for t in families.tensors(model)}
+        # One rank: tensors arrive whole, and each worker takes its own part of them.
+        self.parameters, self.num_ranks = families.parameters(model, 1), 1
+        self.num_bytes = num_bytes(self.parameters, dtype)
+        self._inbox = Inbox(self.parameters, dtype, engine)
+        self._is_quick = False
+        """The update in progress is too small to be worth a thread."""
+        self._serving: dict[str, Place] = {}
+        """Tensors that came by an update; all others are the checkpoint's."""
+        self._staged: tuple[int, dict[str, Place]] | None = None
+        self._files = MappedFiles(engine, call_workers)
+
+    async def begin(self, serving: int, version: int, offer: Offer) -> Destinations:
+        self._is_quick = is_quick(offer.transport, self.num_bytes)
+        return await self._run(partial(self._inbox.begin, serving, version, offer))
+
+    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
+        arrays, report = await self._run(partial(self._inbox.receive, version, manifests))
+        places = self._serving | {name: ranks[0] for name, ranks in self._inbox.places(version, arrays).items()}
+        in_use = {file for file, _, _ in (*places.values(), *self._serving.values())}
+        await self._files.map(in_use.union(self._inbox.files()))
+        missing = sorted(self._names - places.keys())
+        if missing and not self._has_checkpoint:
+            raise missing_tensors(self._engine, missing)
+        self._inbox.check(version)  # it may have been rolled back meanwhile
+        self._staged = version, places
+        return report
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return work() if self._is_quick else await asyncio.to_thread(work)
+
+    def check_staged(self, version: int) -> None:
+        if self._staged is None or self._staged[0] != version:
+            raise not_staged(self._engine, version)
+
+    async def load(self, version: int) -> tuple[dict[str, int], float]:
+        self.check_staged(version)
+        assert self._staged is not None
+        places = self._staged[1]
+        counts: dict[str, int] = (await self._call_workers("slipstream_token_counts"))[0]
+        seconds = await self._reload(places) if places != self._serving else 0.0
+        self._serving, self._has_weights = places, True
+        return counts, seconds
+
+    async def _reload(self, places: Mapping[str, Place]) -> float:
+        tensors = [[name, file, offset, list(shape)] for name, (file, offset, shape) in places.items()]
+        return max(await self._call_workers("slipstream_reload", tensors, self._dtype))
+
+    async def restore(self) -> None:
+        """Load the serving weights again, if there are any."""
+        if self._has_weights:
+            await self._reload(self._serving)
+
+    def finish(self, version: int) -> None:
+        self._unstage(version)
+        self._inbox.finish(version)
+
+    async def rollback(self, version: int) -> None:
+        self._unstage(version)
+        self._inbox.rollback(version)
+
+    def _unstage(self, version: int) -> None:
+        if self._staged is not None and self._staged[0] == version:
+            self._staged = None
+
+    async def checksums(self) -> tuple[ParameterChecksums, ...]:
+        raise Unsupported(
+            f"engine {self._engine!r} cannot read its weights back: on CPU vLLM packs linear weights after loading them"
+        )
+
+    def weights_dropped(self) -> None:
+        self._serving, self._has_weights, self._has_checkpoint = {}, False, False
+
+    async def release(self) -> None:
+        """Nothing to release: the shared memory holds the serving weights."""
+
+    @property
+    def is_updating(self) -> bool:
+        return self._inbox.is_updating
+
+    def close(self) -> None:
+        self._inbox.close()

@@ -1,0 +1,278 @@
+"""The methods we add to vLLM's workers (`worker_extension_cls`). The engine calls them by name, on all workers at once;
+arguments and results are plain values."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader import get_model_loader
+
+from slipstream.engines.vllm import compat
+from slipstream.engines.vllm.live_parameters import LiveParameters, NothingWritten, NotYetReceived
+from slipstream.engines.vllm.mapping_check import check_mapping, module_siblings, random_tensors
+from slipstream.engines.vllm.sampler import DualLogprobSampler
+from slipstream.model import families
+from slipstream.model.checkpoints.hf_config import read_config
+from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
+from slipstream.types import Parameter
+from slipstream.weights.plan import Plan
+from slipstream.weights.transports.host import shm
+
+POLL_SECONDS = 0.5
+
+
+class WorkerExtension:
+    """`self` is a vLLM worker. vLLM calls these methods between two steps, never during one."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+    _sleep_saved_buffers: dict[str, torch.Tensor]
+
+    def slipstream_install(self, owner: int, names: Sequence[str]) -> dict[str, int]:
+        """Set up this worker; called once, after the model is loaded. The worker exits when process `owner`, which hosts the
+        engine, has ended. `names` are all tensors of the model. Return this process's pid and the bytes of its KV cache."""
+        self._slipstream_token_counts = self._slipstream_replace_sampler()
+        self._slipstream_maps: dict[str, mmap.mmap] = {}
+        self._slipstream_sizes: dict[int, int] = {}
+        self._slipstream_names = frozenset(names)
+        self._slipstream_rank = get_tensor_model_parallel_rank()
+        threading.Thread(target=_exit_with, args=(owner,), name="slipstream-lifeline", daemon=True).start()
+        return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
+
+    def _slipstream_replace_sampler(self) -> Callable[[], dict[str, int]]:
+        """Install our sampler. Return its function that counts the tokens each request has drawn."""
+        if compat.uses_v2_runner(self.vllm_config):
+            from slipstream.engines.vllm.v2_runner import DualLogprobV2Sampler
+
+            return DualLogprobV2Sampler.replace_sampler(self.model_runner).token_counts
+        return DualLogprobSampler.replace_sampler(self.model_runner).token_counts
+
+    def slipstream_token_counts(self) -> dict[str, int]:
+        """Return how many tokens each request has drawn, without requests that have drawn none."""
+        return {compat.external_id(name): count for name, count in self._slipstream_token_counts().items() if count}
+
+    def slipstream_map_files(self, files: Sequence[str]) -> None:
+        """Map these files of shared memory, and unmap all others."""
+        self._slipstream_maps = {file: self._slipstream_maps.get(file) or _map_file(file) for file in files}
+
+    # --- on CPU: all weights through vLLM's loader ---
+
+    def slipstream_reload(self, tensors: Sequence[Sequence[Any]], dtype: str) -> float:
+        """Replace all weights; return the seconds it took. `tensors` are `(name, file, offset, shape)`: whole, under their
+        Hugging Face names, in mapped files. Tensors that are not named are read from the engine's checkpoint."""
+        start = time.perf_counter()
+        self.slipstream_allocate_memory("weights")
+        self._slipstream_reload_weights(self._slipstream_weights(tensors, getattr(torch, dtype)))
+        self._slipstream_pack_tied()
+        return time.perf_counter() - start
+
+    def _slipstream_pack_tied(self) -> None:
+        """Repack a head that is tied to the embedding: it loads no weight, so vLLM would keep the packed copy of the old
+        one."""
+        seen: set[int] = set()
+        for module in self.model_runner.get_model().modules():
+            if (weight := getattr(module, "weight", None)) is None:
+                continue
+            if id(weight) in seen and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+            seen.add(id(weight))
+
+    def _slipstream_weights(
+        self, tensors: Sequence[Sequence[Any]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, file, offset, shape in tensors:
+            yield name, self._slipstream_tensor(file, offset, shape, dtype)
+        sent = {name for name, _, _, _ in tensors}
+        if self._slipstream_names - sent:
+            loader = get_model_loader(self.vllm_config.load_config)
+            model = self.model_runner.get_model()
+            for name, tensor in loader.get_all_weights(self.vllm_config.model_config, model):
+                if name not in sent:
+                    yield name, tensor
+
+    def _slipstream_tensor(self, file: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        count = math.prod(shape)
+        memory = torch.frombuffer(self._slipstream_maps[file], dtype=dtype, count=count, offset=offset)
+        return memory.reshape(tuple(shape))
+
+    def _slipstream_reload_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+
+    # --- on GPU: straight into the live parameters ---
+
+    def slipstream_check_mapping(self, directory: str, has_weights: bool) -> dict[str, str]:
+        """Return the live parameters that cannot be written directly, with the reason; called once, after
+        `slipstream_install`. Checks with the weights the engine was started with, or else with random ones."""
+        model = self.model_runner.get_model()
+        config = read_config(Path(directory))
+        live = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._slipstream_live = LiveParameters(
+            live, self._slipstream_reload_weights, self._slipstream_rank, self.device
+        )
+        self._slipstream_config = config
+        own, dtype = self._slipstream_parameters(), next(iter(live.values())).dtype
+        if has_weights:
+            loader = get_model_loader(self.vllm_config.load_config)
+            failed = check_mapping(live, own, loader.get_all_weights(self.vllm_config.model_config, model))
+        else:
+            specs = [(t.name, t.shape) for t in families.tensors(config)]
+            self._slipstream_reload_weights(random_tensors(specs, dtype, self.device))
+            failed = check_mapping(live, own, random_tensors(specs, dtype, self.device))
+        siblings = module_siblings(failed, live) - failed.keys()
+        return failed | dict.fromkeys(siblings, "another parameter of its module failed the check")
+
+    @property
+    def _slipstream_tp(self) -> int:
+        return int(self.vllm_config.parallel_config.tensor_parallel_size)
+
+    def _slipstream_parameters(self) -> list[Parameter]:
+        """The live parameters of this rank."""
+        parameters = vllm_parameters(self._slipstream_config, self._slipstream_tp)
+        return [p for p in parameters if p.rank == self._slipstream_rank]
+
+    def slipstream_connect(self, transport: str, plan: bytes, failed: Sequence[str]) -> list[bytes]:
+        """Prepare to receive from a trainer by this plan. Return links by trainer rank. `failed` are the parameters that go
+        through vLLM's loader."""
+        parameters, reloaded = written_parameters(self._slipstream_config, self._slipstream_tp, failed)
+        return self._slipstream_live.connect(transport, Plan.from_bytes(plan), parameters, reloaded)
+
+    def slipstream_expect(self, version: int) -> None:
+        self._slipstream_live.expect(version)
+
+    def slipstream_receive(self, version: int, indices: Sequence[Sequence[int]], timeout: float) -> float | None:
+        """Wait for these pieces, listed by rank. Return the seconds their transfer took, or None after `timeout` seconds. No
+        step runs meanwhile."""
+        return self._slipstream_live.receive(version, indices[self._slipstream_rank], timeout)
+
+    def slipstream_apply(
+        self, version: int, indices: Sequence[Sequence[int]], timeout: float
+    ) -> tuple[dict[str, int], float, str, bool]:
+        """Write these pieces, listed by rank, of a staged version, waiting for them at most `timeout` seconds.
+
+        Return the tokens each request has drawn, the seconds that writing took, why nothing was written ("" if it was), and
+        whether a retry may succeed. Counting and writing are one call, so that no step runs between them."""
+        start, counts, reason, may_retry, seconds = time.perf_counter(), self.slipstream_token_counts(), "", False, 0.0
+        try:
+            if any(indices):
+                seconds = self._slipstream_live.apply(version, indices[self._slipstream_rank], timeout)
+        except NothingWritten as error:
+            reason, may_retry = str(error), isinstance(error, NotYetReceived)
+        return counts, max(seconds, time.perf_counter() - start), reason, may_retry
+
+    def slipstream_write(
+        self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]
+    ) -> tuple[dict[str, int], float, str, bool]:
+        """Like `slipstream_apply`, for parameters in mapped files: `(name, per rank (file, offset, shape))`."""
+        counts, torch_dtype, start = self.slipstream_token_counts(), getattr(torch, dtype), time.perf_counter()
+        own = [(name, *by_rank[self._slipstream_rank]) for name, by_rank in places]
+        tensors = (
+            (name, self._slipstream_tensor(file, offset, shape, torch_dtype)) for name, file, offset, shape in own
+        )
+        self._slipstream_live.write(tensors, reloaded)
+        return counts, time.perf_counter() - start, "", False
+
+    def slipstream_checksums(self, names: Sequence[str]) -> list[tuple[str, list[int]]]:
+        """Return a checksum for each part of these parameters."""
+        wanted = set(names)
+        return self._slipstream_live.checksums([p for p in self._slipstream_parameters() if p.name in wanted])
+
+    def slipstream_discard(self) -> None:
+        """Drop the update in progress."""
+        self._slipstream_live.discard()
+
+    def slipstream_disconnect(self) -> None:
+        """Release everything held for the trainer."""
+        self._slipstream_live.close()
+
+    def slipstream_sleep(self, level: int) -> None:
+        """Like vLLM's `sleep`, which fails if some of its memory is asleep already."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        allocator = get_mem_allocator_instance()
+        allocations = allocator.pointer_to_data
+        if level == 2 and any(data.cpu_backup_tensor is not None for data in allocations.values()):
+            self.wake_up(["weights"])  # type: ignore[attr-defined]  # or their copy in host memory would stay
+        allocator.pointer_to_data = {address: data for address, data in allocations.items() if not data.is_asleep}
+        try:
+            self.sleep(level)  # type: ignore[attr-defined]
+        finally:
+            allocator.pointer_to_data = allocations
+
+    def slipstream_wake(self, tags: Sequence[str]) -> None:
+        """Like vLLM's `wake_up`, which after a sleep at level 2 writes the model's buffers whatever it wakes: while the weights
+        sleep, no memory backs them."""
+        buffers = self._sleep_saved_buffers
+        if "weights" not in tags:
+            self._sleep_saved_buffers = {}
+        try:
+            self.wake_up(list(tags))  # type: ignore[attr-defined]
+        finally:
+            if "weights" not in tags:
+                self._sleep_saved_buffers = buffers
+
+    def slipstream_memory_in_use(self) -> int:
+        """Return the bytes of device memory that back the weights and the KV cache."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        allocations = get_mem_allocator_instance().pointer_to_data.values()
+        return sum(data.handle[1] for data in allocations if not data.is_asleep)
+
+    # --- memory on CPU, where vLLM has no sleep mode ---
+
+    def slipstream_free_memory(self, tags: Sequence[str]) -> None:
+        """Return the memory of `tags` to the system; the tensors stay, without storage."""
+        for tag in tags:
+            for storage in self._slipstream_storages(tag):
+                self._slipstream_sizes[storage._cdata] = storage.nbytes()
+                storage.resize_(0)
+        if "weights" in tags:
+            for module in self.model_runner.get_model().modules():
+                if hasattr(module, "cpu_linear"):
+                    module.cpu_linear = None  # a packed copy of the weight; loading packs it again
+
+    def slipstream_allocate_memory(self, tag: str) -> None:
+        """Undo `slipstream_free_memory`. The memory is zeroed: uninitialized memory may hold NaN, and zero times NaN is NaN."""
+        for storage in self._slipstream_storages(tag):
+            if storage.nbytes() == 0 and (size := self._slipstream_sizes.pop(storage._cdata, 0)):
+                storage.resize_(size)
+                storage.fill_(0)  # type: ignore[attr-defined]
+
+    def _slipstream_storages(self, tag: str) -> list[torch.UntypedStorage]:
+        tensors = (
+            self.model_runner.get_model().parameters() if tag == "weights" else _leaves(self.model_runner.kv_caches)
+        )
+        return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+
+
+def _leaves(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    else:
+        for item in tree:
+            yield from _leaves(item)
+
+
+def _map_file(file: str) -> mmap.mmap:
+    fd = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def _exit_with(owner: int) -> None:
+    """Exit this process when process `owner` has ended."""
+    started = shm.process_start_time(owner)
+    while started and shm.process_start_time(owner) == started:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)

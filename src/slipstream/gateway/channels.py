@@ -1,0 +1,180 @@
+"""What both ends of the gateway's gRPC connection share: channel options, TLS, the token, error transport and packing.
+
+An error ends a call with a gRPC status; its class name is in the trailing metadata and its text in the status details. Small
+messages of a stream travel packed into the first one (`also`): the number of messages costs more than their size."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from slipstream import errors
+from slipstream.config import LOOPBACK, GatewayConfig
+from slipstream.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    GatewayLost,
+    MessageTooLarge,
+    NotReady,
+    PeerError,
+    ProtocolMismatch,
+    RequestError,
+    SlipstreamError,
+    Unauthorized,
+    UnknownEngine,
+    WeightsError,
+)
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.runtime import tls
+
+ERROR_KIND = "slipstream-error"
+TOKEN = "authorization"
+TRAINER_PROCESS = "slipstream-trainer-process-bin"
+"""Metadata of the Update stream: a serialized `TrainerProcess`."""
+MAX_DETAILS = 4000
+"""gRPC sends status details as a header, and headers are limited to 8 KiB."""
+
+PACKED_BYTES = 1 << 18
+"""Largest size of messages packed into one; larger messages travel alone."""
+
+Message = TypeVar("Message", pb.ToEngine, pb.FromEngine, pb.TakenGroup)
+
+_CODES: tuple[tuple[type[SlipstreamError], grpc.StatusCode], ...] = (
+    (UnknownEngine, grpc.StatusCode.NOT_FOUND),
+    (MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotReady, grpc.StatusCode.FAILED_PRECONDITION),
+    (WeightsError, grpc.StatusCode.FAILED_PRECONDITION),
+    (PeerError, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Unauthorized, grpc.StatusCode.UNAUTHENTICATED),
+    (ProtocolMismatch, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+def packed(messages: Iterable[Message]) -> Iterator[Message]:
+    """Pack consecutive small messages into one."""
+    first: Message | None = None
+    size = 0
+    for message in messages:
+        message_size = message.ByteSize()
+        if first is not None and size + message_size <= PACKED_BYTES:
+            first.also.append(message)
+            size += message_size
+            continue
+        if first is not None:
+            yield first
+        first, size = message, message_size
+    if first is not None:
+        yield first
+
+
+def unpacked(message: Message) -> tuple[Message, ...]:
+    """Return the messages packed into one."""
+    return (message, *message.also)
+
+
+async def drain(outgoing: asyncio.Queue[Message]) -> AsyncGenerator[Message, None]:
+    """Yield a queue's messages, packing those that wait together."""
+    while True:
+        waiting = [await outgoing.get()]
+        while not outgoing.empty():
+            waiting.append(outgoing.get_nowait())
+        for message in packed(waiting):
+            yield message
+
+
+def options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Return gRPC options that refuse oversized messages, detect a dead peer within seconds, and never share a port."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.enable_http_proxy", 0),
+        # Reconnect to a restarted gateway within a second; gRPC's default backs off up to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+
+
+def channel(address: str, ca: str, max_message_bytes: int) -> grpc.aio.Channel:
+    """Open a channel to a gateway: over TLS with a CA, otherwise on loopback only, as the token travels in the clear."""
+    if ca:
+        tls.client_context(ca)  # raises if the file is unusable
+        credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes())
+        return grpc.aio.secure_channel(address, credentials, options=options(max_message_bytes))
+    if tls.host_of(address)[0] not in LOOPBACK:
+        raise ConfigError(
+            f"the gateway at {address} is beyond loopback, where the token must not travel in the clear; give the run's CA "
+            "(ca=, --ca or SLIPSTREAM_CA), or join by its run directory"
+        )
+    return grpc.aio.insecure_channel(address, options=options(max_message_bytes))
+
+
+def listen(server: grpc.aio.Server, config: GatewayConfig) -> str:
+    """Bind the gateway's port; return the address to dial."""
+    tls.check_dialable("gateway.host", config.host)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    try:
+        if config.certificate:
+            tls.server_context(config.certificate, config.key)  # raises if the files are unusable
+            pair = (Path(config.key).read_bytes(), Path(config.certificate).read_bytes())
+            port = server.add_secure_port(f"{host}:{config.port}", grpc.ssl_server_credentials([pair]))
+        else:
+            port = server.add_insecure_port(f"{host}:{config.port}")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{config.port}: {error}; is another gateway running there?"
+        ) from None
+    return f"{host}:{port}"
+
+
+async def explained(lost: GatewayLost, address: str, ca: str) -> SlipstreamError:
+    """Return the TLS error if the gateway is reachable and TLS is why the connection failed, otherwise `lost`."""
+    return await asyncio.to_thread(tls.diagnose_tls, address, ca) or lost
+
+
+def metadata(token: str) -> tuple[tuple[str, str], ...]:
+    if not (token.isascii() and token.isprintable()):
+        raise Unauthorized(
+            "the token has characters that no token has; is it from the right file, and without the newline?"
+        )
+    return ((TOKEN, f"Bearer {token}"),)
+
+
+def status_of(error: SlipstreamError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Return `(code, details, trailing metadata)` for a server to end a call with."""
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    kind, message = errors.to_wire(error)
+    details = message if len(message) <= MAX_DETAILS else message[:MAX_DETAILS] + " … (truncated)"
+    return code, details, ((ERROR_KIND, kind),)
+
+
+def error_of(failed: grpc.aio.AioRpcError, peer: str, doing: str) -> SlipstreamError:
+    """Return the typed error of a failed call: the gateway's own error if it sent one, otherwise by gRPC status."""
+    code, details = failed.code(), failed.details() or ""
+    for key, value in failed.trailing_metadata() or ():
+        if key == ERROR_KIND:
+            message = f"the gateway at {peer}: {details}" if value == Unauthorized.__name__ else details
+            return errors.from_wire(str(value), message)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthorized(f"the gateway at {peer} refused the token; use the one in its run directory ({details})")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return MessageTooLarge(
+            f"{doing}: the message is larger than the gateway at {peer} accepts; send fewer prompts at once ({details})"
+        )
+    # INTERNAL without our metadata comes from gRPC itself: a stream broke, or ended while it was written to.
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
+        return GatewayLost(f"{doing}: the gateway at {peer} cannot be reached ({details})")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{doing}: no answer from the gateway at {peer} in time")
+    return ProtocolMismatch(f"{doing}: the gateway at {peer} answered {code.name}: {details}")

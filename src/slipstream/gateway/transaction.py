@@ -1,0 +1,176 @@
+"""A weight update across the fleet: every engine stages and verifies a version before any engine commits it.
+
+One trainer at a time holds the update stream. If an engine cannot stage, or the trainer's stream breaks, the gateway rolls
+the update back and the engines keep the version they have. A commit that has started runs to its end even if the trainer
+disappears (`trainer_group.py` runs every message in its own task), so the fleet's version and the engines' versions agree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from slipstream.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    FleetChanged,
+    ProtocolMismatch,
+    SlipstreamError,
+    UnknownVersion,
+)
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.control import call_all, combined_error
+from slipstream.gateway.engine_stream import EngineLink
+from slipstream.gateway.registry import Registry
+
+log = logging.getLogger(__name__)
+
+STEPS = ("begin", "stage", "commit")
+ROLLBACK_SECONDS = 5.0
+
+
+def steps_of(message: pb.UpdateMessage) -> tuple[int, tuple[str, ...]]:
+    """Return the version and the steps of a message. Every engine in it must have the same ones."""
+    found = {(s.version, tuple(step for step in STEPS if s.HasField(step))) for s in message.engines.values()}
+    if len(found) != 1:
+        raise ProtocolMismatch(
+            f"an update message must have the same version and steps for every engine, got {sorted(found) or 'no engines'}"
+        )
+    version, steps = found.pop()
+    if not steps or steps == ("begin", "commit"):
+        raise ProtocolMismatch(f"an update message must have consecutive steps of {STEPS}, got {steps}")
+    return version, steps
+
+
+class FleetUpdate:
+    """The updates of one trainer, one after the other."""
+
+    def __init__(
+        self, registry: Registry, links: Mapping[str, EngineLink], on_commit: Callable[[int], None] | None = None
+    ) -> None:
+        """`on_commit` is called with each new version that the fleet serves, before the trainer gets its reply."""
+        self._registry, self._links, self._on_commit = registry, links, on_commit
+        self._version: int | None = None
+        self._engines: list[str] = []
+        self._drop_failed = False
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether an update was begun that can still be rolled back."""
+        return self._version is not None
+
+    async def run(self, message: pb.UpdateMessage, timeout: float) -> pb.UpdateReply:
+        """Run the steps of a message on every engine of the update.
+
+        A single engine gets all steps in one message. With several engines, all finish a step before any starts the next."""
+        version, steps = steps_of(message)
+        if "begin" in steps:
+            self._check_begin(message, version)
+            self._version, self._engines, self._drop_failed = version, list(message.engines), message.drop_failed
+        reports: dict[str, pb.UpdateReports] = {}
+        for bundle in [steps] if len(self._engines) == 1 else [(step,) for step in steps]:
+            done = await self._run_on_all(message, version, bundle, timeout)
+            for name in done.keys() & reports.keys():
+                done[name].MergeFrom(reports[name])
+            reports = done
+        return pb.UpdateReply(engines=reports)
+
+    async def _run_on_all(
+        self, message: pb.UpdateMessage, version: int, steps: tuple[str, ...], timeout: float
+    ) -> dict[str, pb.UpdateReports]:
+        """Run steps on every engine at once; return the reports of the engines that completed them."""
+        self._check_in_progress(message, version)
+        engines = self._engines
+        if "commit" in steps:  # a commit cannot be rolled back on the trainer's behalf
+            self._version, self._engines = None, []
+        doing = f"{' and '.join(steps)} version {version}"
+
+        async def call(name: str) -> pb.UpdateReports:
+            selected = _select(message.engines[name], steps)
+            return (await self._links[name].ask(pb.ToEngine(update=selected), timeout, doing)).updated
+
+        done, failed = await call_all({name: call(name) for name in engines})
+        if "commit" in steps:
+            await self._finish_commit(version, done.keys(), failed)
+        elif failed:
+            await self._drop(version, done.keys(), failed)
+        return done
+
+    async def _finish_commit(self, version: int, done: Iterable[str], failed: Mapping[str, SlipstreamError]) -> None:
+        """Record a commit. Engines that failed it become stale; they must roll back to accept a later update."""
+        answering = [name for name, error in failed.items() if not isinstance(error, DeadlineExceeded)]
+        await self._roll_back(version, answering)
+        committed = list(done)
+        if not committed:
+            raise self._not_done(version, failed)
+        for name, error in failed.items():
+            log.warning("engine %s did not commit version %d: %s", name, version, error)
+        is_new = version != self._registry.version  # a repair brings the present version to engines that lack it
+        self._registry.commit(version, committed)
+        if is_new and self._on_commit is not None:
+            self._on_commit(version)
+
+    async def _drop(self, version: int, done: Iterable[str], failed: Mapping[str, SlipstreamError]) -> None:
+        """Continue without the engines that failed, if the trainer allows it; otherwise raise, which ends the update."""
+        remaining = list(done)
+        if not remaining or not self._drop_failed:
+            raise self._not_done(version, failed)
+        log.warning("%s", combined_error(failed, f"version {version} continues without {', '.join(failed)}"))
+        self._engines = remaining
+        await self._roll_back(version, failed)
+
+    async def rollback(self) -> None:
+        """Roll back the update in progress on every engine that answers; do nothing if there is none."""
+        if self._version is None:
+            return
+        version, engines, self._version, self._engines = self._version, self._engines, None, []
+        await self._roll_back(version, engines)
+
+    async def release(self) -> None:
+        """Tell every engine that the trainer is gone."""
+        names = [member.info.name for member in self._registry.alive()]
+        await self._notify(names, pb.ToEngine(release=pb.Release()), "release the trainer's memory")
+
+    async def _roll_back(self, version: int, engines: Iterable[str]) -> None:
+        await self._notify(engines, pb.ToEngine(rollback=pb.Rollback(version=version)), f"roll back version {version}")
+
+    async def _notify(self, engines: Iterable[str], message: pb.ToEngine, doing: str) -> None:
+        """Send a message to each engine. Best effort: failures are logged, not raised."""
+
+        async def call(name: str) -> None:
+            own = pb.ToEngine()
+            own.CopyFrom(message)  # each call sets its own id
+            await self._links[name].ask(own, ROLLBACK_SECONDS, doing)
+
+        _, failed = await call_all({name: call(name) for name in engines})
+        for name, error in failed.items():
+            log.warning("engine %s did not %s: %s", name, doing, error)
+
+    def _not_done(self, version: int, failed: Mapping[str, SlipstreamError]) -> SlipstreamError:
+        return combined_error(
+            failed, f"version {version} was not committed; the fleet stays at version {self._registry.version}"
+        )
+
+    def _check_begin(self, message: pb.UpdateMessage, version: int) -> None:
+        if message.epoch != self._registry.epoch:
+            raise FleetChanged("engines joined or left the fleet since the trainer last looked")
+        self._registry.check_version(version, message.engines)
+        for name in message.engines:
+            if reason := self._registry.get(name).lost:
+                raise EngineLost(f"engine {name!r} is lost: {reason}")
+
+    def _check_in_progress(self, message: pb.UpdateMessage, version: int) -> None:
+        if version != self._version:
+            raise UnknownVersion(f"version {version} was not begun (in progress: {self._version})")
+        for name in self._engines:
+            if name not in message.engines:
+                raise UnknownVersion(f"engine {name!r} began version {version}, and this message has no step for it")
+
+
+def _select(all_steps: pb.UpdateSteps, steps: tuple[str, ...]) -> pb.UpdateSteps:
+    """Return a message with only these steps of it."""
+    if all(step in steps for step in STEPS if all_steps.HasField(step)):
+        return all_steps
+    selected = pb.UpdateSteps(version=all_steps.version)
+    for step in steps:
+        getattr(selected, step).CopyFrom(getattr(all_steps, step))
+    return selected

@@ -1,0 +1,115 @@
+"""TLS for the gateway, the HTTP server and weight transfers over TCP.
+
+A server beyond loopback needs a certificate (PEM files; `deploy/processes/certificates.py` makes them). Clients verify the
+gateway's against the CA that they were given. An engine's certificate for weights must have the fingerprint that the trainer
+received through the gateway."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from slipstream.config import LOOPBACK
+from slipstream.errors import ConfigError, TlsError
+
+PROBE_SECONDS = 5.0
+_WRONG_NAME = (62, 64)
+"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+
+
+def server_context(certificate: str, key: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot load the certificate {certificate} with the key {key}: {error}") from None
+    return context
+
+
+def client_context(ca: str) -> ssl.SSLContext:
+    """Return a client context that trusts certificates signed by this CA, or any certificate without one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if not ca:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot load the CA {ca}: {error}") from None
+    return context
+
+
+def fingerprint(certificate: str) -> str:
+    """Return the SHA-256 fingerprint of the first certificate in a PEM file."""
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    body = Path(certificate).read_text().partition(begin)[2].partition(end)[0]
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(begin + body + end)).hexdigest()
+
+
+def host_of(address: str) -> tuple[str, int]:
+    """Split an address: `10.0.0.1:8471` is `("10.0.0.1", 8471)`. Also takes `node01:8471` and `[::1]:8471`."""
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or port is None:
+        raise ConfigError(f"{address!r} is not an address like 127.0.0.1:8471")
+    return host, port
+
+
+def check_dialable(what: str, host: str) -> None:
+    """Raise `ConfigError` if a host name that others must reach resolves to loopback here, as a machine's own name often does
+    (127.0.1.1)."""
+    if host in LOOPBACK:
+        return
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise ConfigError(f"{what} is {host!r}, which this machine cannot resolve: {error}") from None
+    if all(str(address).startswith("127.") or address == "::1" for address in addresses):
+        raise ConfigError(
+            f"{what} is {host!r}, which resolves to {', '.join(map(str, addresses))} on this machine, so other machines cannot "
+            "reach it; use its network address, or fix /etc/hosts"
+        )
+
+
+def diagnose_tls(address: str, ca: str) -> TlsError | None:
+    """Diagnose why a gateway does not answer: return an error if TLS is the reason. Probes the address for a few seconds."""
+    host, port = host_of(address)
+    try:
+        with (
+            socket.create_connection((host, port), timeout=PROBE_SECONDS) as plain,
+            client_context(ca).wrap_socket(plain, server_hostname=host),
+        ):
+            uses_tls = True
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _WRONG_NAME:
+            return TlsError(
+                f"the certificate of the gateway at {address} is not valid for {host!r} ({error.verify_message}); connect by a "
+                f"name in the certificate, or make a new one: slipstream certificates --hosts {host}"
+            )
+        return TlsError(
+            f"the certificate of the gateway at {address} was not signed by {ca} ({error.verify_message}); use the CA named in "
+            "gateway.json of the gateway's run directory"
+        )
+    except (ssl.SSLError, ConnectionResetError):
+        uses_tls = False
+    except OSError:  # nothing listens
+        return None
+    if ca and not uses_tls:
+        return TlsError(
+            f"a CA was given ({ca}), but the server at {address} does not use TLS; check the port, and that the gateway was "
+            "started with a certificate"
+        )
+    if uses_tls and not ca:
+        return TlsError(
+            f"the gateway at {address} requires TLS; pass the CA of the run (ca=, --ca or SLIPSTREAM_CA), or connect by its "
+            "run directory"
+        )
+    return None
