@@ -1,109 +1,129 @@
-"""A plain interface for local trainers: generate, say that new weights lie there, pause and go on."""
+"""A small API for local trainers: generate, announce new weights, pause and resume."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from dataclasses import dataclass
 from typing import Annotated, Any
 
-from slipstream.errors import NotReady, RequestError
+from fastapi import APIRouter, Body, Request, Response
+from pydantic import Field
+from pydantic_core import to_json
+
+from slipstream.errors import DeadlineExceeded, NotReady, PeerError, RequestError
 from slipstream.http import vllm_dialect
-from slipstream.http.answers import Answer
-from slipstream.http.choices import finite
-from slipstream.http.front import Front
-from slipstream.http.sampling import Prompts, Sampled, Tokens, completions, prompts_of, requests
-from slipstream.http.shapes import Limits
+from slipstream.http.errors import JSON
+from slipstream.http.generation import (
+    NumTokens,
+    Prompts,
+    SamplingFields,
+    collect_completions,
+    list_prompts,
+    make_requests,
+)
+from slipstream.http.limits import LimitedRoute, cancel_on_disconnect
+from slipstream.http.openai_choices import finite
+from slipstream.http.request_models import JsonModel
+from slipstream.http.state import CurrentFront
 
 log = logging.getLogger(__name__)
 
+router = APIRouter(tags=["Local trainers"], route_class=LimitedRoute)
+OK = {"status": "ok"}
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateBody(Sampled):
+
+class GenerateRequest(SamplingFields):
     prompt: Prompts
-    max_tokens: Tokens = 64
+    max_tokens: NumTokens = 64
     logprobs: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class NotifyBody:
-    update_count: Annotated[int, Limits(0, 2**63 - 1)] | None = None
-    """The trainer's own count: an update that was loaded is not loaded again."""
-    trainer_rank: Annotated[int, Limits(0)] = 0
-    """Of a trainer of several processes the first one's word counts."""
+class NotifyUpdate(JsonModel):
+    update_count: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    """The trainer's own count. An update that is loaded already is not loaded again."""
+    trainer_rank: Annotated[int, Field(ge=0)] = 0
+    """Rank in a trainer of several processes. Only rank 0 triggers an update."""
     timestamp: float | None = None
     path: str = ""
-    """The checkpoint, under the directory that the front may read; empty is that directory."""
+    """The checkpoint, relative to the configured directory; empty is that directory."""
     partial: bool = False
-    """It holds a part of the tensors, and the others stay as they are."""
+    """Keep the engines' tensors that are not in the checkpoint."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LevelBody:
-    level: Annotated[int, Limits(1, 2)] = 1
+class SleepLevel(JsonModel):
+    level: Annotated[int, Field(ge=1, le=2)] = 1
 
 
-async def generate(front: Front, body: GenerateBody) -> Answer:
+@router.post("/generate")
+@cancel_on_disconnect
+async def generate(request: Request, front: CurrentFront, body: GenerateRequest) -> Response:
+    """Complete prompts. The answer has one list per field, in the order of the prompts and their samples."""
     front.check_model(body.model)
-    name = body.name("gen")
-    prompts = prompts_of(body.prompt)
-    asked = requests(prompts, body.sampling(body.max_tokens, 0), name, body.priority)
-    async with contextlib.aclosing(front.flights.watch(name, completions(front.fleet, asked))) as arriving:
-        found = sorted([c async for c in arriving], key=lambda c: (c.prompt_index, c.sample_index))
-    front.metrics.generated(found)
+    prompts, answer_id = list_prompts(body.prompt), body.answer_id("gen")
+    requests = make_requests(prompts, body.sampling_params(body.max_tokens, 0), answer_id, body.priority)
+    completions = await collect_completions(front, answer_id, requests)
     answer: dict[str, Any] = {
-        "text": [c.text for c in found],
-        "prompt": [prompts[c.prompt_index] for c in found],
-        "finish_reasons": [c.finish_reason for c in found],
-        "policy_versions": [c.version for c in found],
+        "text": [c.text for c in completions],
+        "prompt": [prompts[c.prompt_index] for c in completions],
+        "finish_reasons": [c.finish_reason for c in completions],
+        "policy_versions": [c.version for c in completions],
     }
     if body.logprobs:
-        answer["logprobs"] = [[finite(value) for value in c.logprobs] for c in found]
+        answer["logprobs"] = [[finite(logprob) for logprob in c.logprobs] for c in completions]
     if body.return_token_ids:
-        answer["prompt_token_ids"] = [list(c.prompt_token_ids) for c in found]
-        answer["token_ids"] = [list(c.token_ids) for c in found]
-    return answer
+        answer["prompt_token_ids"] = [c.prompt_token_ids for c in completions]
+        answer["token_ids"] = [c.token_ids for c in completions]
+    return Response(to_json(answer), media_type=JSON)
 
 
-async def info(front: Front) -> Answer:
-    status = await front.status()
+@router.get("/bridge/info")
+async def info(front: CurrentFront) -> dict[str, Any]:
+    """Describe the fleet. Trainers look for the mapping file after this call, so it is written here."""
+    status = await front.fleet.status()
     engines = [engine.info for engine in status.present]
     if front.run_dir is not None and engines and not front.is_mapped(engines):
         try:
-            await front.map()  # trainers look for the file when they have asked this
+            await front.parameter_mapping()
+        except (PeerError, DeadlineExceeded):  # these are OSErrors too
+            raise
         except (NotReady, OSError) as error:
-            log.warning("the mapping file could not be written: %s", error)
+            log.warning("could not write the mapping file: %s", error)
     return {
         "enabled": front.config.weights != "",
         "shared_weights": False,
-        "update_count": front.weights.count,
-        "last_update_time": front.weights.last_time or None,
-        "model_name": front.name,
+        "update_count": front.updates.num_committed,
+        "last_update_time": front.updates.last_time or None,
+        "model_name": front.model_name,
         "device": ", ".join(sorted({e.kind for e in engines})),
         "policy_version": status.version,
         "engines": [{"name": e.info.name, "state": e.state, "version": e.info.version} for e in status.engines],
     }
 
 
-async def state_dict_info(front: Front) -> Answer:
-    """What a checkpoint must hold."""
-    first, *_ = (await front.map())["engines"].values()
+@router.get("/bridge/state_dict_info")
+async def state_dict_info(front: CurrentFront) -> dict[str, Any]:
+    """Return the shape and dtype of each tensor that a checkpoint must hold."""
+    first, *_ = (await front.parameter_mapping())["engines"].values()
     return {name: {"shape": row["shape"], "dtype": row["dtype"]} for name, row in first["parameters"].items()}
 
 
-async def parameters(front: Front) -> Answer:
-    return await front.map()
+@router.get("/bridge/parameters")
+async def parameters(front: CurrentFront) -> dict[str, Any]:
+    """Return where each tensor of a checkpoint lies in each engine."""
+    return await front.parameter_mapping()
 
 
-async def notify_update(front: Front, body: NotifyBody) -> Answer:
-    """Loads the checkpoint into every engine as the next version; answers when it serves."""
-    count = body.update_count
-    if body.trainer_rank != 0 or (count is not None and count <= front.weights.notified):
-        return {"status": "ok", "loaded": False, "policy_version": (await front.status()).version}
-    report = await front.weights.publish([body.path], body.partial)
-    front.weights.notified = count if count is not None else front.weights.notified
+@router.post("/bridge/notify_update")
+async def notify_update(
+    front: CurrentFront, body: Annotated[NotifyUpdate, Body(default_factory=NotifyUpdate)]
+) -> dict[str, Any]:
+    """Load a checkpoint into every engine as the next version; answer when the engines serve it."""
+    updates, count = front.updates, body.update_count
+    if body.trainer_rank != 0 or (count is not None and count <= updates.last_update_count):
+        return {**OK, "loaded": False, "policy_version": (await front.fleet.status()).version}
+    report = await updates.publish([body.path], body.partial)
+    updates.last_update_count = count if count is not None else updates.last_update_count
     return {
-        "status": "ok",
+        **OK,
         "loaded": True,
         "policy_version": report.version,
         "num_bytes": report.num_bytes,
@@ -112,23 +132,31 @@ async def notify_update(front: Front, body: NotifyBody) -> Answer:
     }
 
 
-async def pause(front: Front) -> Answer:
+@router.post("/bridge/pause")
+async def pause(front: CurrentFront) -> dict[str, str]:
+    """Pause all engines; running requests continue after the pause."""
     await vllm_dialect.pause_fleet(front, "keep")
-    return {"status": "ok"}
+    return OK
 
 
-async def resume(front: Front) -> Answer:
+@router.post("/bridge/resume")
+async def resume(front: CurrentFront) -> dict[str, str]:
+    """Resume all engines."""
     await vllm_dialect.resume(front)
-    return {"status": "ok"}
+    return OK
 
 
-async def sleep(front: Front, body: LevelBody) -> Answer:
+@router.post("/bridge/sleep")
+async def sleep(front: CurrentFront, body: Annotated[SleepLevel, Body(default_factory=SleepLevel)]) -> dict[str, str]:
+    """Release device memory; running requests continue after `/bridge/wake_up`."""
     await vllm_dialect.sleep_fleet(front, body.level, "keep")
-    return {"status": "ok"}
+    return OK
 
 
-async def wake_up(front: Front) -> Answer:
+@router.post("/bridge/wake_up")
+async def wake_up(front: CurrentFront) -> dict[str, str]:
+    """Take device memory back."""
     reports = await front.fleet.wake()
     if asleep := sorted(name for name, report in reports.items() if report.asleep):
-        raise RequestError(f"{', '.join(asleep)} dropped the weights (level 2), and only an update brings them back")
-    return {"status": "ok"}
+        raise RequestError(f"{', '.join(asleep)} dropped the weights (level 2); only an update brings them back")
+    return OK

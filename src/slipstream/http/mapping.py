@@ -1,5 +1,4 @@
-"""The mapping file that local trainers read: which of an engine's parameters holds a tensor of the checkpoint, and which part
-of it. Written into the run's directory."""
+"""The mapping file for local trainers: which parameter of an engine holds which part of each tensor of the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.types import EngineInfo, Part
+from slipstream.types import EngineInfo
 
 FILE = "vllm_bridge_config.json"
 
 
 def mapping(model_name: str, engines: Sequence[EngineInfo]) -> dict[str, Any]:
-    """By engine and tensor, for example, on two ranks:
+    """Describe where tensors lie, by engine and tensor. For example, with two ranks:
 
     {"model_name": "my-model", "engines": {"engine-0": {"tp": 2, "parameters": {"model.layers.0.self_attn.k_proj.weight": {
         "engine_name": "model.layers.0.self_attn.qkv_proj.weight", "shape": [128, 256], "local_shape": [64, 256],
@@ -28,31 +27,26 @@ def mapping(model_name: str, engines: Sequence[EngineInfo]) -> dict[str, Any]:
 
 def _parameters(engine: EngineInfo) -> dict[str, Any]:
     shapes = {tensor.name: list(tensor.shape) for tensor in engine.tensors}
-    found: dict[str, Any] = {}
-    cuts: dict[str, set[Any]] = {}
+    rows: dict[str, Any] = {}
+    boxes: dict[str, set[Any]] = {}
     for parameter in engine.parameters:
         for part in parameter.parts:
-            cuts.setdefault(part.tensor, set()).add(part.tensor_box)
-            found.setdefault(
+            boxes.setdefault(part.tensor, set()).add(part.tensor_box)
+            rows.setdefault(
                 part.tensor,
                 {
                     "engine_name": parameter.name,
                     "shape": shapes[part.tensor],
-                    "local_shape": _shape(part),
+                    "local_shape": [stop - start for start, stop in part.tensor_box],
                     "dtype": engine.dtype,
-                    "data_shard_degree": 1,  # no engine cuts weights over replicas of data
+                    "data_shard_degree": 1,  # no engine shards weights over data-parallel replicas
                 },
             )
-    return {name: {**row, "tp_degree": len(cuts[name])} for name, row in found.items()}
+    return {name: {**row, "tp_degree": len(boxes[name])} for name, row in rows.items()}
 
 
-def _shape(part: Part) -> list[int]:
-    """Of what one rank holds of the tensor."""
-    return [stop - start for start, stop in part.tensor_box]
-
-
-def write(directory: Path, found: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    beside = directory / f".{FILE}.new"
-    beside.write_text(json.dumps(found, indent=1) + "\n")
-    beside.replace(directory / FILE)
+def write(directory: Path, parameters: dict[str, Any]) -> None:
+    """Write the mapping file atomically."""
+    temporary = directory / f".{FILE}.new"
+    temporary.write_text(json.dumps(parameters, indent=1) + "\n")
+    temporary.replace(directory / FILE)

@@ -1,28 +1,32 @@
-"""What Prometheus reads: the fleet as it is, and what has come over HTTP."""
+"""Prometheus metrics of the fleet and of the HTTP server."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.types import Completion, EngineState, FleetStatus
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ROUTE_PATH = "slipstream.route_path"
+"""Key of the ASGI scope under which a route leaves its path. Unknown paths have none: they would be labels without end."""
 
 
 class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._calls = Counter(
-            "slipstream_http_requests", "Calls answered.", ("path", "method", "status"), registry=self._registry
+        self._requests = Counter(
+            "slipstream_http_requests", "Requests answered.", ("path", "method", "status"), registry=self._registry
         )
         self._seconds = Histogram(
             "slipstream_http_request_seconds",
-            "From a call's arrival to its answer's end.",
+            "Time from a request's arrival to the end of its response.",
             ("path",),
             registry=self._registry,
         )
@@ -30,49 +34,74 @@ class Metrics:
             "slipstream_http_tokens", "Tokens of prompts and completions.", ("kind",), registry=self._registry
         )
 
-    def answered(self, path: str, method: str, status: int, seconds: float) -> None:
-        self._calls.labels(path, method, str(status)).inc()
+    def count_request(self, path: str, method: str, status: int, seconds: float) -> None:
+        self._requests.labels(path, method, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
-    def generated(self, found: Sequence[Completion]) -> None:
-        self._tokens.labels("prompt").inc(sum({c.prompt_index: len(c.prompt_token_ids) for c in found}.values()))
-        self._tokens.labels("completion").inc(sum(len(c.token_ids) for c in found))
+    def count_tokens(self, completions: Sequence[Completion]) -> None:
+        prompts = {c.prompt_index: len(c.prompt_token_ids) for c in completions}
+        self._tokens.labels("prompt").inc(sum(prompts.values()))
+        self._tokens.labels("completion").inc(sum(len(c.token_ids) for c in completions))
 
     def text(self, status: FleetStatus, in_flight: int) -> bytes:
-        """In Prometheus' exposition format."""
+        """Render in Prometheus' exposition format."""
         fleet = CollectorRegistry()
-        fleet.register(_Fleet(status, in_flight))
+        fleet.register(_FleetCollector(status, in_flight))
         return generate_latest(fleet) + generate_latest(self._registry)
 
 
-class _Fleet(Collector):
+class MetricsMiddleware:
+    """ASGI middleware that counts requests by route and status, and measures how long they take."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, status = time.perf_counter(), 500
+
+        async def observe(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observe)
+        finally:
+            if path := scope.get(ROUTE_PATH):
+                self._metrics.count_request(path, scope["method"], status, time.perf_counter() - started)
+
+
+class _FleetCollector(Collector):
     def __init__(self, status: FleetStatus, in_flight: int) -> None:
         self._status, self._in_flight = status, in_flight
 
     def collect(self) -> Iterator[Any]:
         status = self._status
-        yield GaugeMetricFamily("slipstream_policy_version", "Committed; -1 before the first.", value=status.version)
-        yield GaugeMetricFamily("slipstream_gateway_uptime_seconds", "Of the gateway.", value=status.uptime_seconds)
+        yield GaugeMetricFamily(
+            "slipstream_policy_version", "Committed policy version; -1 before the first.", value=status.version
+        )
+        yield GaugeMetricFamily("slipstream_gateway_uptime_seconds", "Gateway uptime.", value=status.uptime_seconds)
         yield CounterMetricFamily(
-            "slipstream_completions", "Delivered since the gateway started.", value=status.num_completions
+            "slipstream_completions", "Completions since the gateway started.", value=status.num_completions
         )
         yield CounterMetricFamily(
-            "slipstream_retried_requests", "Sent to another engine after the first.", value=status.num_retried
+            "slipstream_retried_requests", "Requests retried on another engine.", value=status.num_retried
         )
-        yield GaugeMetricFamily("slipstream_http_in_flight", "Generations that came over HTTP.", value=self._in_flight)
-        states = GaugeMetricFamily("slipstream_engines", "Engines in each state.", labels=("state",))
+        yield GaugeMetricFamily("slipstream_http_in_flight", "Generations in flight over HTTP.", value=self._in_flight)
+        states = GaugeMetricFamily("slipstream_engines", "Engines by state.", labels=("state",))
         for state in get_args(EngineState):
             states.add_metric((state,), sum(e.state == state for e in status.engines))
         yield states
-        requests = GaugeMetricFamily("slipstream_engine_requests", "Sent to it and not answered.", labels=("engine",))
-        versions = GaugeMetricFamily("slipstream_engine_version", "The policy that it serves.", labels=("engine",))
+        requests = GaugeMetricFamily("slipstream_engine_requests", "Unanswered requests.", labels=("engine",))
+        versions = GaugeMetricFamily("slipstream_engine_version", "Policy version served.", labels=("engine",))
         circuits = GaugeMetricFamily(
-            "slipstream_engine_circuit", "Of its breaker: 0 closed, 1 half-open, 2 open.", labels=("engine",)
+            "slipstream_engine_circuit", "Circuit breaker: 0 closed, 1 half-open, 2 open.", labels=("engine",)
         )
-        faults = CounterMetricFamily("slipstream_engine_faults", "Calls that it failed itself.", labels=("engine",))
+        faults = CounterMetricFamily("slipstream_engine_faults", "Calls that the engine failed.", labels=("engine",))
         prompts = CounterMetricFamily(
             "slipstream_engine_prompt_tokens",
-            "Of prompts, by whether the engine had computed them before.",
+            "Prompt tokens, by whether they were in the prefix cache.",
             labels=("engine", "cached"),
         )
         for engine in status.engines:

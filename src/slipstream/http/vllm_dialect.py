@@ -1,113 +1,94 @@
-"""vLLM's calls for RL, for a whole fleet at once: pause, sleep, prefix cache. Answers are shaped as vLLM's.
+"""vLLM's RL endpoints for a whole fleet: pause, sleep, prefix cache, server info. Answers have vLLM's format.
 
-What stops engines acts on every one or, where one cannot, on none: those that it has stopped go on before the error is
-answered. (Weights that were dropped, by sleep at level 2, only an update brings back.) What lets them go on is not undone:
-nobody is stopped because another hangs. All may be repeated."""
+Pause and sleep act on every engine or on none: if one fails, the others are resumed before the error is returned. (Weights
+dropped by sleep level 2 come back only with an update.) Resume and wake-up are not undone: one engine that hangs must not
+stop the others. All endpoints may be called repeatedly."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Body, Query
+
 from slipstream.errors import SlipstreamError
-from slipstream.http.answers import Answer
-from slipstream.http.front import Front
-from slipstream.http.shapes import Limits
+from slipstream.http.limits import LimitedRoute
+from slipstream.http.request_models import JsonModel
+from slipstream.http.state import CurrentFront, Front
 from slipstream.types import EngineStatus, MemoryTag
 
-Mode = Literal["abort", "wait", "keep"]
+router = APIRouter(tags=["vLLM"], route_class=LimitedRoute)
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What to do with running requests that came over HTTP: abort them, wait for them, or keep them until the engines resume."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PauseQuery:
-    mode: Mode = "abort"
-    """Of the requests that came over HTTP and run: end them, let them finish first, or let them go on after `/resume`."""
-    clear_cache: bool = True
-    """Changes nothing: what an older version has computed is never used. `/reset_prefix_cache` empties it all the same."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SleepQuery:
-    level: Annotated[int, Limits(0, 2)] = 1
-    mode: Mode = "abort"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WakeQuery:
-    tags: list[Literal["weights", "kv_cache"]] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheQuery:
-    reset_running_requests: bool = False
-    """Not needed for the cache to be reset, and changes nothing: those that run go on with what they have computed."""
-    reset_external: bool = False
-    """There is no cache outside of the engines."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorldQuery:
-    include_dp: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class InfoQuery:
-    config_format: Literal["text", "json"] = "text"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AbortBody:
+class AbortRequests(JsonModel):
     request_ids: list[str] | None = None
+    """Ids of answers; all requests that came over HTTP by default."""
 
 
-# --- pause and sleep --------------------------------------------------------------------------------------------------
+@router.post("/pause")
+async def pause(front: CurrentFront, mode: PauseMode = "abort", clear_cache: bool = True) -> dict[str, str]:
+    """Pause all engines until `/resume`. Running requests that came over HTTP are aborted, awaited, or kept.
 
-
-async def pause(front: Front, query: PauseQuery) -> Answer:
-    await pause_fleet(front, query.mode)
+    `clear_cache` has no effect: KV entries of an older policy version are never used."""
+    await pause_fleet(front, mode)
     return {"status": "paused"}
 
 
-async def pause_fleet(front: Front, mode: Mode) -> None:
+async def pause_fleet(front: Front, mode: PauseMode) -> None:
     engines = await _engines(front)
-    await _settle(front, mode, bool(_paused(engines) | _asleep(engines)))
+    await _settle(front, mode, engines)
     try:
         await front.fleet.pause()
     except SlipstreamError:
         await _undo(front.fleet.resume, engines.keys() - _paused(engines))
         raise
-    if mode == "abort":  # what came between the two
-        await front.flights.abort()
+    if mode == "abort":  # requests that arrived in the meantime
+        await front.in_flight.abort()
 
 
-async def resume(front: Front) -> Answer:
+@router.post("/resume")
+async def resume(front: CurrentFront) -> dict[str, str]:
+    """Resume all engines."""
     await front.fleet.resume()
-    front.dozes = False
+    front.is_paused_by_sleep = False
     return {"status": "resumed"}
 
 
-async def is_paused(front: Front) -> Answer:
+@router.get("/is_paused")
+@router.get("/bridge/is_paused")
+async def is_paused(front: CurrentFront) -> dict[str, bool]:
+    """Say whether any engine is paused."""
     return {"is_paused": bool(_paused(await _engines(front)))}
 
 
-async def abort_requests(front: Front, body: AbortBody) -> Answer:
-    return {"status": "aborted", "aborted": await front.flights.abort(body.request_ids or None)}
+@router.post("/abort_requests")
+async def abort_requests(
+    front: CurrentFront, body: Annotated[AbortRequests, Body(default_factory=AbortRequests)]
+) -> dict[str, Any]:
+    """Abort generations that came over HTTP."""
+    return {"status": "aborted", "aborted": await front.in_flight.abort(body.request_ids or None)}
 
 
-async def sleep(front: Front, query: SleepQuery) -> Answer:
-    if query.level == 0:  # a pause that ends with `/wake_up`
-        front.dozes = front.dozes or not _paused(await _engines(front))
-        await pause_fleet(front, query.mode)
+@router.post("/sleep")
+async def sleep(
+    front: CurrentFront, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"
+) -> dict[str, Any]:
+    """Release device memory. Level 0 is a pause that ends with `/wake_up`."""
+    if level == 0:
+        front.is_paused_by_sleep = front.is_paused_by_sleep or not _paused(await _engines(front))
+        await pause_fleet(front, mode)
     else:
-        await sleep_fleet(front, query.level, query.mode)
-    return {"status": "sleeping", "level": query.level}
+        await sleep_fleet(front, level, mode)
+    return {"status": "sleeping", "level": level}
 
 
-async def sleep_fleet(front: Front, level: int, mode: Mode) -> None:
+async def sleep_fleet(front: Front, level: int, mode: PauseMode) -> None:
     engines = await _engines(front)
-    await _settle(front, mode, bool(_paused(engines) | _asleep(engines)))
+    await _settle(front, mode, engines)
     try:
         await front.fleet.sleep(level)
     except SlipstreamError:
@@ -115,41 +96,81 @@ async def sleep_fleet(front: Front, level: int, mode: Mode) -> None:
         raise
 
 
-async def wake_up(front: Front, query: WakeQuery) -> Answer:
-    tags: list[MemoryTag] | None = list(query.tags) if query.tags else None
+@router.post("/wake_up")
+async def wake_up(front: CurrentFront, tags: Annotated[list[MemoryTag] | None, Query()] = None) -> dict[str, Any]:
+    """Take device memory back, all of it or that of the given tags."""
     reports = await front.fleet.wake(tags)
-    if tags is None and front.dozes:
+    if tags is None and front.is_paused_by_sleep:
         await front.fleet.resume()
-        front.dozes = False
-    asleep = any(report.asleep for report in reports.values())
-    return {"status": "sleeping" if asleep else "awake", "tags": tags}
+        front.is_paused_by_sleep = False
+    is_asleep = any(report.asleep for report in reports.values())
+    return {"status": "sleeping" if is_asleep else "awake", "tags": tags}
 
 
-async def is_sleeping(front: Front) -> Answer:
-    return {"is_sleeping": front.dozes or bool(_asleep(await _engines(front)))}
+@router.get("/is_sleeping")
+@router.get("/bridge/is_sleeping")
+async def is_sleeping(front: CurrentFront) -> dict[str, bool]:
+    """Say whether any engine is asleep."""
+    return {"is_sleeping": front.is_paused_by_sleep or bool(_asleep(await _engines(front)))}
 
 
-async def reset_prefix_cache(front: Front, query: CacheQuery) -> Answer:
-    """Those that run keep theirs, or compute it anew. Not needed after an update."""
-    await front.fleet.forget_prefixes()
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(
+    front: CurrentFront, reset_running_requests: bool = False, reset_external: bool = False
+) -> dict[str, bool]:
+    """Empty the prefix caches. Not needed after an update.
+
+    The parameters have no effect: running requests keep what they have computed, and there is no cache outside the
+    engines."""
+    await front.fleet.reset_prefix_cache()
     return {"success": True}
 
 
-async def _settle(front: Front, mode: Mode, is_held: bool) -> None:
-    """What runs on engines that are held up already would never end by itself."""
+@router.get("/get_world_size")
+async def get_world_size(front: CurrentFront, include_dp: bool = True) -> dict[str, int]:
+    """Count the ranks that hold weights, of all engines or of one."""
+    status = await front.fleet.status()
+    ranks = [engine.info.num_ranks for engine in status.present]
+    if not ranks:
+        raise status.no_engines("to bring weights to")
+    return {"world_size": sum(ranks) if include_dp else ranks[0]}
+
+
+@router.get("/server_info")
+async def server_info(front: CurrentFront, config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
+    """Return the settings of vLLM that its clients read. No weight transfer is configured: NCCL ends at the engines, and a
+    trainer reaches those with `slipstream.connect`."""
+    info, status = await front.engine_info(), await front.fleet.status()
+    config = {
+        "model_config": {
+            "model": front.model_name,
+            "dtype": f"torch.{info.dtype}",
+            "max_model_len": info.max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": True,
+        },
+        "parallel_config": {"tensor_parallel_size": info.num_ranks, "data_parallel_size": len(status.present)},
+        "weight_transfer_config": None,
+    }
+    is_json = config_format == "json"
+    return {"vllm_config": config if is_json else str(config), "vllm_env": {}, "system_env": {}}
+
+
+async def _settle(front: Front, mode: PauseMode, engines: Mapping[str, EngineStatus]) -> None:
+    """Abort or await running requests. On engines that are paused or asleep already, waiting would never end."""
     if mode == "abort":
-        await front.flights.abort()
-    elif mode == "wait" and not is_held:
-        await front.flights.drain()
+        await front.in_flight.abort()
+    elif mode == "wait" and not (_paused(engines) or _asleep(engines)):
+        await front.in_flight.drain()
 
 
 async def _undo(call: Callable[..., Awaitable[Any]], names: Collection[str]) -> None:
-    """Engine by engine: who does not answer keeps nobody from it."""
+    """Call each engine separately, so that one that does not answer cannot hold up the others."""
     await asyncio.gather(*(call(engine=name) for name in sorted(names)), return_exceptions=True)
 
 
 async def _engines(front: Front) -> dict[str, EngineStatus]:
-    return {engine.info.name: engine for engine in (await front.status()).present}
+    return {engine.info.name: engine for engine in (await front.fleet.status()).present}
 
 
 def _paused(engines: Mapping[str, EngineStatus]) -> set[str]:
@@ -158,36 +179,3 @@ def _paused(engines: Mapping[str, EngineStatus]) -> set[str]:
 
 def _asleep(engines: Mapping[str, EngineStatus]) -> set[str]:
     return {name for name, engine in engines.items() if engine.state == "asleep"}
-
-
-# --- what the server is -----------------------------------------------------------------------------------------------
-
-
-async def world_size(front: Front, query: WorldQuery) -> Answer:
-    status = await front.status()
-    ranks = [engine.info.num_ranks for engine in status.present]
-    if not ranks:
-        raise status.nobody("to bring weights to")
-    return {"world_size": sum(ranks) if query.include_dp else ranks[0]}
-
-
-async def server_info(front: Front, query: InfoQuery) -> Answer:
-    """The parts of vLLM's config that clients look at. No weight transfer is configured: NCCL ends at the engines, and a
-    trainer reaches those with `slipstream.connect`."""
-    info, status = await front.info(), await front.status()
-    config = {
-        "model_config": {
-            "model": front.name,
-            "dtype": f"torch.{info.dtype}",
-            "max_model_len": info.max_model_len,
-            "logprobs_mode": "processed_logprobs",
-            "enable_sleep_mode": True,
-        },
-        "parallel_config": {
-            "tensor_parallel_size": info.num_ranks,
-            "data_parallel_size": len(status.present),
-        },
-        "weight_transfer_config": None,
-    }
-    shown = config if query.config_format == "json" else str(config)
-    return {"vllm_config": shown, "vllm_env": {}, "system_env": {}}

@@ -1,133 +1,146 @@
-"""vLLM's calls for new weights, for a whole fleet at once. What came over NCCL there comes as checkpoints here, and becomes the
-policy of every engine by the same transaction as `bridge.sync`."""
+"""vLLM's endpoints for weight updates. Weights come as checkpoints instead of over NCCL, and become the policy of every
+engine by the same transaction as `bridge.sync`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Body
+from pydantic import Field
+
 from slipstream.errors import RequestError, UnknownVersion, Unsupported
-from slipstream.http.answers import Answer
-from slipstream.http.front import Front
-from slipstream.http.shapes import Limits
+from slipstream.http.limits import LimitedRoute
+from slipstream.http.request_models import JsonModel
+from slipstream.http.state import CurrentFront
+
+router = APIRouter(tags=["vLLM"], route_class=LimitedRoute)
 
 
-@dataclass(frozen=True, kw_only=True)
-class InitBody:
+class InitTransfer(JsonModel):
     init_info: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartBody:
+class StartUpdate(JsonModel):
     is_checkpoint_format: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateBody:
+class UpdateWeights(JsonModel):
     update_info: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishBody:
+class FinishUpdate(JsonModel):
     weight_version: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelBody:
-    new_version: Annotated[str, Limits(max_length=1000)]
+class SetWeightVersion(JsonModel):
+    new_version: Annotated[str, Field(max_length=1000)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckerBody:
+class CheckWeights(JsonModel):
     action: Literal["checksum", "reset", "compare"]
     baseline: dict[str, str] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RpcBody:
+class CollectiveRpc(JsonModel):
     method: str
     args: list[Any] | None = None
     kwargs: dict[str, Any] | None = None
     timeout: float | None = None
 
 
-async def init_transfer(front: Front, body: InitBody) -> Answer:
-    """`{"init_info": {"backend": "checkpoint"}}` is what there is."""
+@router.post("/init_weight_transfer_engine")
+async def init_transfer(front: CurrentFront, body: InitTransfer) -> dict[str, str]:
+    """Choose how weights are transferred. `{"init_info": {"backend": "checkpoint"}}` is the only way."""
     if body.init_info.get("backend") != "checkpoint":
         raise Unsupported(
-            "the HTTP front takes weights as checkpoints, init_info={'backend': 'checkpoint'}: a rendezvous over NCCL would "
-            "need one communicator with every rank of every engine, and vLLM's protocol knows no version that is rolled back. "
-            "To send weights from GPU to GPU use slipstream.connect(...).sync(params)"
+            "the HTTP server takes weights as checkpoints, init_info={'backend': 'checkpoint'}: NCCL would need one "
+            "communicator with every rank of every engine, and vLLM's protocol has no version to roll back to. To send weights "
+            "from GPU to GPU, use slipstream.connect(...).sync(params)"
         )
-    _ = front.weights.root
+    front.updates.require_enabled()
     return {"message": "Weight transfer initialized"}
 
 
-async def start_update(front: Front, body: StartBody) -> Answer:
+@router.post("/start_weight_update")
+async def start_update(
+    front: CurrentFront, body: Annotated[StartUpdate, Body(default_factory=StartUpdate)]
+) -> dict[str, str]:
+    """Start an update."""
     if not body.is_checkpoint_format:
-        raise Unsupported("weights come in the checkpoint's own format here; is_checkpoint_format must be true")
-    _ = front.weights.root
-    front.weights.pending = []
+        raise Unsupported("is_checkpoint_format must be true: weights come in the checkpoint's format")
+    front.updates.require_enabled()
+    front.updates.pending = []
     return {"message": "Weight update started"}
 
 
-async def update_weights(front: Front, body: UpdateBody) -> Answer:
-    """Names a checkpoint, or one of several that complete one another. Nothing changes before `/finish_weight_update`."""
-    if front.weights.pending is None:
-        raise UnknownVersion("no weight update is under way; /start_weight_update comes first")
+@router.post("/update_weights")
+async def update_weights(front: CurrentFront, body: UpdateWeights) -> dict[str, str]:
+    """Name a checkpoint, or one of several that complement each other. Nothing changes before `/finish_weight_update`."""
+    if front.updates.pending is None:
+        raise UnknownVersion("no weight update is in progress; call /start_weight_update first")
     path = body.update_info.get("path")
     if not isinstance(path, str) or body.update_info.keys() - {"path"}:
         raise Unsupported(
             "update_info must be {'path': 'a directory of safetensors'}: tensors announced by names, dtypes and shapes would "
-            "follow over NCCL, which the HTTP front does not speak"
+            "follow over NCCL, which the HTTP server does not support"
         )
-    front.weights.find(path)
-    if path not in front.weights.pending:
-        front.weights.pending.append(path)
+    front.updates.find(path)
+    if path not in front.updates.pending:
+        front.updates.pending.append(path)
     return {"message": "Weights announced; they are loaded by /finish_weight_update"}
 
 
-async def finish_update(front: Front, body: FinishBody) -> Answer:
-    """Brings what was named to every engine, as one version. Repeated after it went through, it says so again."""
-    if front.weights.pending is None:
-        if front.weights.finished is None:
-            raise UnknownVersion("no weight update is under way; /start_weight_update comes first")
-        return {"message": "Weight update finished", "policy_version": front.weights.finished}
-    if not front.weights.pending:
-        raise RequestError("no weights were named since /start_weight_update; /update_weights names them")
-    report = await front.weights.publish(front.weights.pending, label=body.weight_version)
-    front.weights.pending, front.weights.finished = None, report.version
+@router.post("/finish_weight_update")
+async def finish_update(
+    front: CurrentFront, body: Annotated[FinishUpdate, Body(default_factory=FinishUpdate)]
+) -> dict[str, Any]:
+    """Load the named checkpoints into every engine, as one version. Repeated after success, it returns the same answer."""
+    updates = front.updates
+    if updates.pending is None:
+        if updates.finished_version is None:
+            raise UnknownVersion("no weight update is in progress; call /start_weight_update first")
+        return {"message": "Weight update finished", "policy_version": updates.finished_version}
+    if not updates.pending:
+        raise RequestError("no weights were named since /start_weight_update; name them with /update_weights")
+    report = await updates.publish(updates.pending, label=body.weight_version)
+    updates.pending, updates.finished_version = None, report.version
     return {"message": "Weight update finished", "policy_version": report.version}
 
 
-async def set_label(front: Front, body: LabelBody) -> Answer:
-    front.weights.set_label((await front.status()).version, body.new_version)
+@router.post("/update_weight_version")
+async def set_weight_version(front: CurrentFront, body: SetWeightVersion) -> dict[str, Any]:
+    """Give the current policy version a name."""
+    front.updates.set_label((await front.fleet.status()).version, body.new_version)
     return {"success": True, "new_version": body.new_version}
 
 
-async def weight_info(front: Front) -> Answer:
-    version = (await front.status()).version
-    return {"weight_version": front.weights.label(version), "policy_version": version}
+@router.get("/weight_info")
+async def weight_info(front: CurrentFront) -> dict[str, Any]:
+    """Return the current policy version and its name."""
+    version = (await front.fleet.status()).version
+    return {"weight_version": front.updates.label(version), "policy_version": version}
 
 
-async def weight_checker(front: Front, body: CheckerBody) -> Answer:
-    """Checksums of what the engines hold, part by part, by `engine/rank/parameter`."""
+@router.post("/weight_checker")
+async def check_weights(front: CurrentFront, body: CheckWeights) -> dict[str, Any]:
+    """Return checksums of the engines' weights by `engine/rank/parameter`, or compare them with a baseline."""
     if body.action == "reset":
-        raise Unsupported("weights are not thrown away on request: a version goes when the next one comes")
+        raise Unsupported("action 'reset' is not supported: weights are replaced only by the next version")
     if body.action == "compare" and body.baseline is None:
-        raise RequestError("action 'compare' needs a baseline: what 'checksum' answered")
-    found = {
+        raise RequestError("action 'compare' needs a baseline: the answer of 'checksum'")
+    checksums = {
         f"{engine}/{parameter.rank}/{parameter.name}": ",".join(f"{part:032x}" for part in parameter.parts)
         for engine, sums in (await front.fleet.checksums()).items()
         for parameter in sums.parameters
     }
     if body.baseline is None:
-        return {"checksums": found}
-    mismatches = sorted(k for k in found.keys() | body.baseline.keys() if found.get(k) != body.baseline.get(k))
+        return {"checksums": checksums}
+    names = checksums.keys() | body.baseline.keys()
+    mismatches = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
     return {"match": not mismatches, "mismatches": mismatches}
 
 
-async def collective_rpc(front: Front, body: RpcBody) -> Answer:
-    raise Unsupported(
-        f"{body.method[:100]!r} is not run: no method of an engine's workers can be called by name over HTTP"
-    )
+@router.post("/collective_rpc")
+async def collective_rpc(front: CurrentFront, body: CollectiveRpc) -> None:
+    """Always refused."""
+    raise Unsupported(f"cannot call {body.method[:100]!r}: methods of engine workers are not exposed over HTTP")

@@ -1,0 +1,110 @@
+"""Publishes checkpoints of a trainer to every engine, by the same transaction as `bridge.sync`.
+
+The trainer's side of the transaction runs here. Only checkpoints under one configured directory can be loaded: a path sent
+over HTTP never leads outside it. In `/dev/shm` the directory is memory, and no disk is involved."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.bridge.fleet import Fleet, with_engines
+from slipstream.errors import RequestError, Unsupported, UpdateInProgress
+from slipstream.types import EngineInfo, SyncReport
+
+
+class CheckpointUpdates:
+    """Runs one update at a time. `connect` opens a connection to the fleet, which holds the fleet's update lease while it is
+    open. If another trainer holds the lease, the update fails and that trainer is not affected."""
+
+    def __init__(self, connect: Callable[[], Fleet], root: Path | None) -> None:
+        self._connect, self._root = connect, root.resolve() if root is not None else None
+        self._busy = False
+        self.num_committed = 0
+        self.last_time = 0.0
+        """Time of the last commit; 0 before the first."""
+        self.last_update_count = -1
+        """Highest `update_count` of a trainer whose update was loaded."""
+        self.pending: list[str] | None = None
+        """Checkpoints named so far in vLLM's update protocol; None outside of an update."""
+        self.finished_version: int | None = None
+        """Version of the last update in vLLM's protocol."""
+        self._label: tuple[int, str] = (-1, "")
+
+    def require_enabled(self) -> Path:
+        """Return the directory of checkpoints. Raises `Unsupported` if none is configured."""
+        if self._root is None:
+            raise Unsupported(
+                "this server loads no checkpoints over HTTP; start it with the directory that holds them (slipstream gateway "
+                "--http PORT weights=DIRECTORY, slipstream launch --http PORT --http-option weights=DIRECTORY)"
+            )
+        return self._root
+
+    def find(self, name: str) -> Path:
+        """Return a directory of safetensors by its path, absolute or relative to the root; empty is the root itself."""
+        from slipstream.tensors.safetensors_dir import weight_files
+
+        root = self.require_enabled()
+        try:
+            path = (root / name).resolve()
+            exists = path.is_dir()
+        except (OSError, ValueError, RuntimeError):  # too long, a zero byte, a loop of links
+            raise RequestError(f"{name[:100]!r} is not a valid path") from None
+        if not path.is_relative_to(root):
+            raise RequestError(f"{name[:100]!r} is not under {root}; only checkpoints there can be loaded")
+        if not exists:
+            raise RequestError(f"there is no directory {name[:100]!r} under {root}")
+        for file in weight_files(path):
+            if not file.resolve().is_relative_to(root):
+                raise RequestError(f"{file} links to a file outside {root}; only files there can be loaded")
+        return path
+
+    async def publish(self, names: Sequence[str], partial: bool = False, label: str | None = None) -> SyncReport:
+        """Make the checkpoints, which complement each other, the fleet's next version, on all engines or none. With `partial`,
+        tensors that none of them holds stay as they are."""
+        if self._busy:
+            raise UpdateInProgress("another update over HTTP is in progress")
+        self._busy = True
+        try:
+            tensors = await asyncio.to_thread(self._open, names)
+            report = await self._publish(tensors, partial)
+        finally:
+            self._busy = False
+        self.num_committed += 1
+        self.last_time = time.time()
+        if label is not None:
+            self.set_label(report.version, label)
+        return report
+
+    def set_label(self, version: int, label: str) -> None:
+        """Name a version. The name is forgotten with the next version."""
+        self._label = (version, label)
+
+    def label(self, version: int) -> str:
+        return self._label[1] if self._label[0] == version else str(version)
+
+    def _open(self, names: Sequence[str]) -> dict[str, Any]:
+        from slipstream.tensors.safetensors_dir import stored_tensors
+
+        tensors: dict[str, Any] = {}
+        for name in names:
+            tensors |= stored_tensors(self.find(name))
+        return tensors
+
+    async def _publish(self, tensors: dict[str, Any], partial: bool) -> SyncReport:
+        from slipstream.weights.update.publisher import Publisher
+
+        fleet = self._connect()
+        publisher = Publisher(fleet)
+
+        async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
+            return await publisher.publish(tensors, engines, version + 1, partial=partial)
+
+        try:
+            return await with_engines(fleet, publish, "to bring weights to")
+        finally:
+            publisher.close()
+            await fleet.close()
