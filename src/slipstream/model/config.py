@@ -1,30 +1,16 @@
-"""The shape of a model, read from an HF `config.json`. No JAX here: the planner and the gateway read it too."""
+"""`ModelConfig`: the architecture of a model, without JAX. `checkpoints/hf_config.py` reads it from `config.json`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from slipstream.errors import ConfigError
-from slipstream.weights.families import Family, family_named
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-"""What a layer may look at: the last `sliding_window` tokens, or all."""
-
-_SETTINGS = {
-    "sliding_window": "sliding_window",
-    "layer_types": "layer_types",
-    "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "attn_softcap": "attn_logit_softcapping",
-    "final_softcap": "final_logit_softcapping",
-    "rope_local_theta": "rope_local_base_freq",
-}
-"""Fields that only some families may set (`Family.settings`), and their names in `config.json`."""
+"""Types of layers: attention to the last `sliding_window` tokens, or to all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +25,50 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LinearRopeScaling:
-    """Every wavelength is stretched by `factor` (`rope_type: linear`)."""
+    """Linear scaling (`rope_type: linear`): every wavelength is stretched by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """A router sends each token through `experts_per_token` of `num_experts` small MLPs."""
+    """Mixture of experts: a router sends each token to `experts_per_token` of `num_experts` MLPs."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    """Of one expert."""
-    normalise: bool = True
-    """The weights of the chosen experts are scaled to sum to one."""
+    """Inner size of one expert."""
+    normalize: bool = True
+    """Scale the weights of the chosen experts to sum to one."""
     dense_layers: tuple[int, ...] = ()
-    """Layers with a dense MLP instead."""
+    """Layers with a dense MLP instead of experts."""
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "experts_per_token", "intermediate_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"moe.{name} must be positive, got {getattr(self, name)}")
         if self.experts_per_token > self.num_experts:
-            raise ConfigError(f"a token cannot go to {self.experts_per_token} of {self.num_experts} experts")
+            raise ConfigError(
+                f"moe.experts_per_token ({self.experts_per_token}) must be at most moe.num_experts ({self.num_experts})"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How the layers of one kind attend."""
+    """Attention settings of a layer."""
 
     scale: float
-    """Of the products of q and k."""
+    """Factor of the attention scores."""
     window: int | None
-    """A token sees itself and `window - 1` before it; None: all before it."""
+    """Sliding window: a token attends to itself and the `window - 1` tokens before it; None means to all before it."""
     softcap: float | None
-    """Scores are squeezed into (-softcap, softcap)."""
+    """Limit scores to (-softcap, softcap) with tanh; None means no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama kind: the numbers. What is no number (names, activation, norms) its `Family` knows."""
+    """Sizes and settings of a decoder-only transformer. `families.family_of(config)` gives its `Family`: tensor names,
+    activation and norms."""
 
     family: str
     vocab_size: int
@@ -93,24 +82,26 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | LinearRopeScaling | None = None
     rope_local_theta: float | None = None
-    """Rotary base of layers with a sliding window (unscaled), where it is another."""
+    """Rotary base of sliding-window layers, if it differs; never scaled."""
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
-    """`SLIDING` or `FULL` for each layer. Empty: all slide if there is a window."""
+    """`SLIDING` or `FULL` for each layer. Empty means that all layers are sliding if `sliding_window` is set."""
     query_pre_attn_scalar: float | None = None
-    """Attention scores are divided by its root; None means `head_dim`."""
+    """Attention scores are divided by its square root; None means `head_dim`."""
     attn_softcap: float | None = None
+    """Soft cap on attention scores."""
     final_softcap: float | None = None
-    """Of the logits."""
+    """Soft cap on logits."""
     moe: MoeConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    dtype: str = "float32"
+    """Dtype of the checkpoint's weights, by `config.json`. What engines hold them in is `dtype` of their config."""
 
     def __post_init__(self) -> None:
-        family = family_named(self.family)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -125,32 +116,20 @@ class ModelConfig:
         for name in ("sliding_window", "query_pre_attn_scalar", "attn_softcap", "final_softcap", "rope_local_theta"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"{name} must be positive, or None for none, got {value}")
+                raise ConfigError(f"{name} must be positive or None, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if self.layer_types and len(self.layer_types) != self.num_layers:
-            raise ConfigError(f"layer_types names {len(self.layer_types)} layers, but there are {self.num_layers}")
+            raise ConfigError(f"layer_types has {len(self.layer_types)} entries, but num_layers is {self.num_layers}")
         if unknown := set(self.layer_types) - {SLIDING, FULL}:
             raise ConfigError(f"layer_types has {sorted(unknown)}; supported: {SLIDING}, {FULL}")
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise ConfigError(f"layer_types has {SLIDING}, but sliding_window is not set")
-        for name, setting in _SETTINGS.items():
-            if getattr(self, name) and setting not in family.settings:
-                raise ConfigError(f"{name} is set, but the config.json of a {self.family} model could not say so")
-        if "rope_local_base_freq" in family.settings and self.rope_local_theta is None:
-            raise ConfigError(f"a {self.family} model needs rope_local_theta, the rotary base of its local layers")
-        if family.has_experts != (self.moe is not None):
-            needs = "needs" if family.has_experts else "cannot have"
-            raise ConfigError(f"a {self.family} model {needs} experts, but moe is {self.moe}")
-
-    @property
-    def definition(self) -> Family:
-        return family_named(self.family)
 
     def slides(self, layer: int) -> bool:
-        """Whether this layer sees only the last `sliding_window` tokens."""
+        """Return whether this layer attends only to the last `sliding_window` tokens."""
         return self.layer_types[layer] == SLIDING if self.layer_types else self.sliding_window is not None
 
     def attention(self, layer: int) -> LayerAttention:
@@ -161,44 +140,9 @@ class ModelConfig:
         return self.rope_local_theta is not None and self.slides(layer)
 
     def fingerprint(self) -> str:
-        """Equal on two peers whose weights are interchangeable. Token ids and context length do not matter to that."""
+        """Return a string that is equal on two peers whose weights are interchangeable: a hash of all fields but token ids,
+        context length and dtype."""
         facts = asdict(self)
-        for name in ("eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings"):
+        for name in ("eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings", "dtype"):
             del facts[name]
         return f"{self.family}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """From the contents of a `config.json`, as transformers 4 or 5 writes it."""
-        from slipstream.model import hf_config
-
-        return hf_config.read(hf)
-
-    def to_hf(self) -> dict[str, Any]:
-        """A `config.json` that transformers 4 and 5 and vLLM read."""
-        from slipstream.model import hf_config
-
-        return hf_config.write(self)
-
-    @classmethod
-    def read(cls, directory: str | Path) -> ModelConfig:
-        """From a model directory. Chat models name further end-of-sequence tokens in `generation_config.json`."""
-        from slipstream.model.hf_config import token_ids
-
-        path = Path(directory) / "config.json"
-        if not path.exists():
-            raise ConfigError(f"{path} does not exist; a model is a directory with an HF config.json")
-        config = cls.from_hf(_read_json(path))
-        generation = Path(directory) / "generation_config.json"
-        more = token_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()
-        return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a JSON object, found {type(found).__name__}")
-    return found

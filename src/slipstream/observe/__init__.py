@@ -1,0 +1,1 @@
+"""Diagnosis: `doctor.py` checks a machine and a fleet, `mismatch.py` the logprobs of trainer and engines."""

@@ -1,275 +1,260 @@
-"""Settings of a training run: what is learned, how, from which rewards, and how it is watched.
+"""Settings of a training run: task, algorithm, rewards, engines, logging.
 
-`TrainConfig` is all of it, as `slipstream train` reads it (`config.load`). Each class checks itself when it is built."""
+`TrainConfig` holds all of them, as `slipstream train` loads it (`config.load`)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from slipstream.config import EngineConfig, at_least
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from slipstream.config import EmbeddedConfig, EngineConfig, PathName, Settings
 from slipstream.errors import ConfigError
 from slipstream.types import InFlight
 
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
-@dataclass(frozen=True, slots=True)
-class TaskConfig:
-    """What the policy learns: a digit task, or `reasoning_gym:<name>` where that package is installed."""
+
+class TaskConfig(Settings):
+    """The task: a built-in digit task, or `reasoning_gym:<name>` if that package is installed."""
 
     name: str = "reverse"
-    digits: int = 3
-    holdout: float = 0.1
-    """Share of the prompts kept out of training, for evaluation."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of a reasoning-gym task, which knows its own: `{max_terms = 3, max_digits = 1}`."""
+    """Name of the task."""
+    digits: PositiveInt = 3
+    """Number of digits in the prompts of a digit task."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Fraction of prompts held out for evaluation."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a reasoning-gym task, for example `{max_terms = 3, max_digits = 1}`."""
     extract: Literal["tags", "number"] = "tags"
-    """What of a completion a reasoning-gym task scores: what stands in `<answer>` tags, or all of it where there are none;
+    """The part of a completion that a reasoning-gym task scores: the text in `<answer>` tags (all text, if there are none),
     or the last number."""
     chat: bool = False
-    """Ask through the model's chat template, the prompt as the user's message."""
+    """Format the prompt as a user message with the model's chat template."""
     system: str = ""
-    """With `chat`: the message before it; empty leaves it to the template."""
+    """System message, with `chat`; empty leaves it to the template."""
 
-    def __post_init__(self) -> None:
-        at_least(self, digits=1, holdout=0.0)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.system and not self.chat:
-            raise ConfigError("task.system is a message of a chat, and task.chat is not set")
-        if self.holdout >= 1:
-            raise ConfigError(f"task.holdout must be below 1, got {self.holdout}")
+            raise ConfigError("system is a chat message; set chat = true")
+        return self
 
 
 AlgorithmKind: TypeAlias = Literal["grpo", "dr_grpo", "dapo", "ppo", "reinforce++"]
-Advantage: TypeAlias = Literal["group", "centred", "leave_one_out", "batch", "gae"]
+Advantage: TypeAlias = Literal["group", "centered", "leave_one_out", "batch", "gae"]
 Aggregation: TypeAlias = Literal["sequence", "token", "constant"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptimiserConfig:
-    kind: Literal["adam", "adamw"] = "adam"
-    learning_rate: float = 1e-3
-    """After the warm-up, before the decay. Both are counted in updates, of which a training step may make several."""
-    warmup_steps: int = 0
-    """The rate rises linearly over these updates; the last of them has all of it."""
-    decay: Literal["none", "linear", "cosine"] = "none"
-    decay_steps: int = 0
-    """How long it falls after the warm-up; then it stays at `final_share`."""
-    final_share: float = 0.0
-    """Of the learning rate, when the decay is over."""
-    gradient_clip: float = 1.0
-    """The gradient's largest norm, over all parameters together; 0 clips nothing."""
-    weight_decay: float = 0.0
-    """For `adamw`, on matrices; norms and biases are left alone."""
-    beta1: float = 0.9
-    beta2: float = 0.999
+class OptimizerConfig(Settings):
+    """Optimizer and learning rate schedule. The schedule counts updates; a training step may make several."""
 
-    def __post_init__(self) -> None:
-        at_least(self, learning_rate=0.0, warmup_steps=0, decay_steps=0, final_share=0.0, gradient_clip=0.0)
-        at_least(self, weight_decay=0.0, beta1=0.0, beta2=0.0)
-        for name in ("final_share", "beta1", "beta2"):
-            if getattr(self, name) > 1 or (name != "final_share" and getattr(self, name) == 1):
-                raise ConfigError(f"optimiser.{name} must be below 1, got {getattr(self, name)}")
+    kind: Literal["adam", "adamw"] = "adam"
+    """Optimizer."""
+    learning_rate: NonNegativeFloat = 1e-3
+    """Peak learning rate: after warm-up, before decay."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates of linear warm-up; the last one uses the full rate."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """Shape of the learning rate decay after warm-up."""
+    decay_steps: NonNegativeInt = 0
+    """Updates over which the rate decays; afterwards it stays at `final_share`."""
+    final_share: Fraction = 0.0
+    """Final learning rate as a fraction of the peak."""
+    gradient_clip: NonNegativeFloat = 1.0
+    """Maximum global norm of the gradient; 0 disables clipping."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of `adamw`, applied to matrices; norms and biases are exempt."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's decay rate of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Adam's decay rate of the second moment."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if (self.decay == "none") != (self.decay_steps == 0):
             raise ConfigError(
-                f"optimiser.decay is {self.decay!r} and decay_steps is {self.decay_steps}: a decay needs both, "
-                'decay="linear" or "cosine" and how many steps it takes'
+                f"decay is {self.decay!r} and decay_steps is {self.decay_steps}: a decay needs both, "
+                'decay = "linear" or "cosine" and decay_steps'
             )
         if self.weight_decay and self.kind == "adam":
-            raise ConfigError('optimiser.weight_decay is for kind="adamw"; plain adam has none')
+            raise ConfigError('weight_decay needs kind = "adamw"; adam has none')
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class CorrectionConfig:
-    """What to do where the engine's policy is not the trainer's: `rl/correction.py`."""
+class CorrectionConfig(Settings):
+    """Importance-sampling correction for the mismatch of trainer and engine policies (`rl/algorithm/correction.py`)."""
 
     kind: Literal["none", "tis", "mis", "decoupled"] = "none"
-    """`none`: the clipped ratio is that of trainer to engine. For the others it is that of the trainer to itself before the
-    step, and gains are weighted by trainer over engine: `tis` by `cap` at most, `mis` by 0 outside [`low`, `high`],
-    `decoupled` by whatever it is."""
+    """`none`: the clipped ratio is trainer over engine. Otherwise it is the trainer over itself before the step, and
+    advantages are weighted by trainer over engine: `tis` truncates the weight at `cap`, `mis` masks weights outside
+    [`low`, `high`], `decoupled` uses the weight unchanged."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Whose weight: each token's, the product over its sequence, or the geometric mean over its sequence."""
-    cap: float = 2.0
-    low: float = 0.5
-    high: float = 5.0
-
-    def __post_init__(self) -> None:
-        at_least(self, cap=1.0, low=0.0, high=1.0)
-        if self.low > 1:
-            raise ConfigError(
-                f"correction.low must be at most 1, got {self.low}: trainer and engine that agree have weight 1"
-            )
+    """Weight per token, product over the sequence, or geometric mean over the sequence."""
+    cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight of `tis`."""
+    low: Fraction = 0.5
+    """Smallest weight that `mis` keeps; at most 1, the weight of equal policies."""
+    high: Annotated[float, Field(ge=1)] = 5.0
+    """Largest weight that `mis` keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class KlConfig:
-    """A pull towards the policy that training started from. In the reward where advantages are made token by token (`ppo`,
-    `reinforce++`), in the loss elsewhere."""
+class KlConfig(Settings):
+    """KL penalty towards the initial policy. It is part of the reward for advantages per token (`ppo`, `reinforce++`), and
+    part of the loss otherwise."""
 
-    weight: float = 0.0
-    """0: none, and no reference policy is kept."""
+    weight: NonNegativeFloat = 0.0
+    """Weight of the penalty; 0 disables it, and no reference policy is kept."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """In the loss. In the reward it is always k1."""
+    """Estimator in the loss. The reward always uses k1."""
     scored_by: Literal["trainer", "engine"] = "trainer"
-    """Who holds that policy: the trainer, or a second fleet of engines, in their dtype (`rl/reference.py`). The latter takes no
-    memory and no time of the trainer's devices."""
+    """Where the reference policy runs: in the trainer, or in a second fleet of engines with their dtype
+    (`rl/trainer/reference.py`), which takes no memory or time of the trainer's devices."""
 
     @property
     def by_engine(self) -> bool:
+        """Whether engines score the reference policy."""
         return self.weight > 0 and self.scored_by == "engine"
 
-    def __post_init__(self) -> None:
-        at_least(self, weight=0.0)
 
-
-@dataclass(frozen=True, slots=True)
-class ValueConfig:
+class ValueConfig(Settings):
     """The critic of `ppo`."""
 
-    weight: float = 0.5
-    """Of its loss."""
-    clip: float = 0.2
-    """How far values may move in an update; 0 does not clip."""
-    gamma: float = 1.0
-    """Discount of what comes one token later."""
-    lam: float = 0.95
-    """λ of generalised advantage estimation: 0 trusts the values, 1 the rewards."""
-
-    def __post_init__(self) -> None:
-        at_least(self, weight=0.0, clip=0.0, gamma=0.0, lam=0.0)
-        for name in ("gamma", "lam"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"value.{name} must be at most 1, got {getattr(self, name)}")
+    weight: NonNegativeFloat = 0.5
+    """Weight of the value loss."""
+    clip: NonNegativeFloat = 0.2
+    """Maximum change of a value in one update; 0 disables clipping."""
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """λ of generalized advantage estimation: 0 trusts the values, 1 the rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """An algorithm spelled out: what its paper chose, where the config does not say otherwise."""
+    """The choices that make up an algorithm: its paper's, unless the config overrides them."""
 
     advantage: Advantage
     aggregation: Aggregation
     clip_high: float
-    """The low side is `AlgorithmConfig.clip`."""
+    """Upper clip of the ratio; the lower one is `AlgorithmConfig.clip`."""
     filter_groups: bool
     resample: int
 
     @property
     def token_rewards(self) -> bool:
-        """Advantages are made token by token, and the KL penalty is part of the reward."""
+        """Whether advantages are computed per token, with the KL penalty in the reward."""
         return self.advantage in ("batch", "gae")
 
     @property
     def critic(self) -> bool:
+        """Whether a value head is trained."""
         return self.advantage == "gae"
 
 
-@dataclass(frozen=True, slots=True)
-class AlgorithmConfig:
-    """How the policy learns. `kind` names a paper's choices (`recipe`); settings that are None follow it."""
+class AlgorithmConfig(Settings):
+    """The RL algorithm. `kind` selects the choices of a paper (`recipe`); settings left at None follow it."""
 
     kind: AlgorithmKind = "grpo"
-    prompts: int = 32
+    """Algorithm."""
+    prompts: PositiveInt = 32
     """Prompts per step."""
-    group: int = 8
-    """Samples per prompt; for most kinds their rewards are each other's baseline."""
-    max_tokens: int = 8
-    temperature: float = 1.0
-    clip: float = 0.2
+    group: PositiveInt = 8
+    """Samples per prompt; for most kinds they are each other's baseline."""
+    max_tokens: PositiveInt = 8
+    """Maximum number of tokens per completion."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; 0 is not allowed, since greedy samples of a prompt are all equal."""
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio to the old policy is clipped to [1 − clip, 1 + clip_high]."""
-    clip_high: float | None = None
-    """None: 0.28 for `dapo`, as much as `clip` for the others."""
+    clip_high: PositiveFloat | None = None
+    """None: 0.28 for `dapo`, the value of `clip` for the others."""
     advantage: Advantage | None = None
-    """What a completion's reward is compared with: `group` its group, in units of its deviation; `centred` its group;
-    `leave_one_out` the others of its group; `batch` the whole batch; `gae` a value head's expectations."""
+    """Baseline of a completion's reward: `group`, the group's mean, in units of its standard deviation; `centered`, the
+    group's mean; `leave_one_out`, the mean of the others in the group; `batch`, the batch's mean; `gae`, a value head."""
     aggregation: Aggregation | None = None
-    """How tokens are averaged: `sequence` each completion alike, `token` each token alike, `constant` divided by
-    `max_tokens`, whatever the length."""
+    """Average of the loss over tokens: `sequence` weighs completions equally, `token` tokens equally, `constant` divides by
+    `max_tokens` regardless of length."""
     filter_groups: bool | None = None
-    """Leave out groups whose rewards are all equal."""
-    resample: int | None = None
-    """Where that leaves fewer than `prompts`: how many more times a step asks as many prompts, until it has enough that teach
-    something. None: 3 for `dapo`, 0 for the others and where nothing is left out."""
-    overlong_tokens: int = 0
-    """Of the last tokens before `max_tokens`, each costs a completion an equal part of a reward of 1, so that answers end in
-    time (DAPO's soft overlong punishment). 0: none."""
-    entropy_weight: float = 0.0
-    """Of the entropy bonus."""
-    epochs: int = 1
-    """How often a step goes through its completions."""
-    minibatches: int = 1
-    """Updates per epoch, each from an equal share of the completions, drawn anew in every epoch."""
-    micro_batches: int = 1
-    """Parts in which an update's rows go through the model, their gradients summed: less memory, the same update."""
-    row_tokens: int = 0
-    """Several sequences share rows of this many tokens, so that short ones do not pay for the padding of long ones; it must
-    hold the longest prompt with `max_tokens` more. 0: each sequence has a row of its own."""
-    kl: KlConfig = field(default_factory=KlConfig)
-    value: ValueConfig = field(default_factory=ValueConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    """Drop groups whose rewards are all equal."""
+    resample: NonNegativeInt | None = None
+    """How often a step samples further prompts to replace dropped groups. None: 3 for `dapo`, 0 for the others and without
+    `filter_groups`."""
+    overlong_tokens: NonNegativeInt = 0
+    """DAPO's soft overlong punishment: over the last `overlong_tokens` before `max_tokens`, the reward falls linearly by up
+    to 1. 0 disables it."""
+    entropy_weight: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    epochs: PositiveInt = 1
+    """Passes over a step's completions."""
+    minibatches: PositiveInt = 1
+    """Updates per epoch, each on an equal share of the completions, reshuffled every epoch."""
+    micro_batches: PositiveInt = 1
+    """Gradient accumulation: parts in which an update's rows pass through the model. Saves memory, same update."""
+    row_tokens: NonNegativeInt = 0
+    """Pack several sequences into rows of this many tokens, to save padding. A row must hold the longest prompt plus
+    `max_tokens`. 0 gives each sequence its own row."""
+    kl: KlConfig = KlConfig()
+    """KL penalty."""
+    value: ValueConfig = ValueConfig()
+    """Critic of `ppo`."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Importance-sampling correction."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning rate schedule."""
 
-    def __post_init__(self) -> None:
-        at_least(self, prompts=1, group=1, max_tokens=1, micro_batches=1, entropy_weight=0.0)
-        at_least(self, epochs=1, minibatches=1, row_tokens=0, overlong_tokens=0)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.overlong_tokens > self.max_tokens:
             raise ConfigError(
-                f"algorithm.overlong_tokens is {self.overlong_tokens}: they are the last of max_tokens = {self.max_tokens}, "
-                "and cannot be more"
+                f"overlong_tokens must be at most max_tokens ({self.max_tokens}), got {self.overlong_tokens}"
             )
         if self.row_tokens and self.row_tokens <= self.max_tokens:
             raise ConfigError(
-                f"algorithm.row_tokens is {self.row_tokens}: a row holds a prompt and {self.max_tokens} tokens of its "
-                "completion at least; make it longer, or 0 for a row per sequence"
+                f"row_tokens is {self.row_tokens}, but a row must hold a prompt and {self.max_tokens} tokens of completion "
+                "(max_tokens); make it longer, or 0 for one row per sequence"
             )
-        if self.temperature <= 0:
-            raise ConfigError(
-                f"algorithm.temperature must be positive, got {self.temperature}: greedy samples are all alike"
-            )
-        if not 0 < self.clip < 1:
-            raise ConfigError(f"algorithm.clip must be in (0, 1), got {self.clip}")
-        if self.clip_high is not None and self.clip_high <= 0:
-            raise ConfigError(f"algorithm.clip_high must be positive, got {self.clip_high}")
         recipe = self.recipe
-        if self.resample is not None and (self.resample < 0 or (self.resample and not recipe.filter_groups)):
-            raise ConfigError(
-                f"algorithm.resample is {self.resample}: it is how often a step asks again in place of groups that are left "
-                "out; 0 or more, with filter_groups (which 'dapo' has) above 0"
-            )
+        if self.resample and not recipe.filter_groups:
+            raise ConfigError(f"resample is {self.resample}, which needs filter_groups = true (as 'dapo' has)")
         if self.group < 2 and (not recipe.token_rewards or recipe.filter_groups):
             raise ConfigError(
-                f"algorithm.group must be at least 2, got {self.group}: {self.kind!r} compares the samples of a prompt; "
+                f"group must be at least 2, got {self.group}: {self.kind!r} compares the samples of a prompt; "
                 "'ppo' and 'reinforce++' do not"
             )
         if self.kl.weight and not recipe.token_rewards and self.kl.estimator == "k1":
-            raise ConfigError(
-                "kl.estimator 'k1' in the loss has a gradient of mean zero and would only add noise; take 'k3' or 'k2'"
-            )
+            raise ConfigError("kl.estimator 'k1' has a gradient of mean zero in the loss; use 'k3' or 'k2'")
         if self.kl.by_engine and self.temperature != 1:
             raise ConfigError(
-                f"kl.scored_by is 'engine', and engines score at temperature 1; with algorithm.temperature = "
-                f"{self.temperature} take 'trainer'"
+                f"kl.scored_by 'engine' needs temperature = 1, since engines score at temperature 1, got "
+                f"{self.temperature}; use 'trainer'"
             )
         self.check_shares(1)
+        return self
 
     def check_shares(self, num_devices: int) -> None:
-        """`ConfigError` unless a step's completions can be shared out over minibatches, micro-batches and devices. Packed
-        rows can always be shared out by the latter two: empty ones are added."""
+        """Raise `ConfigError` unless minibatches, micro-batches and devices divide a step's completions.
+
+        Packed rows need not divide by micro-batches and devices: they are padded with empty rows."""
         shares = {"minibatches": self.minibatches}
         if not self.row_tokens:
             shares |= {"micro_batches": self.micro_batches, "devices": num_devices}
         if (self.prompts * self.group) % math.prod(shares.values()):
-            asked = " × ".join(f"{name} {share}" for name, share in shares.items() if share > 1)
+            divisors = " × ".join(f"{name} {share}" for name, share in shares.items() if share > 1)
             raise ConfigError(
-                f"a step has prompts × group = {self.prompts * self.group} completions, which {asked} does not divide; choose "
-                "numbers that do"
+                f"prompts × group = {self.prompts * self.group} completions per step are not divisible by {divisors}"
             )
 
     @property
     def num_updates(self) -> int:
-        """Of the weights, in a step."""
+        """Optimizer updates per step."""
         return self.epochs * self.minibatches
 
     @property
     def recipe(self) -> Recipe:
+        """The choices of `kind`, with overrides applied."""
         default = _RECIPES[self.kind]
         filters = default.filter_groups if self.filter_groups is None else self.filter_groups
         return Recipe(
@@ -283,149 +268,148 @@ class AlgorithmConfig:
 
 _RECIPES: dict[AlgorithmKind, Recipe] = {
     "grpo": Recipe("group", "sequence", 0.0, False, 0),
-    "dr_grpo": Recipe("centred", "constant", 0.0, False, 0),
+    "dr_grpo": Recipe("centered", "constant", 0.0, False, 0),
     "dapo": Recipe("group", "token", 0.28, True, 3),
     "ppo": Recipe("gae", "token", 0.0, False, 0),
     "reinforce++": Recipe("batch", "token", 0.0, False, 0),
 }
-"""With `clip_high` 0 where it is to be as `clip`."""
+"""`clip_high` 0 means the value of `clip`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoggingConfig:
-    """Where a run's records go besides `metrics.jsonl`, which is always written."""
+class LoggingConfig(Settings):
+    """Loggers besides `metrics.jsonl`, which is always written."""
 
     tensorboard: bool = False
-    """Event files in `tensorboard/` of the run directory."""
+    """Write event files to `tensorboard/` in the run directory."""
     wandb_project: str = ""
-    """Weights & Biases project; empty sends nothing anywhere."""
+    """Weights & Biases project; empty disables it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardConfig:
-    """Reward functions of one's own, and how they are run (`rl/rewards.py`)."""
+class RewardConfig(Settings):
+    """Custom reward functions and how to run them (`rl/rewards/rewarder.py`)."""
 
-    functions: dict[str, float] = field(default_factory=dict)
-    """Weights by name: `{"my_rewards:exact" = 1.0, "my_rewards:brevity" = 0.1}`. A completion's reward is the weighted sum."""
-    timeout: float = 30.0
-    """Seconds that one call may take."""
-    workers: int = 1
-    """Processes per function, so that a function that hangs or crashes takes nobody along; 0 runs it in the trainer's own."""
+    functions: dict[str, float] = Field(default_factory=dict)
+    """Weights by function: `{"my_rewards:exact" = 1.0, "my_rewards:brevity" = 0.1}`. The reward is the weighted sum."""
+    timeout: Annotated[float, Field(ge=1e-3)] = 30.0
+    """Time limit of one call in seconds."""
+    workers: NonNegativeInt = 1
+    """Worker processes per function, which isolate hangs and crashes; 0 runs it in the trainer process."""
     on_error: Literal["raise", "drop"] = "raise"
-    """`drop` leaves samples that could not be judged out of their group, and groups with fewer than two others, and counts
-    them; a step of which nothing is left ends the run."""
-    memory_limit: int = 0
-    """Most bytes of address space for a worker process; 0 sets no limit."""
-
-    def __post_init__(self) -> None:
-        at_least(self, timeout=1e-3, workers=0, memory_limit=0)
+    """`drop` removes samples that could not be scored, and groups left with fewer than two samples, and counts them. A step
+    with nothing left ends the run."""
+    memory_limit: NonNegativeInt = 0
+    """Maximum address space of a worker process in bytes; 0 is unlimited."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainConfig:
-    """`slipstream train CONFIG`: everything about a run."""
+class TrainConfig(Settings):
+    """A whole training run: what `slipstream train` loads and `slipstream.train` runs.
 
-    model: str = ""
-    """HF model directory; empty makes the demo's small decoder and tokenizer on the spot."""
-    run_dir: str = ""
-    """Where logs, plot and checkpoint go; empty makes `runs/<time>`."""
-    steps: int = 300
-    target_accuracy: float = 0.0
-    """Stop once the sampled accuracy (mean of the last 10 steps) reaches this; 0 runs all steps."""
-    min_steps: int = 0
-    """Do not stop before this step, however well it goes."""
-    warmup_steps: int = 25
-    """Supervised steps before RL, so that there is a reward to climb."""
-    eval_every: int = 25
-    eval_prompts: int = 128
-    """Of each split, every time; four samples and a greedy answer each."""
-    save_every: int = 25
-    """Steps from one checkpoint to the next, and one at the end: the same command goes on from the last. 0 makes none."""
-    keep_checkpoints: int = 2
-    """Of those, how many stay on disk."""
-    seed: int = 0
-    engines: int = 1
-    """Engine processes; 0 generates in the trainer's own process."""
-    devices: int = 1
-    """Of the trainer, over which parameters, optimiser state and rows are cut (`rl/sharding.py`); 0 takes all of this host."""
+    Example:
+        config = TrainConfig(model="my-model", steps=100, engine=VllmConfig(), algorithm=AlgorithmConfig(kind="dapo"))
+    """
+
+    model: PathName = ""
+    """HF model directory; empty creates the demo's small decoder and tokenizer."""
+    run_dir: PathName = ""
+    """Directory for logs, plot and checkpoints; empty creates `runs/<time>`."""
+    steps: PositiveInt = 300
+    """Training steps."""
+    target_accuracy: Fraction = 0.0
+    """Stop when the sampled accuracy (mean of the last 10 steps) reaches this; 0 runs all steps."""
+    min_steps: NonNegativeInt = 0
+    """Minimum number of steps before `target_accuracy` can stop the run."""
+    warmup_steps: NonNegativeInt = 25
+    """Supervised steps before RL, so that some rewards are not zero."""
+    eval_every: PositiveInt = 25
+    """Steps between evaluations."""
+    eval_prompts: PositiveInt = 128
+    """Prompts per split in an evaluation; four samples and a greedy completion each."""
+    save_every: NonNegativeInt = 25
+    """Steps between checkpoints, with one more at the end; the same command resumes from the last. 0 disables them."""
+    keep_checkpoints: PositiveInt = 2
+    """Checkpoints kept on disk."""
+    seed: NonNegativeInt = 0
+    """Random seed."""
+    engines: NonNegativeInt = 1
+    """Engine processes; 0 generates in the trainer process."""
+    devices: NonNegativeInt = 1
+    """Trainer devices that share parameters, optimizer state and rows (`rl/algorithm/sharding.py`); 0 uses all of this host."""
     mode: Literal["sync", "partial", "one_step_off", "async"] = "sync"
-    """`sync`: a step's completions are made by the weights of the step before it. `partial`: like `sync`, but a step begins
-    more prompts than it takes, and does not wait for the slowest: those go on in the next step from the tokens that they
-    have. `one_step_off`: engines generate the next step's while the trainer trains, so that they are one version older.
-    `async`: engines never wait, up to `max_staleness`."""
-    max_staleness: int = 2
-    """For `partial` and `async`: how many versions older than the trainer's the weights may be that made a token it learns
-    from."""
-    quantile: float = 0.8
-    """For `partial`: which share of the prompts that run a step waits for. With 0.8 a batch of 32 is the first 32 of 40."""
+    """`sync`: completions of a step come from the weights of the step before it. `partial`: as `sync`, but a step starts
+    more prompts than it needs and does not wait for the slowest, which continue in the next step. `one_step_off`: engines
+    generate the next step while the trainer trains, one version behind. `async`: engines never wait, up to
+    `max_staleness`."""
+    max_staleness: PositiveInt = 2
+    """For `partial` and `async`: maximum number of versions that a token's weights may be behind the trainer's."""
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """For `partial`: fraction of running prompts that a step waits for. With 0.8, a batch of 32 is the first 32 of 40. To
+    wait for all, use `sync`."""
     in_flight: InFlight = "keep"
-    """What a sync does with completions that are under way: they go on from their KV cache (`keep`), it is computed anew
-    under the new weights (`recompute`), they begin again (`requeue`), or the sync waits for them (`finish`)."""
+    """What a sync does with running completions: continue from their KV cache (`keep`), recompute it with the new weights
+    (`recompute`), restart them (`requeue`), or wait for them (`finish`)."""
     late: Literal["renew", "deliver"] = "renew"
-    """`renew`: the trainer waits for completions that would become too old. `deliver`: it takes them when they come, with their
-    age."""
-    generate_timeout: float = 600.0
-    """Seconds that a step's completions may take."""
-    patience: float = 60.0
-    """Seconds that engines or gateway may be gone: what dies is started again, and the run goes on. 0 ends it at once."""
-    diagnose_every: int = 10
-    """Steps from one diagnosis of the mismatch between the trainer's logprobs and the engines' to the next; 0 makes none."""
+    """`renew`: the trainer waits for completions that would become too stale. `deliver`: it takes them when they arrive, and
+    reports their age."""
+    generate_timeout: Annotated[float, Field(ge=1)] = 600.0
+    """Time limit for a step's completions in seconds."""
+    patience: NonNegativeFloat = 60.0
+    """Seconds to wait for lost engines or a lost gateway, which are restarted; 0 ends the run at once."""
+    diagnose_every: NonNegativeInt = 10
+    """Steps between diagnoses of the mismatch between trainer and engine logprobs; 0 disables them."""
     take_turns: bool = False
-    """Trainer and engines share the devices: engines sleep while the trainer trains, and give it their memory."""
-    task: TaskConfig = field(default_factory=TaskConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_concurrency=256))
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    """Functions of one's own; without any, the task judges."""
+    """Trainer and engines share devices: engines sleep and release their memory while the trainer trains."""
+    task: TaskConfig = TaskConfig()
+    """The task to learn."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The RL algorithm."""
+    engine: EngineConfig = EmbeddedConfig(max_num_seqs=256)
+    """The engines that generate completions."""
+    logging: LoggingConfig = LoggingConfig()
+    """Loggers."""
+    reward: RewardConfig = RewardConfig()
+    """Custom reward functions; without any, the task scores completions."""
 
     @property
     def bound(self) -> int:
-        """How many versions old a token may be."""
+        """Maximum number of versions that a token may be behind."""
         return {"sync": 0, "one_step_off": 1}.get(self.mode, self.max_staleness)
 
     @property
     def surplus(self) -> int | None:
-        """Prompts that run beyond a step's; None where `bound` alone says how many."""
+        """Prompts running beyond those of a step in mode `partial`; None in other modes, which `bound` limits."""
         if self.mode != "partial":
             return None
         return math.ceil(self.algorithm.prompts / self.quantile) - self.algorithm.prompts
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps' prompts are submitted besides those of the step that is taken."""
+        """Number of future steps whose prompts are already submitted."""
         return self.bound if self.surplus is None else math.ceil(self.surplus / self.algorithm.prompts)
 
     @property
     def syncs_meanwhile(self) -> bool:
-        """Whether the trainer goes on while engines take its new weights."""
+        """Whether the trainer continues while engines receive new weights."""
         return self.mode in ("one_step_off", "async")
 
-    def __post_init__(self) -> None:
-        at_least(self, max_staleness=1, generate_timeout=1.0, patience=0.0, diagnose_every=0)
-        if not 0 < self.quantile < 1:
-            raise ConfigError(
-                f"quantile must be in (0, 1), got {self.quantile}: it is the share of what runs that a step of mode "
-                "'partial' waits for; to wait for all of it is mode 'sync'"
-            )
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.take_turns and self.mode not in ("sync", "partial"):
             raise ConfigError(
-                f"take_turns lets engines sleep while the trainer trains, and mode {self.mode!r} does not; take 'sync' or "
-                "'partial'"
+                f"take_turns needs mode 'sync' or 'partial', got {self.mode!r}: engines sleep while the trainer trains"
             )
         if self.take_turns and self.algorithm.kl.by_engine:
             raise ConfigError(
-                "take_turns gives the trainer the engines' memory, and with kl.scored_by = 'engine' a second fleet would "
-                "keep its own; take 'trainer'"
+                "take_turns gives the trainer the engines' memory, but algorithm.kl.scored_by = 'engine' starts a second "
+                "fleet that keeps its own; use 'trainer'"
             )
         if self.take_turns and self.in_flight == "finish":
             raise ConfigError(
-                "in_flight 'finish' has a sync wait until running completions are finished, and with take_turns engines "
-                "sleep until it is over; take 'keep', 'recompute' or 'requeue'"
+                "in_flight 'finish' waits for running completions, but with take_turns engines sleep until the sync is "
+                "over; use 'keep', 'recompute' or 'requeue'"
             )
-        at_least(self, steps=1, min_steps=0, warmup_steps=0, eval_every=1, eval_prompts=1, seed=0, engines=0)
-        at_least(self, target_accuracy=0.0)
-        at_least(self, save_every=0, keep_checkpoints=1, devices=0)
+        if not self.engines and self.engine.kind != "embedded":
+            raise ConfigError(
+                f"engines = 0 generates in the trainer process, which needs engine.kind = 'embedded', got {self.engine.kind!r}"
+            )
         self.algorithm.check_shares(max(1, self.devices))
-        if self.target_accuracy > 1:
-            raise ConfigError(f"target_accuracy is a share of right answers, at most 1; got {self.target_accuracy}")
+        return self

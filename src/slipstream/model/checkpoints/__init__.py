@@ -1,0 +1,1 @@
+"""Read and write model directories in Hugging Face's format. Start with `hf_weights.py`."""

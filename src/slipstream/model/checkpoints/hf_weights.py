@@ -1,0 +1,113 @@
+"""Load and save HF checkpoints: a directory with `config.json` and safetensors. All tensors are checked by name and shape."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from slipstream.errors import ConfigError, MappingError
+from slipstream.model.checkpoints.hf_config import read_config, to_hf
+from slipstream.model.config import ModelConfig
+from slipstream.model.families import family_of, tensors
+from slipstream.model.tree import flatten, unflatten
+from slipstream.tensors.safetensors_dir import INDEX, SINGLE, weight_files
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load(directory: str | Path, config: ModelConfig | None = None, dtype: DTypeLike | None = None) -> dict[str, Any]:
+    """Load a tree of parameters as JAX arrays, in the stored dtype by default."""
+    arrays = read_arrays(directory, config or read_config(directory))
+    return unflatten({name: jnp.asarray(array, dtype) for name, array in arrays.items()})
+
+
+def save(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) -> None:
+    """Write `config.json` and `model.safetensors`, as `transformers` and vLLM read them.
+
+    Files are written under another name and renamed, so that they are never seen incomplete, not even after a crash."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays = {name: np.asarray(leaf) for name, leaf in flatten(params).items()}
+    check_shapes({name: array.shape for name, array in arrays.items()}, config, "the parameters to save")
+    dtypes = sorted({str(array.dtype) for array in arrays.values()})
+    hf = to_hf(config) | {"torch_dtype": dtypes[0]} if len(dtypes) == 1 else to_hf(config)
+
+    temporary = directory / f".{SINGLE}.{os.getpid()}"
+    # safetensors writes raw memory, so transposed views must be made contiguous.
+    save_file({n: np.ascontiguousarray(a) for n, a in arrays.items()}, temporary, metadata={"format": "pt"})
+    temporary.replace(directory / SINGLE)
+    (directory / INDEX).unlink(missing_ok=True)  # the index of an older sharded checkpoint would take precedence
+    temporary = directory / f".config.json.{os.getpid()}"
+    temporary.write_text(json.dumps(hf, indent=2) + "\n")
+    temporary.replace(directory / "config.json")
+
+
+def has_weights(directory: str | Path) -> bool:
+    return any((Path(directory) / name).exists() for name in (SINGLE, INDEX))
+
+
+def read_arrays(directory: str | Path, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Return exactly the tensors of the model by HF name, in the family's order. Raise `MappingError` with the names of
+    others."""
+    stored: dict[str, np.ndarray] = {}
+    for path in weight_files(Path(directory)):
+        try:
+            with safe_open(path, framework="np") as file:
+                for stored_name in file.keys():  # noqa: SIM118
+                    name = family_of(config).stored_name(stored_name)
+                    if name is not None and not _is_buffer(name):
+                        stored[name] = file.get_tensor(stored_name)
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist, but the checkpoint's index lists it") from None
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
+    if config.tie_word_embeddings and _HEAD in stored:
+        _drop_tied_head(stored, directory)
+    check_shapes({name: array.shape for name, array in stored.items()}, config, f"the checkpoint {directory}")
+    return {spec.name: stored[spec.name] for spec in tensors(config)}
+
+
+def _is_buffer(name: str) -> bool:
+    """Return whether a tensor holds rotary frequencies, which old checkpoints store; they follow from the config."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _drop_tied_head(stored: dict[str, np.ndarray], directory: str | Path) -> None:
+    head = stored.pop(_HEAD)
+    if _EMBED in stored and not np.array_equal(head, stored[_EMBED]):
+        raise MappingError(
+            f"the checkpoint {directory} has tie_word_embeddings set, but its {_HEAD} differs from {_EMBED}; if both are "
+            "intended, set tie_word_embeddings to false in config.json"
+        )
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, what: str) -> None:
+    """Raise `MappingError` unless `shapes` are exactly those of the model's tensors. `what` is the subject of the message."""
+    expected = {spec.name: spec.shape for spec in tensors(config)}
+    problems = []
+    if missing := [name for name in expected if name not in shapes]:
+        problems.append(f"missing: {_shortened(missing)}")
+    if extra := [name for name in shapes if name not in expected]:
+        problems.append(f"unexpected for a {config.family} model with this config: {_shortened(extra)}")
+    wrong = [n for n in expected if n in shapes and shapes[n] != expected[n]]
+    if wrong:
+        problems.append("wrong shape: " + _shortened([f"{n} is {shapes[n]}, expected {expected[n]}" for n in wrong]))
+    if problems:
+        raise MappingError(f"{what} does not match the model config. " + "; ".join(problems))
+
+
+def _shortened(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -1,0 +1,126 @@
+"""Model families: the names, shapes and tensor-parallel sharding of a model's tensors.
+
+Read `family.py` and `llama.py` first. Families below are built in; others are added with `register`. The embedded engine
+holds tensors with the names and orientation of the checkpoint: `parameters(config, tp)`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from slipstream.errors import ConfigError
+from slipstream.model.config import ModelConfig
+from slipstream.model.families import gemma2, gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from slipstream.model.families.family import Family, FamilyTensor, Mlp, Norms
+from slipstream.tensors.boxes import full_box, shape_of, shift, split
+from slipstream.types import Parameter, ParameterPart, TensorSpec
+
+__all__ = [
+    "Family",
+    "FamilyTensor",
+    "Mlp",
+    "Norms",
+    "family_named",
+    "family_of",
+    "family_tensors",
+    "names",
+    "parameters",
+    "register",
+    "shard_dims",
+    "tensors",
+]
+
+_FAMILIES: dict[str, Family] = {}
+
+_FAMILY_SETTINGS = {
+    "sliding_window": "sliding_window",
+    "layer_types": "layer_types",
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "attn_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping",
+    "rope_local_theta": "rope_local_base_freq",
+}
+"""Fields of `ModelConfig` that only some families support (`Family.settings`), with their names in `config.json`."""
+
+
+def register(family: Family) -> None:
+    """Register a family in this process. Trainer and engines both need it: an engine process must import the module that
+    registers it. Registering the same `Family` again has no effect."""
+    if _FAMILIES.setdefault(family.name, family) is not family:
+        raise ConfigError(
+            f"a model family {family.name!r} is already registered; give a variant its own name and model_type"
+        )
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all registered families."""
+    return tuple(_FAMILIES)
+
+
+def family_named(name: str) -> Family:
+    try:
+        return _FAMILIES[name]
+    except KeyError:
+        raise ConfigError(
+            f"unknown model family {name!r}; known: {', '.join(_FAMILIES)}. Add others with "
+            "slipstream.model.families.register (docs/add-a-family.md)"
+        ) from None
+
+
+@lru_cache
+def family_of(config: ModelConfig) -> Family:
+    """Return the family of a model. Raise `ConfigError` if the config sets something that the family does not support."""
+    family = family_named(config.family)
+    for name, setting in _FAMILY_SETTINGS.items():
+        if getattr(config, name) and setting not in family.settings:
+            raise ConfigError(f"{name} is set, but {config.family} models have no {setting} in config.json")
+    if "rope_local_base_freq" in family.settings and config.rope_local_theta is None:
+        raise ConfigError(f"a {config.family} model needs rope_local_theta, the rotary base of local layers")
+    if family.has_experts != (config.moe is not None):
+        needs = "needs" if family.has_experts else "cannot have"
+        raise ConfigError(f"a {config.family} model {needs} experts, but moe is {config.moe}")
+    return family
+
+
+def family_tensors(config: ModelConfig) -> tuple[FamilyTensor, ...]:
+    return tuple(family_of(config).tensors(config))
+
+
+def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
+    """Return the names and shapes of the tensors of an HF checkpoint."""
+    return tuple(t.spec for t in family_tensors(config))
+
+
+def shard_dims(config: ModelConfig, tp: int) -> dict[str, int | None]:
+    """Return for each tensor the dimension that `tp` ranks shard, or None if it is replicated."""
+    sizes = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    if config.moe:
+        sizes["moe.intermediate_size"] = config.moe.intermediate_size
+    if any(size % tp for size in sizes.values()):
+        listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())
+        raise ConfigError(f"tp={tp} does not divide {listed}; choose one that divides all of them")
+    return {t.name: t.split(tp) for t in family_tensors(config)}
+
+
+def parameters(config: ModelConfig, tp: int = 1) -> tuple[Parameter, ...]:
+    """Return the parameters of `tp` ranks that hold shards of the HF tensors."""
+    dims = shard_dims(config, tp)
+    sharded = []
+    for tensor in family_tensors(config):
+        for rank in range(tp):
+            box = split(full_box(tensor.shape), dims[tensor.name], rank, tp)
+            part = ParameterPart(tensor.name, box, shift(box, box))
+            sharded.append(Parameter(tensor.name, rank, shape_of(box), (part,)))
+    return tuple(sharded)
+
+
+for _family in (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+):
+    register(_family)

@@ -1,0 +1,1 @@
+"""Tasks, prompts, tokenization and answer extraction. Read `tasks.py` first."""

@@ -1,0 +1,192 @@
+"""Records of a training run, one per event, for display, plot and log file alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, get_args, get_origin, get_type_hints
+
+from slipstream.errors import ConfigError
+from slipstream.rl.algorithm.loss import UpdateMetrics
+from slipstream.types import SyncReport
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupRecord:
+    """One supervised step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """Wall time of a step by phase, as the trainer sees it."""
+
+    prepare: float
+    """Drawing and encoding prompts."""
+    generate: float
+    """Waiting for completions."""
+    reward: float
+    """Decoding, rewards, advantages, padding."""
+    train: float
+    """Forward, backward and optimizer, until the new weights are computed."""
+    sync: float
+    """Waiting until every engine generates with the new weights."""
+    sleep: float = 0.0
+    """Putting engines to sleep before training."""
+    wake: float = 0.0
+    """Waking engines, before and after the sync."""
+    diagnose: float = 0.0
+    """Comparing the trainer's logprobs with the engines'."""
+
+    @property
+    def total(self) -> float:
+        return (
+            self.prepare + self.generate + self.reward + self.train + self.sync + self.sleep + self.wake + self.diagnose
+        )
+
+
+class Stopwatch:
+    """Consecutive laps: each starts where the last one ended."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """End a lap. Laps of the same name add up."""
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One RL step. In `sync` mode, all but `seconds` and `sync` are determined by config and seed."""
+
+    step: int
+    """From 1."""
+    version: int
+    """The policy version being trained. `staleness` says how far the tokens are behind it."""
+    reward: float
+    """Mean reward of the step's scored completions, without the overlong penalty."""
+    accuracy: float
+    """Share of scored completions with reward 1 or more."""
+    num_tokens: int
+    """Tokens generated."""
+    metrics: UpdateMetrics
+    seconds: PhaseSeconds
+    sync: SyncReport
+    """The sync at the end of the step; in modes that do not wait for it, the last one that finished."""
+    staleness: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Tokens by age in versions: `{"0": 1200, "1": 300}`."""
+    mismatch: str = ""
+    """Diagnosis of the gap between trainer and engine logprobs, in a sentence; empty if not diagnosed in this step."""
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    """With `take_turns`: bytes in use by engines at each phase of the step."""
+    num_dropped: int = 0
+    """Completions left out because they, or too many of their group, could not be scored."""
+    num_resampled: int = 0
+    """Groups sampled in addition, to replace uninformative ones."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole step, since engines that run ahead generate while the trainer trains."""
+        return self.num_tokens / self.seconds.total
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Accuracy with the sampling of training (`sampled`) and with greedy decoding (`greedy`), on training prompts and on
+    held-out prompts. None if a split has no prompts."""
+
+    step: int
+    """RL steps done: 0 is the policy after the warm-up."""
+    version: int
+    sampled_train: float
+    greedy_train: float
+    sampled_heldout: float | None
+    greedy_heldout: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The end of a run: the final policy as an HF checkpoint."""
+
+    directory: str
+
+
+Record: TypeAlias = WarmupRecord | StepRecord | Evaluation | Saved
+
+
+class Log(Protocol):
+    def __call__(self, record: Record) -> None: ...
+
+
+@contextmanager
+def json_lines(path: Path) -> Iterator[Log]:
+    """Append each record to a file as a JSON line with its class as `kind`, and flush it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+
+        def write(record: Record) -> None:
+            file.write(_line(record))
+            file.flush()
+
+        yield write
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read what `json_lines` wrote. A last line cut off by a kill is ignored."""
+    *lines, last = path.read_text().split("\n")
+    if last:
+        lines += [last] if _is_json(last) else []
+    kinds = {kind.__name__: kind for kind in get_args(Record)}
+    records: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            fields = json.loads(line)
+            records.append(_revive(kinds[fields.pop("kind")], fields))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"line {number} of {path} is not a record of this release ({error!r}): {line[:80]!r}"
+            ) from None
+    return records
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Replace the file atomically."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w") as file:
+        file.writelines(map(_line, records))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _line(record: Record) -> str:
+    return json.dumps({"kind": type(record).__name__, **dataclasses.asdict(record)}) + "\n"
+
+
+def _is_json(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _revive(hint: Any, value: Any) -> Any:
+    """Convert a JSON value to its type: dataclasses and homogeneous tuples."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        hints = get_type_hints(hint)
+        return hint(**{name: _revive(hints[name], part) for name, part in value.items()})
+    if get_origin(hint) is tuple:
+        return tuple(_revive(get_args(hint)[0], part) for part in value)
+    return value

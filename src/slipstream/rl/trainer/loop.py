@@ -1,0 +1,110 @@
+"""The training loop: warm up, then train, evaluate and save until the run is done. `run.py` has a single step.
+
+`config.mode` says how far engines may run ahead of the trainer: not at all (`sync`), only with the slowest completions of a
+step (`partial`), one step (`one_step_off`), or up to `max_staleness` versions (`async`). The loop is the same in every mode:
+it submits prompts early enough and takes finished groups, and the gateway enforces the staleness bound
+(`bridge/rollouts.py`). The loss sees the policy version of every token.
+
+All randomness derives from `config.seed` and the number of the step or prompt batch, never from earlier state. In `sync` mode,
+two runs of one config produce the same records, and so does a run that was interrupted and resumed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+from slipstream.bridge.bridge import Bridge
+from slipstream.errors import ConfigError
+from slipstream.model.chat_template import TEMPLATE_FILE
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.hf_config import read_config
+from slipstream.model.checkpoints.sample_model import sample_params
+from slipstream.model.config import ModelConfig
+from slipstream.model.transformer import decoder
+from slipstream.rl.config import TrainConfig
+from slipstream.rl.data.prompts import WARMUP_STREAM
+from slipstream.rl.data.tasks import Task, task_named
+from slipstream.rl.data.tokens import Codec, codec_of
+from slipstream.rl.reporting.loggers import open_logs
+from slipstream.rl.reporting.records import Record, Saved, WarmupRecord
+from slipstream.rl.rewards.scoring import open_scorer
+from slipstream.rl.trainer import resume, supervised
+from slipstream.rl.trainer.reference import Reference
+from slipstream.rl.trainer.run import TrainingRun
+
+
+def training_loop(
+    config: TrainConfig, bridge: Bridge, model_dir: Path, run_dir: Path, reference: Bridge | None = None
+) -> Iterator[Record]:
+    """Warm up, train and evaluate; yield a record of each step as soon as it is done.
+
+    `model_dir` holds config.json and tokenizer.json, and optionally initial weights. `run_dir` receives metrics.jsonl,
+    checkpoints in `state`, and the trained model in `checkpoint`. If it already has a checkpoint, training resumes from it
+    (`resume.py`). `reference` is a second fleet of the same model, for `kl.scored_by = "engine"`; it is synced to the
+    initial policy. Engine failures are raised: a missing completion is not a completion with reward 0."""
+    if config.algorithm.kl.by_engine and reference is None:
+        raise ConfigError(
+            "kl.scored_by = 'engine' needs a second fleet: pass a bridge to it as `reference`, or set kl.scored_by = "
+            "'trainer'"
+        )
+    with resume.open_run(config, run_dir) as start, open_logs(config, run_dir, start.step) as log:
+        for record in _records(config, bridge, model_dir, run_dir, start, reference):
+            log(record)
+            yield record
+
+
+def _records(
+    config: TrainConfig,
+    bridge: Bridge,
+    model_dir: Path,
+    run_dir: Path,
+    start: resume.ResumePoint,
+    reference_bridge: Bridge | None,
+) -> Iterator[Record]:
+    model, codec, task = read_config(model_dir), codec_of(config.task, model_dir), task_named(config.task)
+    with open_scorer(config, task, codec) as score:
+        params = yield from _warm_up(config, model, task, codec, model_dir, start)
+        reference = None
+        if reference_bridge is not None and config.algorithm.kl.by_engine:
+            reference = Reference(reference_bridge, params, config.patience)
+        run = TrainingRun(config, bridge, model, codec, task, score, params, start, run_dir, reference)
+        del params  # the learner decides how long it stays in memory
+        run.begin()
+        if run.evaluation_missing:
+            yield run.evaluate()
+        while not run.done:
+            yield run.take_step()
+            if run.done or run.step % config.eval_every == 0:
+                yield run.evaluate()
+            if config.save_every and (run.done or run.step % config.save_every == 0):
+                resume.save(config, run_dir, run.state())
+                run.saved()
+    yield _export(run_dir / "checkpoint", run.learner.policy, model, model_dir)
+
+
+def _warm_up(
+    config: TrainConfig, model: ModelConfig, task: Task, codec: Codec, model_dir: Path, start: resume.ResumePoint
+) -> Generator[Record, None, decoder.Params]:
+    """Yield a record of each supervised step; return the policy that RL starts from."""
+    params = (
+        hf_weights.load(model_dir, model) if hf_weights.has_weights(model_dir) else sample_params(model, config.seed)
+    )
+    # A resumed run has its own weights, and warms up again only to get the KL reference.
+    steps = config.warmup_steps if start.checkpoint is None or config.algorithm.kl.weight else 0
+    warm_up = supervised.warm_up(params, model, task, codec, steps=steps, seed=(config.seed, WARMUP_STREAM))
+    for number, (warmed, loss) in enumerate(warm_up, start=1):
+        params = warmed
+        if not start.checkpoint:
+            yield WarmupRecord(number, loss)
+    return params
+
+
+def _export(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:
+    """Write the trained model with its tokenizer files, ready for any engine to load."""
+    hf_weights.save(directory, params, model)
+    optional = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", TEMPLATE_FILE)
+    for name in ("tokenizer.json", *optional):
+        if (model_dir / name).exists():
+            shutil.copy(model_dir / name, directory / name)
+    return Saved(str(directory))

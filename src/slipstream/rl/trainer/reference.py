@@ -1,0 +1,35 @@
+"""The KL reference policy, served by a fleet of its own.
+
+The trainer's devices then hold one policy less and make one forward pass less per batch. The host keeps a copy of the
+weights for engines that restart."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from slipstream.bridge.bridge import Bridge
+from slipstream.model.transformer.layers import Params
+from slipstream.rl.algorithm.batch import Batch
+from slipstream.rl.algorithm.packing import learned_lengths
+from slipstream.rl.trainer.recovery import RecoveringBridge
+
+
+class Reference:
+    """Engines that serve one fixed policy. Engines that die are waited for and get their weights again."""
+
+    def __init__(self, bridge: Bridge, policy: Params, patience: float) -> None:
+        self._bridge, self._fleet = bridge, RecoveringBridge(bridge, patience)
+        self._fleet.sync(policy, kept=jax.device_get(policy))
+
+    def add_logprobs(self, batch: Batch) -> Batch:
+        """Set `reference` of an unpacked batch to the engines' raw logprobs (temperature 1)."""
+        lengths = learned_lengths(batch)
+        rows = np.flatnonzero(lengths)
+        sequences = [batch.tokens[row, : lengths[row]].tolist() for row in rows]
+        logprobs = np.zeros(batch.mask.shape, np.float32)
+        for row, score in zip(rows, self._fleet.retry(partial(self._bridge.score, sequences)), strict=True):
+            logprobs[row, : len(score.logprobs)] = score.logprobs
+        return batch._replace(reference=logprobs * batch.mask)

@@ -1,0 +1,214 @@
+"""A training run. `TrainingRun.take_step` is one step: prompts → completions → rewards → advantages → update → sync."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.bridge.bridge import Bridge
+from slipstream.model.config import ModelConfig
+from slipstream.model.transformer import decoder
+from slipstream.observe.mismatch import engine_logprobs
+from slipstream.observe.mismatch_watch import MismatchWatch
+from slipstream.rl.algorithm.batch import Batch, make_batch
+from slipstream.rl.config import TrainConfig
+from slipstream.rl.data.prompts import PromptSource
+from slipstream.rl.data.tasks import Task
+from slipstream.rl.data.tokens import Codec
+from slipstream.rl.reporting.records import Evaluation, PhaseSeconds, StepRecord, Stopwatch
+from slipstream.rl.rewards.scoring import Scorer
+from slipstream.rl.trainer import checkpoint, resume
+from slipstream.rl.trainer.batch_log import BatchLog
+from slipstream.rl.trainer.collector import RolloutCollector
+from slipstream.rl.trainer.evaluation import evaluate
+from slipstream.rl.trainer.learner import Learner
+from slipstream.rl.trainer.recovery import RecoveringBridge
+from slipstream.rl.trainer.reference import Reference
+from slipstream.rl.trainer.step_batch import StepBatch
+from slipstream.types import MemoryReport, SyncReport
+
+
+class TrainingRun:
+    def __init__(
+        self,
+        config: TrainConfig,
+        bridge: Bridge,
+        model: ModelConfig,
+        codec: Codec,
+        task: Task,
+        score: Scorer,
+        params: decoder.Params,
+        start: resume.ResumePoint,
+        run_dir: Path,
+        reference: Reference | None = None,
+    ) -> None:
+        """`params` is the policy after the warm-up, and the KL reference. A resumed run loads its weights from the
+        checkpoint; its KL reference is still `params`."""
+        self._config, self._bridge, self._codec, self._task = config, bridge, codec, task
+        self._reference = reference
+        self.learner = Learner(config.algorithm, model, params, config.seed, config.devices)
+        self.step = start.step
+        """Steps done."""
+        self._last = config.steps
+        """The last step to do."""
+        self._recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
+        cursor, self._evaluated, position = 0, -1, 0
+        if start.checkpoint:
+            progress = self.learner.load(start.checkpoint)
+            cursor, self._evaluated, position = progress.cursor, progress.evaluated, progress.journal
+            self._recent.extend(progress.recent)
+            if resume.finished(config, start.step, self._recent):
+                self._last = start.step
+        self._fleet = RecoveringBridge(bridge, config.patience, config.in_flight)
+        self._rollouts = bridge.rollouts(
+            config.bound,
+            config.algorithm.prompts,
+            late=config.late,
+            surplus=config.surplus,
+            position=position,
+            patience=0.0,  # `_fleet` waits instead, and repairs the fleet meanwhile
+        )
+        prompts = PromptSource(config, task, codec, _max_prompt_tokens(config, model))
+        batch_log = BatchLog(run_dir if config.algorithm.recipe.resample else None)
+        self._collector = RolloutCollector(config, self._fleet, self._rollouts, prompts, score, batch_log, cursor)
+        self._saved: deque[int] = deque(maxlen=config.keep_checkpoints)
+        """Journal positions of the checkpoints on disk."""
+        dtype = next((engine.info.dtype for engine in self._fleet.retry(bridge.status).engines), model.dtype)
+        self._watch = MismatchWatch(lambda: bridge.verify(self.learner.policy), dtype=dtype)
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self._last
+
+    @property
+    def evaluation_missing(self) -> bool:
+        """Whether the first or the last policy of the run has not been evaluated."""
+        return self._evaluated < 0 or (self.done and self._evaluated != self._last)
+
+    def begin(self) -> None:
+        """Sync the policy to the fleet, as its next version; the number in the checkpoint does not matter."""
+        self._fleet.sync(self.learner.policy)
+
+    def take_step(self) -> StepRecord:
+        """Prompts → completions → rewards → advantages → update → sync."""
+        step, clock, config = self.step + 1, Stopwatch(), self._config.algorithm
+
+        collected = self._collector.collect(step, self._last - self.step, clock)  # prompts → completions → rewards
+        chosen = collected.choose(config.prompts)
+
+        batch = make_batch(chosen.completions, version=chosen.versions, max_tokens=config.max_tokens)
+        if self._reference is not None:
+            batch = self._reference.add_logprobs(batch)
+        batch = self.learner.prepare(batch, chosen.rewards, chosen.overlong_penalty(config))  # advantages
+        clock.lap("reward")
+
+        mismatch = self._diagnose(step, batch, chosen, clock)
+        rewards = collected.known_rewards
+        accuracy = float((rewards >= 1).mean())
+        self._recent.append(accuracy)
+        if resume.finished(self._config, step, self._recent):
+            self._last = step
+
+        memory = self._sleep_engines(clock)
+        metrics = self.learner.update(step, batch)
+        clock.lap("train")
+        sync = self._sync(step, memory, clock)
+
+        self.step = step
+        return StepRecord(
+            step=step,
+            version=max(chosen.versions),
+            reward=float(rewards.mean()),
+            accuracy=accuracy,
+            num_tokens=int(collected.lengths.sum()),
+            metrics=metrics,
+            seconds=PhaseSeconds(**clock.laps),
+            sync=sync,
+            staleness=_tokens_by_age(batch),
+            mismatch=mismatch,
+            memory=memory,
+            num_dropped=collected.rewards.size - rewards.size,
+            num_resampled=len(collected.groups) - len(chosen.groups),
+        )
+
+    def evaluate(self) -> Evaluation:
+        self._fleet.finish_sync()
+        self._evaluated = self.step
+        return self._fleet.retry(partial(evaluate, self._config, self._bridge, self._task, self._codec, self.step))
+
+    def state(self) -> checkpoint.RunState:
+        self._fleet.finish_sync()
+        progress = checkpoint.RunProgress(
+            step=self.step,
+            cursor=self._collector.cursor,
+            seed=self._config.seed,
+            version=self._bridge.version,
+            journal=self._rollouts.position,
+            recent=tuple(self._recent),
+            evaluated=self._evaluated,
+        )
+        return checkpoint.RunState(self.learner.state.params, self.learner.state.opt_state, progress)
+
+    def saved(self) -> None:
+        """Call after `state` is on disk. The gateway may then forget rollouts taken before the oldest checkpoint kept."""
+        self._saved.append(self._rollouts.position)
+        if len(self._saved) == self._saved.maxlen:
+            self._rollouts.saved(self._saved[0])
+
+    def _diagnose(self, step: int, batch: Batch, chosen: StepBatch, clock: Stopwatch) -> str:
+        """Compare the trainer's logprobs with the engines', every `diagnose_every` steps; empty in the others."""
+        if not self._config.diagnose_every or step % self._config.diagnose_every:
+            return ""
+        self._fleet.finish_sync()
+        trainer = self.learner.logprobs(batch, temperature=1.0)
+        engine = engine_logprobs(chosen.completions, max(chosen.versions), trainer.shape[1])
+        diagnosis = self._watch.see(trainer, engine.processed, engine.raw, np.asarray(batch.ages), engine.mask)
+        clock.lap("diagnose")
+        return diagnosis.sentence
+
+    def _sleep_engines(self, clock: Stopwatch) -> dict[str, int]:
+        """With `take_turns`, free the engines' memory for the update. Returns the bytes in use before and after."""
+        if not self._config.take_turns:
+            return {}
+        memory = {"generating": _in_use(self._bridge.memory()), "training": _in_use(self._bridge.sleep())}
+        clock.lap("sleep")
+        return memory
+
+    def _sync(self, step: int, memory: dict[str, int], clock: Stopwatch) -> SyncReport:
+        """Send the new weights to every engine. Sleeping engines wake for it, their KV cache last. Modes that run ahead do
+        not wait for the sync to finish; the report is then of the sync before."""
+        config, has_next = self._config, step < self._last
+        if config.take_turns:
+            memory["syncing"] = _in_use(self._bridge.wake("weights"))
+            clock.lap("wake")
+        self._fleet.finish_sync()
+        if config.steps_ahead and has_next:
+            self._rollouts.expect(self._bridge.version + 1)
+        if config.syncs_meanwhile and has_next:
+            self._fleet.start_sync(self.learner.policy)
+        else:
+            self._fleet.sync(self.learner.policy)
+        clock.lap("sync")
+        if config.take_turns:
+            memory["woken"] = _in_use(self._bridge.wake())
+            clock.lap("wake")
+        return self._fleet.last_sync
+
+
+def _max_prompt_tokens(config: TrainConfig, model: ModelConfig) -> int:
+    """The longest prompt for which model, engine and packed row have room."""
+    limits = (model.max_position_embeddings, config.engine.max_model_len, config.algorithm.row_tokens)
+    return min(limit for limit in limits if limit) - config.algorithm.max_tokens
+
+
+def _tokens_by_age(batch: Batch) -> dict[str, int]:
+    ages, counts = np.unique(np.asarray(batch.ages)[np.asarray(batch.mask) > 0], return_counts=True)
+    return {str(age): int(count) for age, count in zip(ages, counts)}
+
+
+def _in_use(engines: Mapping[str, MemoryReport]) -> int:
+    return sum(report.in_use for report in engines.values())
