@@ -1,19 +1,31 @@
-"""Settings: one frozen class per role, read from TOML, changed by dotted overrides (`train.steps=50`).
+"""Configuration: one frozen pydantic model per role, loaded from TOML with `dotted.key=value` overrides.
 
-Each class checks itself when it is built, so a mistake is found before a process starts. A key that does not exist is
-refused, with the nearest one that does. What describes a training run is in `rl/config.py`."""
+Every problem is raised as a `ConfigError` when a model is built, before any process starts. It names the setting by its
+dotted key, what was given and what is allowed. The settings of a training run are in `rl/config.py`."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import os
 import tomllib
-import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args, overload
 from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from slipstream.errors import ConfigError
 
@@ -21,197 +33,306 @@ T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-EVERYWHERE = ("", "0.0.0.0", "::", "*")
+WILDCARDS = ("", "0.0.0.0", "::", "*")
+
+PathName: TypeAlias = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
+"""A path as a string; `pathlib.Path` is accepted."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """An engine: the embedded JAX engine, vLLM, or a vLLM or SGLang server that is up already."""
+class Settings(BaseModel):
+    """Base of all settings: immutable, strictly typed, without unknown keys."""
 
-    kind: Literal["embedded", "vllm", "remote"] = "embedded"
-    python: str = ""
-    """For `vllm`: the interpreter of an environment that has it; empty takes the one made by `slipstream setup vllm`, or this
-    one."""
-    max_concurrency: int = 64
-    """Sequences generated at once."""
-    max_model_len: int = 0
-    """Longest prompt plus completion; 0 takes the model's own limit."""
-    tp: int = 1
-    """Devices over which the weights and the KV cache are split."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and the KV cache."""
-    page_size: int = 32
-    """Tokens per page of the KV cache."""
-    kv_cache_tokens: int = 0
-    """Tokens that fit into the KV cache; 0 takes what `max_concurrency` sequences of `max_model_len` need, or as much of it
-    as memory allows."""
-    memory_share: float = 0.4
-    """For `vllm` on a GPU, where `kv_cache_tokens` is 0: how much of the device's memory the engine may take, KV cache
-    included. A trainer on the same GPU needs the rest."""
-    eager: bool = False
-    """For `vllm` on a GPU: start without compiling and without CUDA graphs. Starts faster, generates slower."""
-    prefix_cache: bool = True
-    """Keep the KV cache of prompts and completions, for prompts that begin alike."""
-    prefill_tokens: int = 0
-    """Most prompt tokens computed between two decode steps; 0 chooses by platform."""
-    decode_steps: int = 0
-    """Most tokens per sequence drawn in one round trip to the device; 0 chooses by platform."""
-    deterministic: bool = False
-    """Bit-identical results whatever else is in the batch, on accelerators too. On CPU they always are."""
-    attention: Literal["auto", "naive", "blockwise", "pallas"] = "auto"
-    """How to look at the KV cache; `auto` takes what measured fastest on the platform."""
-    speculation: Literal["off", "prompt_lookup", "draft"] = "off"
-    """Guess several tokens and check them at once. Tokens and their distribution stay what they are without."""
-    speculative_tokens: int = 4
-    """Most tokens guessed at a time."""
-    draft_model: str = ""
-    """HF directory of the draft model, for `speculation = "draft"`; it must have the policy's vocabulary."""
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _config_error(type(self), error) from None
+
+    # As in pydantic.RootModel: nested models are validated in place, so that errors keep their full location.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with `changes` applied, validated (unlike `model_copy`)."""
+        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
+
+
+class _EngineSettings(Settings):
+    """Settings of every engine backend."""
+
+    max_num_seqs: PositiveInt = 64
+    """Maximum number of sequences generated concurrently."""
+    max_model_len: NonNegativeInt = 0
+    """Maximum length of prompt plus completion; 0 uses the model's limit."""
+
+
+class _LocalEngineSettings(_EngineSettings):
+    """Settings of backends that run the model in a process of this library."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Number of devices that share the weights and the KV cache."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of weights and KV cache; `auto` uses the checkpoint's."""
+    kv_cache_tokens: NonNegativeInt = 0
+    """KV cache capacity in tokens; 0 sizes it for `max_num_seqs` sequences of `max_model_len`, as far as memory allows."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV cache of earlier prompts and completions for prompts with the same prefix."""
+    max_num_batched_tokens: NonNegativeInt = 0
+    """Maximum number of prompt tokens computed between two decode steps; 0 chooses by platform."""
     listen: str = "127.0.0.1"
-    """Name or address of this machine at which weights arrive when they come over tcp; nothing listens before they do."""
-    certificate: str = ""
-    """PEM file of a certificate, needed to listen beyond loopback (docs/hosts.md); the trainer is told its fingerprint."""
-    key: str = ""
-    """PEM file of the certificate's key."""
-    url: str = ""
-    """For `remote`: where the server listens, as https://host:8000; http on loopback only. `certificate` is then the PEM
-    file of its certificate or of who signed it, where the system does not know it."""
-    token_file: str = ""
-    """For `remote`: a file with the server's API key; else it is read from SLIPSTREAM_VLLM_TOKEN, or SLIPSTREAM_SGLANG_TOKEN.
-    None of them is fine."""
-    dialect: Literal["vllm", "sglang"] = "vllm"
-    """For `remote`: whose server it is."""
+    """Host name or address at which this engine receives weights over TCP. The port opens with the first transfer."""
+    certificate: PathName = ""
+    """PEM certificate, required to listen beyond loopback (docs/hosts.md). The trainer pins its fingerprint."""
+    key: PathName = ""
+    """PEM private key of the certificate."""
 
-    def __post_init__(self) -> None:
-        at_least(self, max_concurrency=1, max_model_len=0, tp=1, page_size=1, kv_cache_tokens=0, prefill_tokens=0)
-        at_least(self, decode_steps=0, speculative_tokens=1, memory_share=0.0)
-        if self.memory_share > 1:
-            raise ConfigError(f"memory_share is a share of a device's memory, at most 1; got {self.memory_share}")
-        if self.kind == "vllm":
-            self._check_vllm()
-        if self.kind == "remote":
-            self._check_remote()
-        elif name := self._first_set("url", "token_file", "dialect"):
-            raise ConfigError(f"{name} is for an engine of kind 'remote'; this one is {self.kind!r}")
+    @model_validator(mode="after")
+    def _check_listening(self) -> Self:
+        check_listening("listen", self.listen, certificate=self.certificate, key=self.key)
+        return self
+
+    def resolve_dtype(self, checkpoint_dtype: str) -> Self:
+        """Return this config with `dtype="auto"` replaced by the checkpoint's dtype (`ModelConfig.dtype`)."""
+        if self.dtype != "auto":
+            return self
+        if checkpoint_dtype not in ("float32", "bfloat16"):
+            raise ConfigError(
+                f'dtype is "auto" and the checkpoint is {checkpoint_dtype}, which engines do not support; '
+                'set dtype="bfloat16" (or "float32")'
+            )
+        return self.replace(dtype=checkpoint_dtype)
+
+
+class EmbeddedConfig(_LocalEngineSettings):
+    """The embedded JAX engine.
+
+    Example:
+        slipstream.launch("my-model", engine=EmbeddedConfig(max_num_seqs=128, tensor_parallel_size=2))
+    """
+
+    kind: Literal["embedded"] = "embedded"
+    """Engine backend."""
+    block_size: PositiveInt = 32
+    """Tokens per KV cache page."""
+    decode_steps: NonNegativeInt = 0
+    """Maximum number of tokens per sequence sampled in one call to the device; 0 chooses by platform."""
+    deterministic: bool = False
+    """Make results on accelerators independent of the batch, bit for bit. On CPU they always are."""
+    attention: Literal["auto", "naive", "blockwise", "pallas"] = "auto"
+    """Paged attention implementation; `auto` chooses the fastest one measured for the platform."""
+    speculation: Literal["off", "prompt_lookup", "draft"] = "off"
+    """Speculative decoding: propose several tokens and verify them in one step. The distribution of samples is unchanged."""
+    num_speculative_tokens: PositiveInt = 4
+    """Maximum number of tokens proposed at a time."""
+    draft_model: PathName = ""
+    """HF directory of the draft model for `speculation="draft"`; it must have the policy's vocabulary."""
+
+    @model_validator(mode="after")
+    def _check_draft(self) -> Self:
         if (self.speculation == "draft") != bool(self.draft_model):
             raise ConfigError(
-                f"speculation is {self.speculation!r} and draft_model is {self.draft_model!r}: a draft needs both, "
-                'speculation="draft" and the directory of the draft model'
+                f"speculation is {self.speculation!r} and draft_model is {self.draft_model!r}: a draft model needs both "
+                'speculation="draft" and draft_model'
             )
-        if self.kind != "remote":
-            check_listening("listen", self.listen, certificate=self.certificate, key=self.key)
+        return self
 
-    def _check_vllm(self) -> None:
-        """What only the embedded engine knows, and would be ignored."""
-        ours = ("page_size", "decode_steps", "deterministic", "attention", "speculation", "speculative_tokens")
-        if name := self._first_set(*ours):
-            raise ConfigError(f"{name} is a setting of the embedded engine; an engine of kind 'vllm' has none such")
 
-    def _check_remote(self) -> None:
-        ours = ("kind", "url", "token_file", "dialect", "certificate", "max_concurrency", "max_model_len")
-        maker = {"vllm": "vLLM", "sglang": "SGLang"}[self.dialect]
-        if name := self._first_set(*(f.name for f in dataclasses.fields(self) if f.name not in ours)):
-            raise ConfigError(
-                f"{name} is decided by the {maker} server; of an engine of kind 'remote' it cannot be set"
-            )
+class VllmConfig(_LocalEngineSettings):
+    """A vLLM engine, started by this library in its own process.
+
+    Example:
+        slipstream.launch("my-model", engine=VllmConfig(tensor_parallel_size=2, gpu_memory_utilization=0.6), engines=2)
+    """
+
+    kind: Literal["vllm"] = "vllm"
+    """Engine backend."""
+    python: PathName = ""
+    """Interpreter of an environment that has vLLM; empty uses the one made by `slipstream setup vllm`, or the current one."""
+    gpu_memory_utilization: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """Share of GPU memory for the engine, KV cache included, when `kv_cache_tokens` is 0. A trainer on the same GPU needs
+    the rest."""
+    enforce_eager: bool = False
+    """Start on a GPU without compilation and CUDA graphs: faster to start, slower to generate."""
+
+
+class RemoteConfig(_EngineSettings):
+    """A running vLLM or SGLang server, used over HTTP.
+
+    Example:
+        slipstream.launch("my-model", engine=RemoteConfig(url="https://gpu-7:8000", certificate="ca.pem"))
+    """
+
+    kind: Literal["remote"] = "remote"
+    """Engine backend."""
+    url: str
+    """Base URL of the server, such as https://host:8000; plain http is allowed on loopback only."""
+    dialect: Literal["vllm", "sglang"] = "vllm"
+    """The server's API."""
+    token_file: PathName = ""
+    """File with the server's API key; empty reads SLIPSTREAM_VLLM_TOKEN or SLIPSTREAM_SGLANG_TOKEN, if set."""
+    certificate: PathName = ""
+    """PEM file of the server's certificate or of its CA, if the system does not trust it."""
+
+    @model_validator(mode="after")
+    def _check_url(self) -> Self:
         try:
             parts = urlsplit(self.url)
-            secret, good = parts.username or parts.password, parts.hostname and (parts.port is None or parts.port > 0)
+            has_secret = bool(parts.username or parts.password)
+            is_valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
         except ValueError:
-            parts, secret, good = urlsplit(""), None, None
-        if secret:
+            parts, has_secret, is_valid = urlsplit(""), False, False
+        if has_secret:
             raise ConfigError(
-                "url holds a name or a password; put the key in a file (token_file), or in "
-                f"SLIPSTREAM_{maker.upper()}_TOKEN"
+                "url holds a user name or a password; put the API key into a file (token_file), or into "
+                f"SLIPSTREAM_{self.dialect.upper()}_TOKEN"
             )
-        if parts.scheme not in ("http", "https") or not good or parts.query or parts.fragment:
-            raise ConfigError(f"url is {self.url!r}; an engine of kind 'remote' needs one like https://host:8000")
+        if parts.scheme not in ("http", "https") or not is_valid or parts.query or parts.fragment:
+            raise ConfigError(f"url must look like https://host:8000, got {self.url!r}")
         if parts.scheme == "http" and parts.hostname not in LOOPBACK:
             raise ConfigError(
-                f"url is {self.url!r}: beyond loopback only https is spoken; give the server a certificate "
-                "(--ssl-certfile, --ssl-keyfile), or forward its port over SSH"
+                f"url is {self.url!r}, and http is allowed on loopback only; give the server a certificate "
+                "(--ssl-certfile, --ssl-keyfile) and use https, or forward its port over SSH"
             )
-
-    def _first_set(self, *names: str) -> str:
-        """The first of these that is not at its default; empty if all are."""
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return next((name for name in names if getattr(self, name) != defaults[name]), "")
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
+_BACKENDS: dict[str, type[_EngineSettings]] = {"embedded": EmbeddedConfig, "vllm": VllmConfig, "remote": RemoteConfig}
+
+
+def _with_kind(value: Any) -> Any:
+    if isinstance(value, str):
+        return {"kind": value}
+    return {"kind": "embedded", **value} if isinstance(value, Mapping) else value
+
+
+EngineConfig: TypeAlias = Annotated[
+    EmbeddedConfig | VllmConfig | RemoteConfig, Field(discriminator="kind"), BeforeValidator(_with_kind)
+]
+"""The config of any engine backend. In TOML and overrides, `kind` chooses the backend; the default is
+`embedded`. A string is short for a config with that `kind`."""
+
+
+def engine_config(engine: EngineConfig | str | None) -> EngineConfig:
+    """Return `engine`, or the defaults of the backend that it names ("embedded", "vllm"); None means "embedded"."""
+    if isinstance(engine, _EngineSettings):
+        return engine
+    if engine not in (None, "embedded", "vllm"):
+        raise ConfigError(
+            f"engine must be an EmbeddedConfig, VllmConfig or RemoteConfig, or 'embedded' or 'vllm'; got {engine!r}"
+        )
+    return VllmConfig() if engine == "vllm" else EmbeddedConfig()
+
+
+class GatewayConfig(Settings):
+    """The gateway, which routes requests from trainers to engines."""
+
     host: str = "127.0.0.1"
-    """Name or address of this machine that the others dial; beyond loopback only with TLS."""
-    port: int = 0
-    """0 takes a free port; the address is written to `gateway.json` in the run directory."""
-    lease_seconds: float = 10.0
-    """An engine silent for this long is lost. Engines send a heartbeat four times as often."""
-    max_message_bytes: int = MAX_MESSAGE_BYTES
-    """Larger control messages are refused. Weights never travel through the gateway."""
-    certificate: str = ""
-    """PEM file of the gateway's certificate, for `host`; `slipstream certificates` makes one (docs/hosts.md)."""
-    key: str = ""
-    """PEM file of the certificate's key."""
-    ca: str = ""
-    """PEM file of who signed it. Whoever joins by the run directory is told to trust this one and no other."""
+    """Host name or address that clients and engines dial; beyond loopback TLS is required."""
+    port: NonNegativeInt = 0
+    """Port; 0 takes a free one. The address is written to `gateway.json` in the run directory."""
+    lease_seconds: Annotated[float, Field(ge=0.1)] = 10.0
+    """An engine silent for this long is considered lost. Engines send four heartbeats per lease."""
+    max_message_bytes: Annotated[int, Field(ge=1 << 10)] = MAX_MESSAGE_BYTES
+    """Maximum size of a control message. Weights never pass through the gateway."""
+    certificate: PathName = ""
+    """PEM certificate of the gateway for `host`; `slipstream certificates` makes one (docs/hosts.md)."""
+    key: PathName = ""
+    """PEM private key of the certificate."""
+    ca: PathName = ""
+    """PEM certificate of the signing CA. Clients that join by the run directory trust this CA and no other."""
 
-    def __post_init__(self) -> None:
-        at_least(self, port=0, lease_seconds=0.1, max_message_bytes=1 << 10)
-        check_listening("gateway.host", self.host, certificate=self.certificate, key=self.key, ca=self.ca)
+    @model_validator(mode="after")
+    def _check_listening(self) -> Self:
+        check_listening("host", self.host, certificate=self.certificate, key=self.key, ca=self.ca)
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class RayConfig:
-    """Gateway and engines as actors of a Ray cluster (docs/ray.md)."""
+class RayConfig(Settings):
+    """Run gateway and engines as actors of a Ray cluster (docs/ray.md)."""
 
     address: str = ""
-    """Of the cluster, as `ray.init` takes it; empty takes what RAY_ADDRESS names, a cluster of this machine, or makes one."""
-    cpus: float = 1.0
-    """Of an engine: what Ray sets aside for it. So are `gpus`, of which it sees no others."""
-    gpus: float = 0.0
+    """Cluster address, as `ray.init` takes it; empty uses RAY_ADDRESS, a cluster on this machine, or starts one."""
+    cpus: NonNegativeFloat = 1.0
+    """CPUs reserved per engine."""
+    gpus: NonNegativeFloat = 0.0
+    """GPUs reserved per engine, which sees no others."""
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
-    """Engines on as many nodes as possible, or on as few; strictly: each on its own, or all on one, or not at all."""
-    max_restarts: int = -1
-    """How often Ray starts an actor again that has died; -1 as often as it takes. One that does not come up is not tried
-    again."""
+    """Placement over nodes: as many as possible, or as few; strict: one engine per node, or all on one node, or fail."""
+    max_restarts: Annotated[int, Field(ge=-1)] = -1
+    """How often Ray restarts an actor that died; -1 is unlimited. An actor that fails to start is not retried."""
 
-    def __post_init__(self) -> None:
-        at_least(self, cpus=0, gpus=0, max_restarts=-1)
+    @model_validator(mode="after")
+    def _check_resources(self) -> Self:
         if not self.cpus and not self.gpus:
             raise ConfigError("an engine on Ray needs cpus or gpus; both are 0")
+        return self
+
+
+class HttpConfig(Settings):
+    """The gateway's HTTP server: OpenAI's API, vLLM's API for RL, and a simple API for local trainers (docs/http.md)."""
+
+    host: str = "127.0.0.1"
+    """Host name or address to listen on; beyond loopback TLS is required."""
+    port: NonNegativeInt = 0
+    """Port; 0 takes a free one. The address is written to `gateway.json` in the run directory."""
+    model: PathName = ""
+    """HF directory with the tokenizer and chat template. Without it, chat is off and tokens have no text. `launch` fills in
+    the model that it serves."""
+    model_name: str = ""
+    """Model name in requests; empty uses the name of its directory."""
+    weights: PathName = ""
+    """Directory of checkpoints that may be loaded over HTTP; empty allows none."""
+    max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 16 << 20
+    """Maximum size of a request body."""
+    request_seconds: Annotated[float, Field(ge=0.1)] = 600.0
+    """Time limit of a generation, time with paused engines included."""
+    body_seconds: Annotated[float, Field(ge=0.1)] = 30.0
+    """Time limit for a client to send its request."""
+    certificate: PathName = ""
+    """PEM certificate, required beyond loopback; with one the server speaks HTTPS."""
+    key: PathName = ""
+    """PEM private key of the certificate."""
+
+    @model_validator(mode="after")
+    def _check_listening(self) -> Self:
+        check_listening("host", self.host, certificate=self.certificate, key=self.key)
+        return self
 
 
 @dataclass(frozen=True, slots=True)
-class HttpConfig:
-    """The HTTP front of a gateway: OpenAI's interface, vLLM's for RL, and a plain one for local trainers (docs/http.md)."""
+class SyncOptions:
+    """How a trainer sends its weights to the engines."""
 
-    port: int = 0
-    """0 takes a free port; the address is written to `gateway.json` in the run directory."""
-    model: str = ""
-    """HF directory whose tokenizer and chat template are used. Without one there is no chat, and tokens have no text of
-    their own. `launch` fills in the model that it serves."""
-    model_name: str = ""
-    """What requests call the model; empty takes the name of its directory."""
-    weights: str = ""
-    """Checkpoints under this directory may be made the policy over HTTP; empty: none may."""
-    host: str = "127.0.0.1"
-    max_body_bytes: int = 16 << 20
-    """Larger requests are refused."""
-    request_seconds: float = 600.0
-    """A generation that takes longer has failed, also while the engines are paused."""
-    body_seconds: float = 30.0
-    """A client that takes longer to send its request is sent away."""
-    certificate: str = ""
-    """PEM file of the front's certificate, needed beyond loopback: then it speaks HTTPS."""
-    key: str = ""
-    """PEM file of the certificate's key."""
+    transport: str | None = None
+    """Data plane to use, such as `shm`, `tcp` or `disk:/directory`; None chooses the fastest one that works."""
+    checksums: bool = True
+    """Verify a checksum of every tensor on arrival."""
+    process_index: int = 0
+    """Index of this trainer process, as `jax.process_index()`."""
+    process_count: int = 1
+    """Number of trainer processes that take part in every sync, as `jax.process_count()`."""
 
     def __post_init__(self) -> None:
-        at_least(self, port=0, max_body_bytes=1 << 10, request_seconds=0.1, body_seconds=0.1)
-        check_listening("http.host", self.host, certificate=self.certificate, key=self.key)
+        if not 0 <= self.process_index < self.process_count:
+            raise ConfigError(
+                f"process_index must be in [0, process_count), got process_index={self.process_index} and "
+                f"process_count={self.process_count}"
+            )
 
 
-def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T:
-    """Builds `cls` from a TOML file (or its defaults) and `dotted.key=value` overrides, which win."""
+@overload
+def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> T: ...
+@overload
+def load(cls: Any, path: str | Path | None = None, overrides: Iterable[str] = ()) -> Any: ...
+def load(cls: Any, path: str | Path | None = None, overrides: Iterable[str] = ()) -> Any:
+    """Load settings from a TOML file, if given, and `dotted.key=value` overrides, which win.
+
+    Example:
+        config = load(TrainConfig, "run.toml", ["steps=50", "engine.kind=vllm"])
+    """
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -221,25 +342,14 @@ def load(cls: type[T], path: str | Path | None = None, overrides: Iterable[str] 
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
-        _set(tree, override)
-    return build(cls, tree)
+        _apply(tree, override)
+    try:
+        return TypeAdapter(cls).validate_python(tree)
+    except ValidationError as error:
+        raise _config_error(cls, error) from None
 
 
-def build(cls: type[T], tree: Mapping[str, Any], where: str = "") -> T:
-    """A config object from nested mappings, every key and type checked."""
-    hints, values = get_type_hints(cls), {}
-    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for key, value in tree.items():
-        path = f"{where}.{key}" if where else key
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"unknown setting {path!r}; {hint}")
-        values[key] = _fit(hints[key], value, path)
-    return cls(**values)
-
-
-def _set(tree: dict[str, Any], override: str) -> None:
+def _apply(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"override {override!r} is not of the form key.subkey=value")
@@ -255,52 +365,61 @@ def _set(tree: dict[str, Any], override: str) -> None:
     tree[last] = value
 
 
-def _fit(hint: Any, value: Any, path: str) -> Any:
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} is a section with settings of its own, got {value!r}")
-        return build(hint, value, path)  # type: ignore[arg-type]
-    origin = get_origin(hint)
-    if origin is Literal:
-        if value not in get_args(hint):
-            raise ConfigError(f"{path} must be one of {', '.join(map(repr, get_args(hint)))}; got {value!r}")
-        return value
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} is a table of names and values, got {value!r}")
-        return {key: _fit(get_args(hint)[1], each, f"{path}.{key}") for key, each in value.items()}
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in get_args(hint):
-            return None
-        return _fit(next(a for a in get_args(hint) if a is not type(None)), value, path)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{path} must be of type {hint.__name__}, got {value!r}")
-    return value
+def _config_error(cls: Any, error: ValidationError) -> ConfigError:
+    return ConfigError("; ".join(_describe(cls, problem) for problem in error.errors(include_url=False)))
 
 
-def check_listening(what: str, host: str, **files: str) -> None:
-    """`ConfigError` unless something may listen here: on loopback, or with TLS at an address that others can dial. `files` are
-    those of TLS; all are needed, or none."""
-    if missing := [name for name, file in files.items() if not file]:
+def _describe(cls: Any, problem: Any) -> str:
+    """Describe one problem found by pydantic, in terms of dotted keys."""
+    section, keys = cls, []
+    for part in problem["loc"]:
+        if (tagged := _backend(section, part)) is not None:
+            section = tagged  # pydantic adds the discriminator to the location
+            continue
+        keys.append(str(part))
+        if isinstance(section, type) and issubclass(section, Settings) and part in section.model_fields:
+            section = section.model_fields[part].annotation
+    path, kind, context = ".".join(keys), problem["type"], problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _describe_unknown(section, path, keys[-1])
+    if kind == "union_tag_invalid":
+        key = ".".join([*keys, "kind"])
+        return f"{key} must be one of {context['expected_tags']}, got {context['tag']!r}"
+    if kind == "missing":
+        return f"{path} is required"
+    if kind == "value_error":
+        return f"{path}: {context['error']}" if path else str(context["error"])
+    return f"{problem['msg'].replace('Input should', f'{path} must', 1)}, got {problem['input']!r}"
+
+
+def _backend(section: Any, part: Any) -> type[Settings] | None:
+    return _BACKENDS.get(part) if EmbeddedConfig in get_args(section) or section is EngineConfig else None
+
+
+def _describe_unknown(section: type[Settings], path: str, key: str) -> str:
+    known = list(section.model_fields)
+    if issubclass(section, _EngineSettings):
+        others = [cls.__name__ for cls in _BACKENDS.values() if key in cls.model_fields]
+        if others:
+            return f"{path} is a setting of {' and '.join(others)}; {section.__name__} does not have it"
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    return f"unknown setting {path!r}; {hint}"
+
+
+def check_listening(setting: str, host: str, **tls_files: str) -> None:
+    """Raise `ConfigError` unless `host` is loopback, or an address that others can dial and TLS is configured.
+
+    TLS needs all of `tls_files` or none."""
+    if missing := [name for name, file in tls_files.items() if not file]:
         if host not in LOOPBACK:
             raise ConfigError(
-                f"{what} is {host!r}: beyond loopback ({', '.join(LOOPBACK)}) it needs TLS, and {', '.join(missing)} is not "
-                "given; `slipstream certificates` makes what is needed, or forward the port over SSH"
+                f"{setting} is {host!r}: beyond loopback ({', '.join(LOOPBACK)}) TLS is required, and "
+                f"{', '.join(missing)} is not set; `slipstream certificates` makes the files, or forward the port over SSH"
             )
-        if len(missing) < len(files):
-            raise ConfigError(f"TLS at {what} needs {', '.join(files)} together; {', '.join(missing)} is not given")
-    if host in EVERYWHERE:
+        if len(missing) < len(tls_files):
+            raise ConfigError(f"TLS at {setting} needs {', '.join(tls_files)}; {', '.join(missing)} is not set")
+    if host in WILDCARDS:
         raise ConfigError(
-            f"{what} is {host!r}, which is every address of this machine and says none that others could dial; name one"
+            f"{setting} is {host!r}, a wildcard that other hosts cannot dial; set one address of this host"
         )
-
-
-def at_least(config: Any, **bounds: float) -> None:
-    """`ConfigError` unless each setting that is named has at least this value."""
-    for name, low in bounds.items():
-        if getattr(config, name) < low:
-            raise ConfigError(f"{name} must be at least {low}, got {getattr(config, name)}")

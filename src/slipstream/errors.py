@@ -1,67 +1,67 @@
-"""Everything that Slipstream raises on purpose.
+"""All exceptions that Slipstream raises on purpose. Those with a builtin in brackets are also instances of it.
 
     SlipstreamError
-    ├── ConfigError               a config file, override or argument does not fit; nothing was started
-    ├── RequestError              what was asked cannot be done; nothing changed
-    │   ├── InvalidPrompt
-    │   ├── InvalidSampling
+    ├── ConfigError [ValueError]          invalid config file, override or argument; nothing was started
+    ├── RequestError                      the request cannot be served; nothing changed
+    │   ├── InvalidPrompt [ValueError]
+    │   ├── InvalidSampling [ValueError]
     │   ├── UnknownEngine
-    │   ├── NameInUse             an engine of this name is in the fleet; it may be one that has died unseen
-    │   ├── UnknownVersion        a step of an update names a version that is not under way
+    │   ├── NameInUse                     an engine of this name is in the fleet; its death may not have been noticed yet
+    │   ├── UnknownVersion                the version is not part of a running update
     │   ├── MessageTooLarge
-    │   ├── OutOfPages            the sequence cannot fit into the KV cache, however empty
-    │   └── Unsupported           this engine or build cannot do it
-    ├── CheckpointError           a saved training state is missing, torn, damaged or of another model
-    ├── LogError                  a logger could not take a record; names the logger
-    ├── NotReady                  no engine holds a committed policy (yet)
+    │   ├── OutOfPages                    the sequence does not fit into the KV cache, even an empty one
+    │   └── Unsupported                   not supported by this engine or installation
+    ├── CheckpointError                   saved training state is missing, incomplete, damaged or of another model
+    ├── LogError                          a logger rejected a record; names the logger
+    ├── NotReady                          no engine has a committed policy yet
     ├── WeightsError
-    │   ├── MappingError          names, shapes or dtypes of trainer and engine do not fit together
-    │   ├── PlanMismatch          both ends do not hold the same plan
-    │   ├── ChecksumMismatch      bytes changed on the way
-    │   ├── VersionError          versions only grow
-    │   ├── UpdateInProgress      another update is under way
-    │   ├── FleetChanged          engines came or went since the trainer looked; `bridge.sync` looks again and retries
-    │   └── TransferError         bytes could not be moved
+    │   ├── MappingError [ValueError]     names, shapes or dtypes of trainer and engine do not match
+    │   ├── PlanMismatch                  trainer and engine have different transfer plans
+    │   ├── ChecksumMismatch              bytes changed in transfer
+    │   ├── VersionError                  versions must increase
+    │   ├── UpdateInProgress              another update is running
+    │   ├── FleetChanged                  engines joined or left during an update; `bridge.sync` retries
+    │   └── TransferError                 bytes could not be transferred
     ├── RolloutError
-    │   ├── StaleRollouts         what is asked for would be older than the run allows
-    │   └── JournalError          the run's journal cannot be read, or contradicts itself
-    ├── PeerError
-    │   ├── EngineLost            an engine died or stopped answering
-    │   ├── GatewayLost           the gateway died or cannot be reached
-    │   └── LaunchFailed          a process did not come up; carries the end of its log
-    ├── DeadlineExceeded          a wait ran out of time; names what was waited for
-    ├── Unauthorized              token missing or wrong
-    ├── TlsError                  two sides do not agree on TLS: another CA, another name, or only one of them speaks it
-    ├── ProtocolMismatch          peers speak different protocol versions, or nonsense
-    ├── EngineFailure             an engine failed inside; carries its traceback as text
-    ├── RewardError               a completion could not be judged; it has no reward, which is not a reward of zero
-    │   ├── RewardFailed          the function raised, ended its process, or returned what is no finite number
-    │   └── RewardTimeout
-    └── EpisodeError              an episode could not be finished; names the environment and the turn
-        ├── EnvironmentFailed     it raised, or returned what it should not
-        └── EnvironmentTimeout
+    │   ├── StaleRollouts                 the result would be older than the run allows
+    │   └── JournalError                  the run's journal is unreadable or inconsistent
+    ├── PeerError [ConnectionError]
+    │   ├── EngineLost                    an engine died or stopped responding
+    │   ├── GatewayLost                   the gateway died or is unreachable
+    │   └── LaunchFailed                  a process did not start; includes the end of its log
+    ├── DeadlineExceeded [TimeoutError]   a wait timed out; names what was waited for
+    ├── Unauthorized [PermissionError]    missing or wrong bearer token
+    ├── TlsError                          TLS failed: another CA, another name, or only one side uses TLS
+    ├── ProtocolMismatch                  the peer has another protocol version or sent an invalid message
+    ├── EngineFailure                     internal error in an engine; includes its traceback as text
+    ├── RewardError                       a completion could not be scored, which is not a reward of zero
+    │   ├── RewardFailed                  the function raised, exited, or returned something other than a finite number
+    │   └── RewardTimeout [TimeoutError]
+    └── EpisodeError                      an episode could not be finished; names the environment and the turn
+        ├── EnvironmentFailed             the environment raised or returned an invalid value
+        └── EnvironmentTimeout [TimeoutError]
 
-An error crosses a process boundary as two strings, its class name and its message (`to_wire`, `from_wire`): the
-peer's name and, for `EngineFailure`, its traceback are part of the message. Nothing is ever pickled.
+Errors cross process boundaries as class name and message (`to_wire`, `from_wire`), never pickled. The message includes the
+peer's name and, for `EngineFailure`, the traceback.
 """
 
 from __future__ import annotations
 
 
 class SlipstreamError(Exception):
-    """Base of the tree above."""
+    """Base class of all errors of this package; the module docstring of `slipstream.errors` shows the whole tree."""
 
 
-class ConfigError(SlipstreamError): ...
+class ConfigError(SlipstreamError, ValueError): ...
 
 
 class RequestError(SlipstreamError): ...
 
 
-class InvalidPrompt(RequestError): ...
+class InvalidPrompt(RequestError, ValueError): ...
 
 
-class InvalidSampling(RequestError): ...
+class InvalidSampling(RequestError, ValueError): ...
 
 
 class UnknownEngine(RequestError): ...
@@ -94,7 +94,7 @@ class NotReady(SlipstreamError): ...
 class WeightsError(SlipstreamError): ...
 
 
-class MappingError(WeightsError): ...
+class MappingError(WeightsError, ValueError): ...
 
 
 class PlanMismatch(WeightsError): ...
@@ -112,11 +112,6 @@ class UpdateInProgress(WeightsError): ...
 class FleetChanged(WeightsError): ...
 
 
-def wants_elsewhere(engine: str) -> FleetChanged:
-    """For an engine whose `begin` answers otherwise than the trainer had reason to expect."""
-    return FleetChanged(f"engine {engine!r} wants its weights elsewhere than after the last update; trying again")
-
-
 class TransferError(WeightsError): ...
 
 
@@ -129,7 +124,7 @@ class StaleRollouts(RolloutError): ...
 class JournalError(RolloutError): ...
 
 
-class PeerError(SlipstreamError): ...
+class PeerError(SlipstreamError, ConnectionError): ...
 
 
 class EngineLost(PeerError): ...
@@ -141,10 +136,10 @@ class GatewayLost(PeerError): ...
 class LaunchFailed(PeerError): ...
 
 
-class DeadlineExceeded(SlipstreamError): ...
+class DeadlineExceeded(SlipstreamError, TimeoutError): ...
 
 
-class Unauthorized(SlipstreamError): ...
+class Unauthorized(SlipstreamError, PermissionError): ...
 
 
 class TlsError(SlipstreamError): ...
@@ -162,7 +157,7 @@ class RewardError(SlipstreamError): ...
 class RewardFailed(RewardError): ...
 
 
-class RewardTimeout(RewardError): ...
+class RewardTimeout(RewardError, TimeoutError): ...
 
 
 class EpisodeError(SlipstreamError): ...
@@ -171,22 +166,15 @@ class EpisodeError(SlipstreamError): ...
 class EnvironmentFailed(EpisodeError): ...
 
 
-class EnvironmentTimeout(EpisodeError): ...
+class EnvironmentTimeout(EpisodeError, TimeoutError): ...
 
 
-def _tree(root: type[SlipstreamError]) -> dict[str, type[SlipstreamError]]:
-    found = {root.__name__: root}
-    for child in root.__subclasses__():
-        found |= _tree(child)
-    return found
-
-
-_BY_NAME = _tree(SlipstreamError)
+_BY_NAME = {name: cls for name, cls in globals().items() if isinstance(cls, type) and issubclass(cls, SlipstreamError)}
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """`(kind, message)`. A foreign exception travels as an `EngineFailure` with its traceback as text."""
-    if isinstance(error, SlipstreamError) and type(error).__name__ in _BY_NAME:
+    """Return `(class name, message)`. An exception from outside this tree becomes an `EngineFailure` with its traceback."""
+    if _BY_NAME.get(type(error).__name__) is type(error):
         return type(error).__name__, str(error)
     import traceback
 
@@ -194,7 +182,7 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 
 def from_wire(kind: str, message: str) -> SlipstreamError:
-    """The error that `to_wire` described; an unknown kind (a newer peer) becomes the base class and keeps its name."""
+    """Return the error that `to_wire` described. An unknown class name (of a newer peer) becomes a `SlipstreamError`."""
     if kind in _BY_NAME:
         return _BY_NAME[kind](message)
     return SlipstreamError(f"{kind}: {message}")

@@ -1,5 +1,6 @@
-"""The vocabulary: what crosses a boundary between trainer, gateway and engine. Plain frozen data, no behaviour
-beyond checks and derived properties, and no import of JAX, gRPC or torch."""
+"""Data types exchanged between trainer, gateway and engines: frozen dataclasses with checks and derived properties.
+
+Imports neither JAX, gRPC nor torch."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from typing import Literal, TypeAlias
 from slipstream.errors import InvalidPrompt, InvalidSampling, NotReady, SlipstreamError
 
 Prompt: TypeAlias = str | Sequence[int]
-"""What a user may pass as a prompt: text (tokenised by the engine) or token ids."""
+"""A prompt: text, which the engine tokenizes, or token ids."""
 
 FinishReason: TypeAlias = Literal["stop", "length"]
-"""`stop`: an end-of-sequence or stop token came (it is the last token). `length`: `max_tokens` or the context ended it."""
+"""`stop`: ended by an end-of-sequence token, stop token (then the last token) or stop text. `length`: ended by `max_tokens` or
+the context length."""
 
 InFlight: TypeAlias = Literal["keep", "finish", "recompute", "requeue"]
-"""What a commit does with running requests. `keep`: they go on from their KV cache under the new weights, at the next
-token. `finish`: they finish under the old weights first, and the swap waits for them. `recompute`: they keep their
-tokens, and their KV cache is computed anew under the new weights. `requeue`: their tokens are thrown away, and they start
-again from the prompt."""
+"""What a commit does with running requests. `keep`: they continue from their KV cache with the new weights, at the next token.
+`finish`: the commit waits until they finish with the old weights. `recompute`: they keep their tokens, and their KV cache is
+recomputed with the new weights. `requeue`: they drop their tokens and restart from the prompt."""
 
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
-"""What an engine that sleeps has given up, and `wake` brings back."""
+"""Memory that a sleeping engine has released and `wake` restores."""
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -34,46 +35,47 @@ PROTOCOL_VERSION = 4
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw completions. `SamplingParams(max_tokens=64, temperature=0.8, n=8, seed=7)`.
+    """How to sample completions.
 
-    Sample `i` of a request draws its token at position `p` with a number made of `(seed, i, p)`, so what else is in the
-    batch does not enter into it.
+    Logits are processed in this order: bias, penalties, banned stop tokens (until `min_tokens`), temperature, top-k, top-p,
+    min-p. The random number for position `p` of sample `i` depends on `(seed, i, p)` only, not on the batch.
 
-    Logits pass, in this order: bias, penalties, banned stop tokens (until `min_tokens`), temperature, top-k, top-p,
-    min-p."""
+    Example:
+        SamplingParams(max_tokens=64, temperature=0.8, n=8, seed=7)
+    """
 
     max_tokens: int = 64
-    """Most tokens to generate, the stop token included."""
+    """Maximum number of tokens to generate, the stop token included."""
     temperature: float = 1.0
-    """0 means greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probabilities reach p; 1 keeps all."""
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least p; 1 keeps all."""
     n: int = 1
-    """Samples per prompt (a GRPO group)."""
+    """Samples per prompt."""
     seed: int | None = None
-    """None draws a fresh seed per prompt. With a seed, equal prompts give equal samples."""
+    """Random seed; None draws a new one per prompt. With a seed, equal prompts give equal samples."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, beside the model's own end-of-sequence tokens."""
+    """Tokens that end a completion, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Do not end at the model's own end-of-sequence tokens (benchmarks)."""
+    """Continue after the model's end-of-sequence tokens, for benchmarks."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion: its text ends before the first of them, its tokens with the one that completed it."""
+    """Texts that end a completion. Its text excludes the stop text; its tokens include the one that completed it."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token is drawn, and no stop text heeded, before this many tokens."""
+    """Ban end-of-sequence and stop tokens, and ignore stop texts, before this many tokens."""
     min_p: float = 0.0
-    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+    """Keep tokens at least this probable relative to the most probable one; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Logits of tokens seen in prompt or completion are divided (if positive) or multiplied by it; 1 changes nothing."""
+    """Divide positive and multiply negative logits of tokens in prompt or completion by this; 1 disables it."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the completion has."""
+    """Subtract this from the logits of tokens in the completion."""
     frequency_penalty: float = 0.0
-    """Subtracted once for each time that the completion has the token."""
+    """Subtract this times the token's count in the completion."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """`(token id, what to add to its logit)`; a dict is taken too. At most 64."""
+    """`(token id, value added to its logit)` pairs, or a dict; at most 64."""
     top_logprobs: int = 0
-    """Also report the raw logprobs of this many likeliest tokens at each position; at most 20."""
+    """Also return raw logprobs of this many most likely tokens at each position; at most 20."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -85,6 +87,8 @@ class SamplingParams:
             if not _is_int(value) or not low <= value <= high:
                 limit = f"of at least {low}" if value.__class__ is not int or value < low else f"of at most {high}"
                 raise InvalidSampling(f"{name} must be an integer {limit}, got {value!r}{_ADVICE.get(name, '')}")
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         for name, least, most in _NUMBERS:
             value = getattr(self, name)
             if not _is_number(value) or not least <= value <= most:
@@ -93,32 +97,30 @@ class SamplingParams:
                 )
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
-            raise InvalidSampling(f"{name} must be more than 0, got 0; 1 switches it off")
+            raise InvalidSampling(f"{name} must be greater than 0, got 0; 1 disables it")
         _check_seed(self.seed)
         if any(not _is_int(t) or t < 0 for t in self.stop_token_ids):
             raise InvalidSampling(f"stop_token_ids must be token ids (0 or more), got {self.stop_token_ids!r}")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise InvalidSampling(f"at most {MAX_STOP_TOKENS} stop_token_ids, got {len(self.stop_token_ids)}")
         if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidSampling(f"stop must be texts of at least one character, got {self.stop!r}")
+            raise InvalidSampling(f"stop must be non-empty texts, got {self.stop!r}")
         if any(not _is_int(t) or t < 0 or not _is_number(b) for t, b in self.logit_bias):
             raise InvalidSampling(f"logit_bias maps token ids to finite numbers, got {self.logit_bias!r}")
         if len(self.logit_bias) > MAX_BIASES or len({t for t, _ in self.logit_bias}) < len(self.logit_bias):
             raise InvalidSampling(f"logit_bias takes at most {MAX_BIASES} tokens, each once")
         if self.min_tokens > self.max_tokens:
-            raise InvalidSampling(
-                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); they contradict"
-            )
+            raise InvalidSampling(f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})")
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution, unchanged."""
+        """Whether tokens are sampled from the model's unmodified distribution."""
         kept = self.temperature == 1 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
-        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return kept and not (penalised or self.logit_bias or self.min_tokens)
+        penalized = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return kept and not (penalized or self.logit_bias or self.min_tokens)
 
     def with_seed(self, seed: int | None) -> SamplingParams:
-        """The same but for the seed. The rest is not checked again: every request passes here several times."""
+        """Return a copy with another seed. Skips the other checks, since this runs several times per request."""
         _check_seed(seed)
         other = object.__new__(SamplingParams)
         for name in SamplingParams.__slots__:
@@ -129,11 +131,11 @@ class SamplingParams:
 
 MAX_SAMPLES, MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS = 4096, 64, 16, 20
 MAX_STOPS = MAX_STOP_TOKENS + 8
-"""A request's stop tokens and the model's own."""
+"""Stop tokens of a request plus those of the model."""
 
 _INTEGERS = (
     ("max_tokens", 1, 2**31 - 1),
-    ("top_k", 0, 2**31 - 1),
+    ("top_k", -1, 2**31 - 1),
     ("n", 1, MAX_SAMPLES),
     ("min_tokens", 0, 2**31 - 1),
     ("top_logprobs", 0, MAX_TOP_LOGPROBS),
@@ -148,9 +150,9 @@ _NUMBERS = (
 )
 _ADVICE = {
     "temperature": "; 0 is greedy",
-    "top_p": "; 1 switches it off",
-    "n": "; send the prompt several times for more",
-    "repetition_penalty": "; 1 switches it off",
+    "top_p": "; 1 disables it",
+    "n": "; for more, repeat the prompt",
+    "repetition_penalty": "; 1 disables it",
 }
 
 
@@ -169,45 +171,48 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt on its way to an engine, its seed drawn, so that whoever runs it draws the same tokens."""
+    """A prompt with its sampling params. The seed is already drawn, so that every engine samples the same tokens."""
 
     id: str
     prompt: str | tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
-    """Lower goes first; equal ones share fairly between calls."""
+    """Lower values run first; calls of equal priority share the engine fairly."""
     progress: bool = False
-    """Also tell the tokens while they are drawn, where the engine can."""
+    """Also stream tokens as `Progress` while they are generated, if the engine can."""
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
 
 
 def check_prompt(prompt: Prompt) -> None:
+    """Raise `InvalidPrompt` unless `prompt` is text or token ids, and not empty."""
     if isinstance(prompt, str):
         if not prompt:
-            raise InvalidPrompt("the prompt is empty; give at least one token (a beginning-of-sequence token will do)")
+            raise InvalidPrompt(
+                "the prompt is empty; it needs at least one token, such as the beginning-of-sequence token"
+            )
         return
     if not len(prompt):
-        raise InvalidPrompt("the prompt has no tokens; give at least one (a beginning-of-sequence token will do)")
-    if set(map(type, prompt)) == {int} and min(prompt) >= 0:  # a tenth of the time of the loop that finds the culprit
+        raise InvalidPrompt("the prompt has no tokens; it needs at least one, such as the beginning-of-sequence token")
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0:  # ten times faster than the loop below
         return
     for token in prompt:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise InvalidPrompt(
-                f"a prompt is text or a sequence of token ids (Python ints, 0 or more); found {token!r}"
+                f"a prompt must be text or a sequence of token ids (Python ints, 0 or more), got {token!r}"
             )
 
 
 def checked_ids(tokens: Sequence[int]) -> tuple[int, ...]:
-    """As `plain_ids`, where no `Request` is made of them."""
+    """Convert token ids to plain ints as `plain_ids` does, and check them."""
     ids = plain_ids(tokens)
     check_prompt(ids)
     return ids
 
 
 def plain_ids(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Plain ints, from lists, numpy or JAX arrays. A `Request` checks what they are."""
+    """Convert token ids from a list, numpy or JAX array to plain ints. `Request` checks their values."""
     try:
         return tuple(map(operator.index, tokens))
     except TypeError:
@@ -216,7 +221,7 @@ def plain_ids(tokens: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens `[start, stop)` of a completion were produced by policy `version`."""
+    """Policy `version` generated tokens `[start, stop)` of a completion."""
 
     version: int
     start: int
@@ -225,7 +230,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The likeliest tokens at one position, likeliest first, with their raw logprobs."""
+    """The most likely tokens at one position with their raw logprobs, most likely first."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -235,122 +240,141 @@ class TopLogprobs:
 class Completion:
     """One sample of one prompt.
 
-    Example: a prompt sampled under version 3, with version 4 committed after its second token:
-    `Completion(..., token_ids=(5, 9, 2), spans=(VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)))`."""
+    Example, started with version 3, with version 4 committed after the second token:
+        Completion(..., token_ids=(5, 9, 2), spans=(VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)))
+    """
 
     request_id: str
     sample_index: int
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
-    """Decoded completion, without the stop token; empty when the engine has no tokenizer."""
+    """Decoded completion without the stop token; empty if the engine has no tokenizer."""
     logprobs: tuple[float, ...]
-    """Of each token under the distribution it was drawn from: after temperature, top-k and top-p. What an importance
-    ratio needs. Greedy tokens (temperature 0) carry their raw logprobs."""
+    """Logprob of each token under the distribution it was sampled from, after temperature, top-k and so on; use these for
+    importance ratios. Greedy tokens (temperature 0) have their raw logprobs."""
     raw_logprobs: tuple[float, ...]
-    """Of each token under the model itself: temperature 1, nothing truncated."""
+    """Logprob of each token under the unmodified model: temperature 1, no truncation."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
+    """Policy versions that generated the tokens, in order."""
     engine: str = ""
+    """Name of the engine."""
     prompt_index: int = 0
-    """Position of the prompt in the list given to `generate`."""
+    """Index of the prompt in the list passed to `generate`."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """For each token, where asked for."""
+    """One entry per token, if requested."""
 
     @property
     def version(self) -> int:
-        """The oldest policy version that produced a token of this completion."""
+        """The oldest policy version that generated a token."""
         return min(span.version for span in self.spans)
+
+
+class Completions(list[Completion]):
+    """The result of `generate`: the samples of the first prompt, then those of the second, and so on."""
+
+    def by_prompt(self) -> list[list[Completion]]:
+        """Return one list of samples per prompt."""
+        groups: dict[int, list[Completion]] = {}
+        for completion in self:
+            groups.setdefault(completion.prompt_index, []).append(completion)
+        return [groups[index] for index in sorted(groups)]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Tokens of a sample that goes on, for requests that ask for it (`Request.progress`). A sample that began anew, because an
-    engine died or a commit said so, is told from its first token again; the completion is what counts."""
+    """New tokens of an unfinished sample (`Request.progress`).
+
+    A sample that restarts, after the loss of an engine or a `requeue`, streams from its first token again. The final
+    `Completion` is authoritative."""
 
     request_id: str
     sample_index: int
     start: int
-    """Position in the completion of the first of these tokens."""
+    """Position of the first token in the completion."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """As in a completion."""
+    """As in `Completion`."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """For each token, where asked for and known already."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request that ended without a completion, and why. Never a row with zero reward."""
-
-    request_id: str
-    error: SlipstreamError
+    """One entry per token, if requested and already known."""
     prompt_index: int = 0
     """As in a completion."""
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that failed, with its error. It has no reward, which is not a reward of zero."""
+
+    request_id: str
+    error: SlipstreamError
+    prompt_index: int = 0
+    """As in `Completion`."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """A prompt's samples as a trainer takes them (`bridge.rollouts`), or the error that is in their place."""
+    """All samples of a prompt, as `bridge.rollouts` returns them, or the error that prevented them."""
 
     id: str
-    """As it was submitted."""
+    """Id given at submission."""
     position: int
-    """In the order of taking, from 1. A trainer that saves it goes on behind it after a crash."""
+    """Position in the order of taking, from 1. A trainer that saves it can resume after it."""
     version: int
-    """What was being trained when it was taken."""
+    """Policy version being trained when the group was taken."""
     age: int
-    """Versions between the oldest token's and that one."""
+    """Number of versions that the oldest token is behind `version`."""
     completions: tuple[Completion, ...]
-    """By sample index."""
+    """Samples in order of their index."""
     error: SlipstreamError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Raw logprobs of a given sequence under one policy version. `logprobs[i]` is that of `token_ids[i + 1]` given
-    the tokens before it, so there is one fewer than there are tokens."""
+    """Raw logprobs of a given sequence under one policy version.
+
+    `logprobs[i]` belongs to `token_ids[i + 1]`, given the tokens before it: there is one fewer than there are tokens."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: int
     engine: str = ""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """As long as `logprobs`, where asked for."""
+    """One entry per logprob, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What an engine holds on its devices, in bytes."""
+    """Device memory of an engine, in bytes."""
 
     weights: int
     kv_cache: int
     in_use: int
-    """All that the runtime counts for this process, by its own figures."""
+    """Total for this process, as the runtime counts it."""
     asleep: tuple[MemoryTag, ...] = ()
-    """What has been given up."""
+    """Memory that is released at the moment."""
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""A rectangle of a tensor: `(start, stop)` for each dimension. `((0, 4), (2, 8))` is rows 0–3, columns 2–7."""
+"""A rectangular part of a tensor: `(start, stop)` for each dimension. `((0, 4), (2, 8))` is rows 0–3, columns 2–7."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A whole (unsharded) tensor under its Hugging Face name, as the model family defines it."""
+    """A whole (unsharded) tensor with its Hugging Face name, as the model family defines it."""
 
     name: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A rectangle of a named tensor, and where it lands in an engine's local parameter.
+class ParameterPart:
+    """A box of a named tensor and its place in an engine's local parameter.
 
-    The local box may have leading dimensions of size 1 more than the tensor's: the matrix of expert 3 lands in
-    `((3, 4), (0, 48), (0, 32))` of a parameter that stacks the experts."""
+    The local box may have additional leading dimensions of size 1: in a parameter that stacks experts, the matrix of expert 3
+    is at `((3, 4), (0, 48), (0, 32))`."""
 
     tensor: str
     tensor_box: Box
@@ -359,94 +383,126 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A live parameter as one rank of an engine holds it. A fused parameter has several parts:
-    `qkv_proj` on rank 1 of 2 is rows of q, then of k, then of v, each a `Part`."""
+    """A parameter in the memory of one engine rank.
+
+    A fused parameter has several parts: `qkv_proj` on rank 1 of 2 has rows of q, then of k, then of v."""
 
     name: str
     rank: int
     shape: tuple[int, ...]
     """Local shape on this rank."""
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
     padding: tuple[Box, ...] = ()
-    """Local rectangles that no tensor fills (rows of a padded vocabulary); they are zero."""
+    """Local boxes that no tensor fills, such as rows of a padded vocabulary; they are zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself when it registers."""
+    """Description of an engine, sent when it registers."""
 
     name: str
     kind: str
-    """`embedded`, `vllm`, `remote`, …"""
+    """Backend: `embedded`, `vllm` or `remote`."""
     model: str
-    """Fingerprint of the model's shape (`ModelConfig.fingerprint`): trainer and engine must agree on it."""
+    """Fingerprint of the model's shape (`ModelConfig.fingerprint`), which must equal the trainer's."""
     dtype: str
+    """Data type of the weights."""
     num_ranks: int
-    """Ranks that receive weights (tensor-parallel size)."""
+    """Number of ranks that receive weights (tensor-parallel size)."""
     tensors: tuple[TensorSpec, ...]
-    """What a trainer must provide."""
+    """Tensors that a trainer must provide."""
     parameters: tuple[Parameter, ...]
-    """What the ranks hold, and which part of which tensor goes where."""
+    """Parameters of all ranks, and the tensors they are made of."""
     transports: tuple[str, ...]
-    """Data planes this engine can receive from, e.g. `("memory", "shm")`."""
+    """Data planes that the engine can receive weights with, such as `("memory", "shm")`."""
     host: str
-    """Identity of the machine: equal on two processes that can share memory."""
+    """Identity of the machine; equal for processes that can share memory."""
     max_model_len: int
-    max_concurrency: int
-    """Sequences generated at once."""
+    """Maximum length of prompt plus completion."""
+    max_num_seqs: int
+    """Maximum number of sequences generated concurrently."""
     version: int
-    """Policy version it serves; -1 before it has weights."""
+    """Policy version of its weights; -1 without weights."""
     pid: int = 0
     protocol: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a trainer sends an engine to begin an update: the plan, and how the bytes will come."""
+    """Begins an update: the transfer plan and the transport that will carry the bytes."""
 
     plan: bytes
-    """The serialised plan, or empty when the engine has it already (it is kept by fingerprint)."""
+    """The serialized plan; empty if the engine has it already."""
     fingerprint: str
+    """Fingerprint of the plan."""
     transport: str
-    """`memory`, `shm`, `tcp`, `disk:/directory`, `vllm-nccl:` with the id of a communicator, `sglang-gloo:` with the place of a
-    meeting, or `shared:` with the memory."""
+    """`memory`, `shm`, `tcp`, `disk:/directory`, `vllm-nccl:` plus a communicator id, `sglang-gloo:` plus a rendezvous address,
+    or `shared:` plus the memory."""
     fresh: bool = True
-    """The trainer has no links to this engine: old landings are of no use to it."""
+    """The trainer has no connections to this engine; destinations of earlier updates are useless to it."""
     hashed: bool = True
-    """Whether the bytes are checksummed."""
+    """Whether the bytes have checksums."""
 
 
 @dataclass(frozen=True, slots=True)
-class Berths:
-    """Where an engine wants an update to land."""
+class Destinations:
+    """Where an engine wants the bytes of an update."""
 
     links: tuple[tuple[bytes, ...], ...]
-    """Per rank, per slot: the description that opens a landing; empty where there is none (yet)."""
+    """For each rank and slot, a transport-specific description of the destination; empty if there is none yet."""
     slots: bytes
-    """Per parameter, in the order of their names' first appearance: the slot to write, 0 or 1."""
+    """For each parameter, in order of the first appearance of its name, the slot to write: 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """An engine has received and verified a version, and does not use it yet."""
+    """An engine has received and verified a version, but does not use it yet."""
 
     num_bytes: int
     verify_seconds: float
-    """Until all bytes were there and their checksums were right."""
+    """Time until all bytes had arrived and their checksums were verified."""
     receive_seconds: float = 0.0
-    """What it took the bytes to come, in the slowest rank, from the first to the last; 0 where nobody receives them."""
+    """Time from the first byte to the last on the slowest rank; 0 for transports that do not receive."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """An engine now generates with the new version."""
+    """An engine generates with the new version."""
 
     pause_seconds: float
-    """For how long the engine could not run a step."""
+    """Time in which the engine could not run a step."""
     wait_seconds: float
-    """From the commit's arrival to the step boundary at which it was applied."""
+    """Time from the arrival of the commit to the step boundary at which it was applied."""
     load_seconds: float = 0.0
-    """Of the pause: what it took to bring the weights to where the engine computes with them; 0 where they had landed there."""
+    """Part of the pause that moved the weights to where the engine uses them; 0 if they arrived there."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSteps:
+    """One or more consecutive steps of a weight update on one engine, sent as one message.
+
+    The steps are begin, stage and commit; the engine runs those that are present, in this order. In the steady state all
+    three travel together: `UpdateSteps(version, offer, expected, manifests, "keep")`."""
+
+    version: int
+    offer: Offer | None = None
+    """Begin: the plan and the transport."""
+    expected: Destinations | None = None
+    """Where the trainer assumes the bytes go; the engine refuses with `FleetChanged` if begin answers anything else."""
+    manifests: Sequence[Sequence[bytes]] | None = None
+    """Stage: per engine rank, the checksums from each trainer process."""
+    in_flight: InFlight | None = None
+    """Commit: what happens to running requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReports:
+    """An engine's answer to `UpdateSteps`, with the results of the steps that were sent."""
+
+    destinations: Destinations | None = None
+    """Result of begin; None if `expected` was given and is right."""
+    stage: StageReport | None = None
+    commit: CommitReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,48 +517,49 @@ class EngineSync:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one `bridge.sync` did and how long each phase took, as the trainer saw it."""
+    """Result of `bridge.sync`, with the time of each phase as the trainer measured it."""
 
     version: int
     num_bytes: int
-    """Bytes that left the trainer."""
+    """Bytes sent by the trainer."""
     plan_seconds: float
     send_seconds: float
-    """Packing, checksumming and handing over the bytes."""
+    """Time to pack, checksum and send the bytes."""
     stage_seconds: float
-    """From the last byte sent until every engine had verified."""
+    """Time from the last byte sent until every engine had verified."""
     commit_seconds: float
     total_seconds: float
     engines: tuple[EngineSync, ...]
     lost: tuple[str, ...] = ()
-    """Engines that did not come along: they died before they could commit, or failed and were to be left behind."""
+    """Engines without the new version: they died before the commit, or failed and were dropped (`drop_failed`)."""
     best_bytes_per_second: float = 0.0
-    """The fastest transfer that this bridge has seen, this one included: what the link can do."""
+    """Speed of the fastest transfer of this bridge so far: an estimate of the link's capacity."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the transfer: from the first byte until every engine had verified; where an engine takes its bytes with the
-        commit (`vllm-nccl`, `sglang-gloo`), until it had committed."""
+        """Transfer speed, from the first byte until every engine had verified, or committed for transports that deliver with
+        the commit (`vllm-nccl`, `sglang-gloo`)."""
         late = any(engine.transport in ("vllm-nccl", "sglang-gloo") for engine in self.engines)
         seconds = self.send_seconds + self.stage_seconds + (self.commit_seconds if late else 0.0)
         return self.num_bytes / max(seconds, 1e-9)
 
     @property
     def link_share(self) -> float:
-        """This transfer's speed as a share of the best one's; 1 when nothing was sent."""
+        """Speed of this transfer relative to the fastest; 1 if nothing was sent."""
         return self.bytes_per_second / self.best_bytes_per_second if self.num_bytes else 1.0
 
     @property
     def pause_seconds(self) -> float:
-        """The longest time that any engine could not generate."""
+        """Longest pause of any engine."""
         return max((e.commit.pause_seconds for e in self.engines), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterChecksums:
-    """What a rank of an engine holds of one parameter: an xxh3 checksum for each of `Parameter.parts`, in their order, of that
-    rectangle's bytes, row by row, in the engine's dtype. Padding is no part, and in no checksum. No checksums at all where
-    the engine cannot read the parameter as the tensors that it is made of."""
+    """Checksums of one parameter on one engine rank: an xxh3 hash for each of `Parameter.parts`, in order.
+
+    A hash covers the bytes of the box, row by row, in the engine's dtype; padding is not hashed. `parts` is empty if the engine
+    cannot read the parameter as the tensors that it is made of."""
 
     name: str
     rank: int
@@ -511,7 +568,7 @@ class ParameterChecksums:
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """The weights that an engine generates with."""
+    """Checksums of the weights that an engine generates with."""
 
     version: int
     parameters: tuple[ParameterChecksums, ...]
@@ -519,10 +576,11 @@ class Checksums:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A rectangle of a tensor that an engine does not hold as the trainer has it.
+    """A box of a tensor that differs between trainer and engine.
 
-    `Difference("engine-0", 1, "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.q_proj.weight",
-    ((16, 32), (0, 32)))`: on rank 1 the rows of q inside the fused parameter are wrong, those of k and v are right."""
+    Example, where rank 1 has wrong rows of q in a fused parameter, and right ones of k and v:
+        Difference("engine-0", 1, "layers.0.qkv_proj.weight", "layers.0.q_proj.weight", ((16, 32), (0, 32)))
+    """
 
     engine: str
     rank: int
@@ -533,28 +591,28 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Unchecked:
-    """What could not be compared, and why."""
+    """A tensor that could not be compared, and the reason."""
 
     engine: str
     tensor: str
-    """Empty for all of the engine's."""
+    """Name of the tensor; empty for all tensors of the engine."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `bridge.verify` found."""
+    """Result of `bridge.verify`, which compares the weights of engines with the trainer's."""
 
     versions: tuple[tuple[str, int], ...]
-    """The engines that were compared, and the version that each served at that moment."""
+    """Engines that were compared, with the version that each served."""
     num_parts: int
-    """Rectangles compared, over all engines and ranks."""
+    """Number of boxes compared, over all engines and ranks."""
     differences: tuple[Difference, ...] = ()
     unchecked: tuple[Unchecked, ...] = ()
 
     @property
     def is_same(self) -> bool:
-        """Whatever was compared is the same, byte for byte, and something was. See `unchecked` for the rest."""
+        """Whether everything compared is equal byte for byte, and anything was compared. See `unchecked` for the rest."""
         return not self.differences and self.num_parts > 0
 
     @property
@@ -566,59 +624,60 @@ class VerifyReport:
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
 EngineState: TypeAlias = Literal["empty", "ready", "asleep", "stale", "lost"]
-"""`empty`: has no weights yet. `ready`: serves the committed version. `asleep`: has given up memory, and gets no traffic
-while another engine is awake; it takes part in updates. `stale`: missed an update, gets no traffic until
-it is synced. `lost`: its lease ran out or its connection broke."""
+"""`empty`: has no weights yet. `ready`: serves the committed version. `asleep`: has released memory; receives no requests while
+another engine is awake, but takes part in updates. `stale`: missed an update; receives no requests until it is synced.
+`lost`: its lease expired or its connection broke."""
 
 Circuit: TypeAlias = Literal["closed", "open", "half-open"]
-"""`closed`: it gets requests. `open`: it failed several times in a row and is left alone for a while, if others can take
-them. `half-open`: it is tried with one request at a time."""
+"""State of an engine's circuit breaker. `closed`: it receives requests. `open`: it failed several times in a row and receives
+none for a while, if other engines can take them. `half-open`: it receives one request at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
+    """State of one engine, as the gateway sees it."""
+
     info: EngineInfo
     state: EngineState
     num_requests: int
-    """Requests the gateway has sent to it and not heard back from."""
+    """Requests in flight to this engine."""
     seconds_since_heartbeat: float
     note: str = ""
-    """Why it is not ready."""
+    """Reason for a state other than `ready`."""
     is_paused: bool = False
-    """It was told to pause, and not to resume since."""
+    """Whether the engine is paused."""
     circuit: Circuit = "closed"
     num_faults: int = 0
-    """Calls that it failed by its own doing, since the gateway first saw it."""
+    """Failed calls blamed on the engine since it first registered."""
     looked_up_tokens: int = 0
-    """Of prompts, since the engine's start; 0 where it does not count."""
+    """Prompt tokens looked up in the prefix cache since the engine started; 0 if it does not count them."""
     hit_tokens: int = 0
-    """And those of them that it had computed before."""
+    """Prompt tokens found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
+    """State of a fleet: `bridge.status()`."""
+
     version: int
-    """Committed policy version; -1 before the first."""
+    """Committed policy version; -1 before the first sync."""
     uptime_seconds: float
     num_completions: int
     """Completions delivered since the gateway started."""
     engines: tuple[EngineStatus, ...] = field(default_factory=tuple)
     num_retried: int = 0
-    """Requests that were sent to another engine, because the first died or failed."""
+    """Requests retried on another engine, because the first died or failed."""
 
     @property
     def present(self) -> tuple[EngineStatus, ...]:
         """The engines that are not lost."""
         return tuple(engine for engine in self.engines if engine.state != "lost")
 
-    def nobody(self, needed: str) -> NotReady:
-        """For a call that needs engines, and found none. `needed` says what for: "to sync to"."""
+    def no_engines(self, purpose: str) -> NotReady:
+        """Return the error of a call that needs engines and found none. `purpose` completes "no engine", as "to sync to"."""
         lost = "; ".join(f"{e.info.name}: {e.note}" for e in self.engines if e.state == "lost")
         if not lost:
-            return NotReady(
-                f"no engine has registered, so there is nobody {needed}; start one with `slipstream engine`"
-            )
+            return NotReady(f"there is no engine {purpose}: none has registered; start one with `slipstream engine`")
         return NotReady(
-            f"all engines are lost ({lost}), so there is nobody {needed}; their logs say why, and the next one that "
-            "registers takes their place"
+            f"there is no engine {purpose}: all are lost ({lost}); see their logs. An engine that registers takes their place"
         )

@@ -1,1 +1,1 @@
-"""Slipstream from inside other frameworks. Each module imports its own, and nothing else imports them."""
+"""Integrations with other frameworks, one module per framework. Only their users import them."""

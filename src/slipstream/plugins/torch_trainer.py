@@ -1,13 +1,13 @@
-"""PyTorch trainers: a module's weights to the engines, as a copy, or as one copy for both.
+"""PyTorch trainers: copy a module's weights to the engines, or share memory with them.
 
-    update_weights(bridge, module)             a copy, by `bridge.sync`: any engine, on any host
+    update_weights(bridge, module)             copies, by `bridge.sync`: any engine, on any host
 
-    shared = share_weights(bridge, module)     no copy: the module's parameters are the memory that engines serve from
-    with shared.updating():                    engines stand still
+    shared = share_weights(bridge, module)     no copy: the engines serve from the memory of the module's parameters
+    with shared.updating():                    engines pause
         optimizer.step()
-                                               the next version serves
+                                               engines continue with the next version
 
-Names are those of the Hugging Face checkpoint, as `transformers` models have them, also inside DDP or torch.compile."""
+Parameters have the names of the HF checkpoint, as in `transformers`; prefixes of DDP and torch.compile are removed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slipstream.bridge import Bridge
+from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.shared_weights import SharedWeights
 from slipstream.errors import MappingError, Unsupported, VersionError
-from slipstream.shared import SharedWeights
+from slipstream.tensors.dlpack import DLPackView
 from slipstream.types import InFlight, SyncReport
-from slipstream.weights.dlpack import Foreign
-from slipstream.weights.source import named_tensors
+from slipstream.weights.sources.named_tensors import named_tensors
 
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before names."""
+"""Prefixes that DistributedDataParallel and torch.compile add to names."""
 
 
 def update_weights(
@@ -36,39 +36,39 @@ def update_weights(
     in_flight: InFlight = "keep",
     partial: bool = False,
 ) -> SyncReport:
-    """Makes a module's parameters, or a state dict, the policy of every engine. See `Bridge.sync`."""
+    """Copy a module's parameters, or a state dict, to every engine. See `Bridge.sync`."""
     named = dict(weights.named_parameters()) if isinstance(weights, torch.nn.Module) else weights
-    tensors = {_plain(name): tensor.detach() for name, tensor in named.items()}
+    tensors = {_without_wrappers(name): tensor.detach() for name, tensor in named.items()}
     return bridge.sync(tensors, in_flight=in_flight, partial=partial)
 
 
 def share_weights(
     bridge: Bridge, module: torch.nn.Module, weights: str | Path | Mapping[str, torch.Tensor] | None = None
 ) -> SharedModule:
-    """Moves a module's parameters into memory that the engines serve from, and makes them the next version. Optimisers keep
-    the parameters that they have: only where the values lie changes.
+    """Move a module's parameters into memory that the engines serve from, and make them the next version.
 
-    `weights` (a directory of safetensors, or a state dict) gives other values than the module's own. With parameters on the
-    `meta` device there is then never a second copy of the model, not even while it is loaded.
+    The `Parameter` objects stay the same, so optimizers remain valid; only the location of their values changes. `weights` (a
+    directory of safetensors, or a state dict) replaces the module's values. With parameters on the `meta` device there is then
+    never a second copy of the model, not even while loading.
 
-    The module must be where the engines are, on the CPU or on their GPU, in their dtype; see `Bridge.share`."""
-    parameters = {_plain(name): parameter for name, parameter in module.named_parameters()}
+    The module must be on the engines' device, the CPU or their GPU, in their dtype; see `Bridge.share`."""
+    parameters = {_without_wrappers(name): parameter for name, parameter in module.named_parameters()}
     device = _device_of(module, has_weights=weights is not None)
     tensors = named_tensors({n: p.detach() for n, p in parameters.items()} if weights is None else weights)
-    if strangers := sorted(tensors.keys() ^ parameters.keys()):
+    if unmatched := sorted(tensors.keys() ^ parameters.keys()):
         raise MappingError(
-            f"{strangers[0]} and {len(strangers) - 1} more are not both in the module and in the weights for it. (A head "
-            "that is tied to the embedding must be the same parameter: module.tie_weights())"
+            f"module and weights must have the same parameters; {unmatched[0]} and {len(unmatched) - 1} more are only in one "
+            "of them (a head tied to the embedding must be the same parameter: module.tie_weights())"
         )
     return SharedModule(module, parameters, bridge.share(tensors, device.index or 0), device)
 
 
 class SharedModule:
-    """Made by `share_weights`: a module whose parameters are the engines' own memory. Used by one thread.
+    """A module whose parameters are the engines' memory; made by `share_weights`. Not thread-safe.
 
-    Forward and backward passes run at any time; the parameters are written to while the engines are held: inside `updating`, or
-    between `hold` and `notify_update`. A step of an optimiser elsewhere is noticed by PyTorch's count of in-place changes, and
-    refused at the next `hold`. (Writing to `parameter.data` is not counted.)"""
+    Forward and backward passes may run at any time. Parameters may be written only while the engines are held: inside
+    `updating`, or between `hold` and `notify_update`. Other in-place changes are detected by PyTorch's version counters and
+    refused at the next `hold`, except writes to `parameter.data`, which are not counted."""
 
     def __init__(
         self,
@@ -83,45 +83,45 @@ class SharedModule:
         for name, tensor in tensors.items():
             if tensor.device.type != device.type:
                 raise Unsupported(
-                    f"the engines serve from memory on {tensor.device}, and {name} is on {parameters[name].device}: move the "
-                    "module there before it is shared, or start engines where it is"
+                    f"the engines serve from memory on {tensor.device}, but {name} is on {parameters[name].device}; move the "
+                    "module there before sharing it, or start engines on its device"
                 )
-            _lay(parameters[name], tensor)
+            _rebind(parameters[name], tensor)
         self._changes = self._count()
 
     @property
     def version(self) -> int:
-        """That the engines serve."""
+        """Policy version that the engines serve."""
         return self._shared.version
 
     @property
     def report(self) -> SyncReport | None:
-        """Of the last update."""
+        """Report of the last update."""
         return self._shared.report
 
     def hold(self) -> None:
-        """Once this returns, no engine runs a step until `notify_update` or `release`: the parameters may be written to."""
+        """Pause all engines until `notify_update` or `release`, so that parameters may be written."""
         self._check_places()
         self._check_unwritten()
         self._shared.hold()
 
     def notify_update(self, in_flight: InFlight = "keep") -> SyncReport:
-        """What the parameters hold now is the next version: engines forget what older ones have cached, and go on. Completions
-        name it from their next token on."""
+        """Make the current parameters the next version and resume the engines. Engines drop caches of older versions, and
+        report the new version from the next token on."""
         self._check_places()
         report = self._shared.notify_update(in_flight)
         self._changes = self._count()
         return report
 
     def release(self) -> None:
-        """Gives an update up after `hold`: what the parameters hold is no version, and engines have no policy until there is
-        one."""
+        """Abandon an update after `hold`. The parameters are not a version, so engines have no policy until the next update."""
         self._shared.release()
         self._changes = self._count()
 
     @contextlib.contextmanager
     def updating(self, in_flight: InFlight = "keep") -> Iterator[SharedModule]:
-        """`hold`, and `notify_update` at the end of the block, or `release` if it raises: nobody knows how far it came."""
+        """Call `hold`, then `notify_update` at the end of the block, or `release` if it raises, since the update may be
+        partial."""
         self._check_places()
         self._check_unwritten()
         try:
@@ -132,61 +132,61 @@ class SharedModule:
             self._changes = self._count()
 
     def close(self) -> None:
-        """Engines that come later cannot join. The module, and the engines that serve from its memory, go on."""
+        """Stop sharing with new engines. The module and the engines that already share its memory are not affected."""
         self._shared.close()
 
     def _count(self) -> dict[str, int]:
-        """In-place changes, as PyTorch counts them."""
+        """Return PyTorch's version counter of every parameter."""
         return {name: parameter._version for name, parameter in self._parameters.items()}
 
     def _check_unwritten(self) -> None:
         for name, count in self._count().items():
             if count != self._changes[name]:
                 raise VersionError(
-                    f"{name} was written to while engines could read it: what they have generated since version {self.version} "
-                    "may come from a mix of old and new weights. Put optimizer.step() inside `with shared.updating():`, and go "
-                    "on with share_weights anew"
+                    f"{name} was written to while engines could read it, so completions since version {self.version} may come "
+                    "from a mix of old and new weights. Put optimizer.step() inside `with shared.updating():`, and call "
+                    "share_weights again"
                 )
 
     def _check_places(self) -> None:
         for name, place in self._places.items():
             if self._parameters[name].data_ptr() != place:
                 raise MappingError(
-                    f"{name} has got memory of its own, which engines do not see (by module.to(), a cast, or load_state_dict("
-                    "assign=True)?): keep the parameters where they are, or call share_weights anew"
+                    f"{name} was moved to memory that engines do not share (by module.to(), a cast, or load_state_dict("
+                    "assign=True)?); keep parameters in place, or call share_weights again"
                 )
 
 
-def _plain(name: str) -> str:
+def _without_wrappers(name: str) -> str:
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
     return name
 
 
 def _device_of(module: torch.nn.Module, has_weights: bool) -> torch.device:
-    """On which everything is, but for parameters that will get their values."""
-    found: dict[torch.device, str] = {}
+    """Return the device of all parameters and buffers, ignoring meta parameters that will get values."""
+    devices: dict[torch.device, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta and not (has_weights and isinstance(tensor, torch.nn.Parameter)):
             raise Unsupported(
-                f"{name} is on the meta device and has no value: pass weights= for parameters, and make buffers on the CPU, as "
-                "accelerate's init_empty_weights does"
+                f"{name} is on the meta device and has no value; pass weights= for parameters, and create buffers on the CPU, "
+                "as accelerate's init_empty_weights does"
             )
         if not tensor.is_meta:
-            found.setdefault(tensor.device, name)
-    if len(found) > 1:
-        (one, name), (other, stranger), *_ = found.items()
-        raise Unsupported(f"{name} is on {one}, {stranger} on {other}: weights are shared on one device")
-    return next(iter(found), torch.device("cpu"))
+            devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        (first, name), (second, other), *_ = devices.items()
+        raise Unsupported(f"{name} is on {first} and {other} on {second}; shared weights must be on one device")
+    return next(iter(devices), torch.device("cpu"))
 
 
-def _tensor_over(array: np.ndarray | Foreign) -> torch.Tensor:
-    """A tensor whose values are the array's memory."""
-    return torch.from_dlpack(array if isinstance(array, Foreign) else Foreign(array))
+def _tensor_over(array: np.ndarray | DLPackView) -> torch.Tensor:
+    """Return a tensor over the array's memory."""
+    return torch.from_dlpack(array if isinstance(array, DLPackView) else DLPackView(array))
 
 
-def _lay(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    """The parameter's values are the tensor's memory from now on."""
+def _rebind(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    """Make the tensor's memory that of the parameter."""
     if parameter.is_meta:
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
     else:

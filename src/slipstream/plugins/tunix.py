@@ -1,10 +1,10 @@
-"""Rollouts of a Tunix run by Slipstream's engines: vLLM or the embedded one, in other processes or in this one.
+"""Tunix rollouts with Slipstream engines: vLLM or the embedded engine, in other processes or in this one.
 
     ClusterConfig(rollout_engine=SlipstreamRollout, ...)
-    ClusterConfig(rollout_engine=partial(SlipstreamRollout, engine=EngineConfig(kind="vllm"), engines=2), ...)
+    ClusterConfig(rollout_engine=partial(SlipstreamRollout, engine=VllmConfig(), engines=2), ...)
 
-Tunix makes the rollout with its actor, tokenizer, mesh and `RolloutConfig`, and calls `update_params` after every step. Its
-threads may call `generate` at the same time. See docs/tunix.md."""
+Tunix creates the rollout with its actor, tokenizer, mesh and `RolloutConfig`, and calls `update_params` after every step.
+`generate` is thread-safe. See docs/tunix.md."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from flax import nnx
 from tunix.generate.utils import next_power_of_2, pad_to_length
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
-from slipstream.bridge import Bridge
-from slipstream.config import EngineConfig
+from slipstream.bridge.bridge import Bridge
+from slipstream.config import EmbeddedConfig, EngineConfig, RemoteConfig
+from slipstream.deploy.fleet import connect, launch
 from slipstream.errors import ConfigError, InvalidPrompt
+from slipstream.model.checkpoints.hf_config import read_config, to_hf
 from slipstream.model.config import ModelConfig
 from slipstream.plugins.tunix_models import model_config, with_adapters
-from slipstream.topology import connect, launch
 from slipstream.types import SamplingParams
-from slipstream.weights.source import named_tensors
-from slipstream.weights.trainers import tunix as tunix_mapping
-from slipstream.weights.trees import TreeMapping
+from slipstream.weights.sources.known_trees import tunix as tunix_mapping
+from slipstream.weights.sources.named_tensors import named_tensors
+from slipstream.weights.sources.tree_mapping import TreeMapping
 
 
 class SlipstreamRollout(BaseRollout):
@@ -54,23 +55,28 @@ class SlipstreamRollout(BaseRollout):
         start: Callable[..., Bridge] = launch,
         **options: Any,
     ) -> None:
-        """The first four are Tunix's; the rest is bound by `functools.partial`.
+        """Tunix passes the first four arguments; bind the others with `functools.partial`.
 
-        Engines are started by `start` (`slipstream.launch`, or `slipstream.inprocess` for an engine in this process), which
-        gets `engine` and the `options`; with `fleet`, a run directory or an address, those that are up are joined by
-        `slipstream.connect` instead. Their model is the actor's. For one that is none of Tunix's, give its HF directory as
-        `model`, and the `mapping` of its tree. `lora_alpha` is that of the actor's adapters, if it has any."""
+        Args:
+            engine: Config of the engines.
+            model: HF directory of the model, if it is not one of Tunix's; needs `mapping`.
+            mapping: Mapping from the actor's tree to HF names, for `model`.
+            lora_alpha: Alpha of the actor's LoRA adapters, if it has any.
+            fleet: Run directory or address of a running fleet to connect to, instead of starting engines.
+            start: How to start engines: `slipstream.launch`, or `slipstream.inprocess` for an engine in this process.
+            options: Further arguments of `start`, or of `slipstream.connect`.
+        """
         self._actor, self._tokenizer, self._lora_alpha = rollout_actor, tokenizer, lora_alpha
         self._calls = itertools.count()
         self._directory = tempfile.TemporaryDirectory(prefix="slipstream-tunix-")
-        engine = _engine(engine or EngineConfig(), rollout_config, rollout_actor)
+        engine = _engine(engine or EmbeddedConfig(), rollout_config, rollout_actor)
         if mapping is None:
             config = model_config(rollout_actor, engine.max_model_len)
-            (Path(self._directory.name) / "config.json").write_text(json.dumps(config.to_hf()))
+            (Path(self._directory.name) / "config.json").write_text(json.dumps(to_hf(config)))
         elif model is not None:
-            config = ModelConfig.read(model)
+            config = read_config(model)
         else:
-            raise ConfigError("a mapping of one's own needs model=, the HF directory of the model that it leads to")
+            raise ConfigError("mapping= needs model=, the HF directory of the model that it maps to")
         self._mapping = mapping or tunix_mapping(config)
         if fleet is not None:
             self.bridge = connect(fleet, **options)
@@ -87,20 +93,21 @@ class SlipstreamRollout(BaseRollout):
         for engine in self.bridge.status().engines:
             if engine.info.model != config.fingerprint():
                 raise ConfigError(
-                    f"engine {engine.info.name!r} runs another model ({engine.info.model}) than the actor is "
-                    f"({config.fingerprint()}): {config}. Is its config.json of the same model, and of the same rotary scaling?"
+                    f"engine {engine.info.name!r} runs another model ({engine.info.model}) than the actor "
+                    f"({config.fingerprint()}): {config}. Check that its config.json is that of the same model, with the same "
+                    "rotary scaling"
                 )
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        """One completion for each prompt, its stop token kept. `kwargs` are further `SamplingParams`."""
+        """Generate one completion per prompt, including its stop token. `kwargs` are further `SamplingParams`."""
         rows = [self._encode(prompt) for prompt in prompts]
         sampling = dataclasses.replace(_sampling(rollout_config, self.eos_id()), **kwargs)
-        each = [sampling.with_seed(seed) for seed in self._seeds(rollout_config.seed, len(rows))]
-        completions = self.bridge.generate(rows, each)
+        seeded = [sampling.with_seed(seed) for seed in self._seeds(rollout_config.seed, len(rows))]
+        completions = self.bridge.generate(rows, seeded)
         stops = set(sampling.stop_token_ids)
         longest = max(map(len, rows))
         width = rollout_config.max_prompt_length
-        if width < longest:  # what Tunix's own rollouts do
+        if width < longest:  # as Tunix's own rollouts do
             width = next_power_of_2(longest)
         padded = [pad_to_length(np.asarray(row, np.int32), width, self.pad_id(), left=True) for row in rows]
         return RolloutOutput(
@@ -114,14 +121,14 @@ class SlipstreamRollout(BaseRollout):
         )
 
     def _encode(self, prompt: str) -> list[int]:
-        """As Tunix's samplers do it."""
+        """Encode as Tunix's samplers do."""
         bos = self._tokenizer.bos_id()
         ids = [*([bos] if bos else []), *self._tokenizer.encode(prompt)]
         return list(self._tokenizer.dedup_bos_ids(ids))
 
     def _seeds(self, seed: Any, count: int) -> list[int | None]:
-        """Of one call's prompts. A prompt comes once for every sample of its group, and step after step: each must be drawn
-        anew, so that row and call enter into it."""
+        """Return a seed for each prompt of a call. A prompt occurs once per sample of its group and again in later steps,
+        so seeds depend on row and call."""
         if seed is None:
             return [None] * count
         if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
@@ -131,26 +138,26 @@ class SlipstreamRollout(BaseRollout):
         return [int.from_bytes(h.digest(), "big") >> 1 for h in hashes]
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """Logprobs of the completions' tokens under the engines' policy, at temperature 1, as `VanillaRollout` has them; 0 for
+        """Return logprobs of the completions under the engines' policy at temperature 1, as `VanillaRollout` does; 0 for
         padding."""
         prompts, completions, pad = np.asarray(prompt_tokens), np.asarray(completion_tokens), self.pad_id()
-        found = np.zeros(completions.shape, np.float32)
-        asked = [row for row in range(len(completions)) if (completions[row] != pad).any()]
+        logps = np.zeros(completions.shape, np.float32)
+        scored = [row for row in range(len(completions)) if (completions[row] != pad).any()]
         sequences = []
-        for row in asked:
+        for row in scored:
             prompt = prompts[row][prompts[row] != pad]
             if not len(prompt):
-                raise InvalidPrompt(f"row {row} has no prompt, so its first token has no logprob")
+                raise InvalidPrompt(f"row {row} has no prompt, so the logprob of its first token is undefined")
             sequences.append([*prompt, *completions[row][completions[row] != pad]])
-        for row, score in zip(asked, self.bridge.score(sequences)):
+        for row, score in zip(scored, self.bridge.score(sequences)):
             kept = completions[row] != pad
-            found[row, kept] = score.logprobs[-kept.sum() :]
-        return jnp.asarray(found)
+            logps[row, kept] = score.logprobs[-kept.sum() :]
+        return jnp.asarray(logps)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Makes `params` the policy of every engine, as `bridge.sync` does. Of an actor with LoRA, Tunix gives the adapters
-        alone; the rest is read from the actor."""
-        # On CPU, Tunix forbids transfers around this call, meaning its own.
+        """Send `params` to every engine, as `bridge.sync` does. For an actor with LoRA, Tunix passes only the adapters; the
+        other parameters are read from the actor."""
+        # On CPU, Tunix disallows implicit transfers around this call; ours are intended.
         with jax.transfer_guard("allow"):
             leaves = named_tensors(params)
             if filter_types is not None and nnx.LoRAParam in filter_types:
@@ -166,27 +173,27 @@ class SlipstreamRollout(BaseRollout):
         return int(self._tokenizer.eos_id())
 
     def model(self) -> None:
-        """None says to Tunix that engines have weights of their own, to be synced."""
+        """Return None, which tells Tunix that the rollout has separate weights to sync."""
 
     def close(self) -> None:
-        """Ends the engines that were started for this rollout; they also end with this process."""
+        """Stop the engines that were started for this rollout; they also stop with this process."""
         if bridge := getattr(self, "bridge", None):
             bridge.close()
         self._directory.cleanup()
 
 
 def _engine(engine: EngineConfig, config: RolloutConfig, actor: nnx.Module) -> EngineConfig:
-    """With what Tunix says of it, where the engine's own settings are left open: how long sequences become, and the dtype."""
+    """Fill unset engine settings from Tunix's config: maximum length and dtype."""
     length = max(config.kv_cache_size, config.max_prompt_length + config.max_tokens_to_generate)
-    engine = dataclasses.replace(engine, max_model_len=engine.max_model_len or length)
+    engine = engine.replace(max_model_len=engine.max_model_len or length)
     dtype = config.data_type or jax.tree.leaves(nnx.state(actor, nnx.Param))[0].dtype
-    if np.dtype(dtype).name == "bfloat16" and engine.kind != "remote":
-        engine = dataclasses.replace(engine, dtype="bfloat16")
-    return engine
+    if isinstance(engine, RemoteConfig):
+        return engine
+    return engine.resolve_dtype("bfloat16" if np.dtype(dtype).name == "bfloat16" else "float32")
 
 
 def _sampling(config: RolloutConfig, eos: int) -> SamplingParams:
-    """Tunix's stop tokens replace the model's own."""
+    """Convert to `SamplingParams`. Tunix's stop tokens replace the model's."""
     return SamplingParams(
         max_tokens=config.max_tokens_to_generate,
         temperature=float(config.temperature),

@@ -1,8 +1,7 @@
-"""Tunix's models in our words: the config of one as a `ModelConfig`, and LoRA adapters added to the kernels they belong to.
+"""Tunix's models: their configs as a `ModelConfig`, and LoRA adapters merged into kernels.
 
-Engines compute what Tunix's own model computes, so the config is taken from it rather than from the checkpoint that it was
-loaded from: Tunix's Llama, for one, knows nothing of the rotary scaling that Llama 3.1's `config.json` asks for. Neither
-Tunix nor Flax is imported here."""
+The config is taken from Tunix's model, not from its checkpoint, so that engines compute exactly what Tunix computes: Tunix's
+Llama, for example, ignores the rotary scaling in the `config.json` of Llama 3.1. Neither Tunix nor Flax is imported here."""
 
 from __future__ import annotations
 
@@ -15,23 +14,23 @@ import jax
 import jax.numpy as jnp
 
 from slipstream.errors import ConfigError
+from slipstream.model.checkpoints.hf_config import from_hf, to_hf
 from slipstream.model.config import FULL, SLIDING, LinearRopeScaling, ModelConfig, MoeConfig
 
 _LORA_A, _LORA_B = "_lora_a", "_lora_b"
 _GEMMA3_PERIOD = 6
-"""Of so many layers the last one sees everything."""
+"""The last of this many layers has full attention."""
 
 
 def model_config(model: Any, max_length: int) -> ModelConfig:
-    """What an engine must compute to be this model. `ConfigError` where it is none of `tunix.models` that we know, or has parts
-    that engines do not."""
+    """Return the config of a Tunix model. Raise `ConfigError` for unknown models and unsupported features."""
     theirs: Any = getattr(model, "config", None)
     kind = type(theirs).__module__.removeprefix("tunix.models.").removesuffix(".model")
     if kind not in _KINDS:
         raise ConfigError(
-            f"the actor is a {type(model).__name__}, whose config is a {type(theirs).__module__}.{type(theirs).__qualname__}; "
-            f"known are Tunix's {', '.join(_KINDS)}. For another model pass model=, a directory with its HF config.json, and "
-            "mapping=, a slipstream.weights.trees.TreeMapping"
+            f"the actor is a {type(model).__name__} with a config of {type(theirs).__module__}.{type(theirs).__qualname__}; "
+            f"supported are Tunix's {', '.join(_KINDS)}. For another model pass model=, a directory with its HF config.json, "
+            "and mapping=, a slipstream.weights.sources.tree_mapping.TreeMapping"
         )
     shape = dict(
         hidden_size=theirs.embed_dim,
@@ -42,8 +41,8 @@ def model_config(model: Any, max_length: int) -> ModelConfig:
         head_dim=theirs.head_dim,
         max_position_embeddings=max_length,
     )
-    # There and back, so that it is spelled as a config.json is read.
-    return ModelConfig.from_hf(ModelConfig(**shape, **_KINDS[kind](model)).to_hf())
+    # A round trip, so that the result equals what is read from a config.json.
+    return from_hf(to_hf(ModelConfig(**shape, **_KINDS[kind](model))))
 
 
 def _llama(model: Any) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def _plain(model: Any, family: str, tied: bool) -> dict[str, Any]:
 
 
 def _rotary_base(model: Any) -> Any:
-    """Up to Tunix 0.1.7, the attention of Llama and Qwen3 takes the default of `apply_rope`, whatever the config says."""
+    """Return the rotary base. Up to Tunix 0.1.7, Llama and Qwen3 ignore the config and use the default of `apply_rope`."""
     attention = type(model.layers[0].attn).block
     rope = attention.__globals__.get("apply_rope")
     if rope is None or "rope_theta" in attention.__code__.co_names:
@@ -84,7 +83,7 @@ def _rotary_base(model: Any) -> Any:
 def _gemma2(model: Any) -> dict[str, Any]:
     theirs = model.config
     if not (theirs.use_post_attn_norm and theirs.use_post_ffw_norm):
-        raise ConfigError("the actor is a Gemma of the first generation; engines know Gemma 2 and 3")
+        raise ConfigError("the actor is a first-generation Gemma; only Gemma 2 and 3 are supported")
     local = [kind.name == "LOCAL_SLIDING" for kind in theirs.attention_types]
     return _gemma("gemma2", theirs, local) | dict(
         attn_softcap=theirs.attn_logits_soft_cap, final_softcap=theirs.final_logit_softcap
@@ -94,9 +93,11 @@ def _gemma2(model: Any) -> dict[str, Any]:
 def _gemma3(model: Any) -> dict[str, Any]:
     theirs = model.config
     if theirs.vision_config is not None:
-        raise ConfigError("the actor has a vision encoder, which engines have not; make it with text_only=True")
+        raise ConfigError("the actor has a vision encoder, which engines do not support; create it with text_only=True")
     if theirs.local_scale_factor != 1:
-        raise ConfigError(f"local_scale_factor is {theirs.local_scale_factor}; engines scale global layers only")
+        raise ConfigError(
+            f"local_scale_factor is {theirs.local_scale_factor}; engines support scaling of global layers only"
+        )
     by_head = theirs.query_pre_attn_norm.name == "BY_ONE_OVER_SQRT_HEAD_DIM"
     scaled = theirs.global_scale_factor != 1
     return _gemma("gemma3_text", theirs, [(i + 1) % _GEMMA3_PERIOD != 0 for i in range(theirs.num_layers)]) | dict(
@@ -127,15 +128,15 @@ _KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def with_adapters(model: Any, leaves: Mapping[str, Any], alpha: float | None) -> dict[str, Any]:
-    """The leaves without LoRA adapters, each added to its kernel: `w + alpha / rank · a·b`, as `qwix.LoraProvider` applies
-    them. `model` says which dimensions of a kernel they span."""
+    """Return the leaves with LoRA adapters merged into their kernels: `w + alpha / rank · a·b`, as `qwix.LoraProvider` applies
+    them. `model` determines which dimensions of a kernel they span."""
     plain = {name: leaf for name, leaf in leaves.items() if not name.endswith((_LORA_A, _LORA_B))}
     for name in leaves:
         if not name.endswith(_LORA_A):
             continue
         if alpha is None:
             raise ConfigError(
-                f"the actor has LoRA adapters ({name}, …): pass lora_alpha=, the alpha of its LoraProvider"
+                f"the actor has LoRA adapters ({name}, …); pass lora_alpha=, the alpha of its LoraProvider"
             )
         kernel = name.removesuffix(_LORA_A)
         a, b = leaves[name], leaves[kernel + _LORA_B]
@@ -150,7 +151,8 @@ def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float, equatio
 
 
 def _equation(model: Any, kernel: str) -> str:
-    """How `a` and `b` make the kernel of an einsum `BTD,NDH->BTNH`: `Dr,rNH->NDH`. A linear layer's is `[in, out]`."""
+    """Return the einsum that makes a kernel from `a` and `b`: `Dr,rNH->NDH` for `BTD,NDH->BTNH`. Linear layers are
+    `[in, out]`."""
     module = model
     for part in kernel.split(".")[:-1]:
         module = module[int(part)] if part.isdigit() else getattr(module, part)

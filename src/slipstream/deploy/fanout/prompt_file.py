@@ -1,15 +1,17 @@
-"""A file of prompts in, a file of completions out, line by line: what is there already is not done again.
+"""The files of a fan-out: prompts in, completions out, one per line. Prompts that have completions already are skipped.
 
-In: a text per line; or JSON per line (`.jsonl`), where all but `prompt` may be missing, and settings of `SamplingParams` are
-for this prompt alone. Out, a line for each prompt, in JSON:
+Input lines are text, or JSON in a `.jsonl` file. In JSON only `prompt` is required; settings of `SamplingParams` apply to this
+prompt only:
 
     {"prompt": "text" or [token ids], "id": "mine", "max_tokens": 8, …}
+
+Output lines are JSON, one per prompt:
 
     {"index": 3, "id": "mine", "key": "…",
      "completions": [{"text": …, "token_ids": […], "finish_reason": …, "version": …, "engine": …}]}
     {"index": 4, "id": "4", "key": "…", "error": {"kind": "InvalidPrompt", "message": …}}
 
-`key` is a checksum of prompt and settings: a file of completions is gone on with only for the prompts that it was made of."""
+`key` is a checksum of prompt and settings. A run resumes only with the prompts and settings that the file was made with."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SETTINGS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A line of the input."""
+    """One line of the input."""
 
     index: int
     id: str
@@ -41,12 +43,12 @@ class PromptRow:
     sampling: SamplingParams
     key: str
     error: SlipstreamError | None = None
-    """Why it is no prompt; then the fields between are of no use."""
+    """Why the line is not a valid prompt; `prompt` and `sampling` are then meaningless."""
 
 
 def read_prompts(path: Path, sampling: SamplingParams, seed: int = 0) -> Iterator[PromptRow]:
-    """`sampling` is for what a line does not say itself. A line without a seed has one made of `seed` and its index, so that it
-    is completed alike whenever it is. Empty lines count, and are skipped."""
+    """Read prompts. `sampling` holds the defaults. A line without a seed gets one derived from `seed` and its index, so that a
+    resumed run gives the same completions. Empty lines are skipped, but count in the index."""
     is_json = path.suffix in (".jsonl", ".json", ".ndjson")
     try:
         with open(path, encoding="utf-8") as file:
@@ -54,7 +56,7 @@ def read_prompts(path: Path, sampling: SamplingParams, seed: int = 0) -> Iterato
                 if line.strip():
                     yield _row(index, line.rstrip("\r\n"), is_json, sampling, seed)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the prompts cannot be read from {path}: {error}") from None
+        raise ConfigError(f"cannot read prompts from {path}: {error}") from None
 
 
 def count_prompts(path: Path) -> int:
@@ -62,7 +64,7 @@ def count_prompts(path: Path) -> int:
         with open(path, "rb") as file:
             return sum(1 for line in file if line.strip())
     except OSError as error:
-        raise ConfigError(f"the prompts cannot be read from {path}: {error}") from None
+        raise ConfigError(f"cannot read prompts from {path}: {error}") from None
 
 
 def _row(index: int, line: str, is_json: bool, sampling: SamplingParams, seed: int) -> PromptRow:
@@ -72,13 +74,13 @@ def _row(index: int, line: str, is_json: bool, sampling: SamplingParams, seed: i
         id = str(given.pop("id", id))
         prompt = given.pop("prompt", None)
         if not isinstance(prompt, (str, list)):
-            raise InvalidPrompt(f"line {index + 1}: prompt should be a text or a list of token ids, got {prompt!r:.80}")
+            raise InvalidPrompt(f"line {index + 1}: prompt must be a string or a list of token ids, got {prompt!r:.80}")
         prompt = prompt if isinstance(prompt, str) else plain_ids(prompt)
         check_prompt(prompt)
-        own = dataclasses.replace(sampling, **_settings(index, given))
-        if own.seed is None:
-            own = own.with_seed((seed + index) % 2**63)
-        return PromptRow(index, id, prompt, own, _key(prompt, own))
+        row_sampling = dataclasses.replace(sampling, **_settings(index, given))
+        if row_sampling.seed is None:
+            row_sampling = row_sampling.with_seed((seed + index) % 2**63)
+        return PromptRow(index, id, prompt, row_sampling, _key(prompt, row_sampling))
     except SlipstreamError as error:
         return PromptRow(index, id, "", sampling, xxhash.xxh3_64_hexdigest(line.encode()), error)
 
@@ -87,9 +89,9 @@ def _fields(line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidPrompt(f"not a line of JSON ({error}): {line[:80]!r}") from None
+        raise InvalidPrompt(f"the line is not JSON ({error}): {line[:80]!r}") from None
     if not isinstance(found, dict):
-        raise InvalidPrompt(f'a line should be an object like {{"prompt": "…"}}, got {line[:80]!r}')
+        raise InvalidPrompt(f'a line must be an object like {{"prompt": "…"}}, got {line[:80]!r}')
     return found
 
 
@@ -99,7 +101,7 @@ def _settings(index: int, given: Mapping[str, Any]) -> dict[str, Any]:
             f"line {index + 1}: unknown field {unknown[0]!r}; known: id, prompt, {', '.join(SETTINGS)}"
         )
     found = dict(given)
-    if isinstance(bias := found.get("logit_bias"), dict):  # JSON's keys are texts
+    if isinstance(bias := found.get("logit_bias"), dict):  # keys are strings in JSON
         found["logit_bias"] = {int(token) if token.isdigit() else token: value for token, value in bias.items()}
     return found
 
@@ -109,26 +111,26 @@ def _key(prompt: Prompt, sampling: SamplingParams) -> str:
 
 
 class CompletionFile:
-    """The output. One process at a time; a line is written whole or, if the machine dies, taken off by the next one."""
+    """The output file, locked for one process. A line that was cut off by a crash is removed by the next run."""
 
     def __init__(self, path: Path, *, ordered: bool = False, logprobs: bool = False) -> None:
-        """With `ordered`, lines come in the order of the prompts, each held back until those before it are written."""
+        """With `ordered`, lines are written in the order of the prompts; each waits for those before it."""
         self._path, self._ordered, self._logprobs = path, ordered, logprobs
         self._held: dict[int, str] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _locked(path, "ab+")
         self.done: dict[int, str] = {}
-        """Of the prompts that have their completions: the key, by index."""
+        """Keys of the completed prompts by index."""
         self.num_skipped = 0
-        """Prompts that were found to be done."""
+        """Number of prompts that were already completed."""
         try:
-            self._take_up()
+            self._resume()
         except BaseException:
             self._file.close()
             raise
 
-    def _take_up(self) -> None:
-        """What a run before has left. Errors are taken off, to be tried again, and so is a line that it did not finish."""
+    def _resume(self) -> None:
+        """Load the output of an earlier run. Remove errors, whose prompts are tried again, and an unfinished last line."""
         self._file.seek(0)
         if all(self._is_kept(number, line) for number, line in enumerate(self._file)):
             return
@@ -150,33 +152,33 @@ class CompletionFile:
             index, key, is_kept = int(row["index"]), str(row["key"]), "completions" in row
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
-                f"{self._path}, line {number + 1}, is no line of completions; choose another file to write to"
+                f"line {number + 1} of {self._path} is not a line of completions; choose another output file"
             ) from None
         if is_kept:
             self.done[index] = key
         return is_kept
 
     def missing(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
-        """Those that are not done. Raises `ConfigError` when the file was made of other prompts or settings."""
+        """Yield rows that are not completed. Raise `ConfigError` if the file was made with other prompts or settings."""
         for row in rows:
             key = self.done.get(row.index)
             if key is None:
                 yield row
             elif key != row.key:
                 raise ConfigError(
-                    f"{self._path} holds the completion of another prompt {row.index}, or of other settings; "
-                    "choose another file, or remove it"
+                    f"{self._path} was made with another prompt {row.index} or other settings; choose another output file, "
+                    "or remove it"
                 )
             else:
                 self.num_skipped += 1
 
     def expect(self, row: PromptRow) -> None:
-        """It is being sent: with `ordered`, its line comes behind those of the ones that were sent before."""
+        """Reserve the place of a row that is being sent; used with `ordered`."""
         if self._ordered:
             self._held[row.index] = ""
 
     def write(self, row: PromptRow, outcome: Sequence[Completion] | SlipstreamError) -> None:
-        line = json.dumps({"index": row.index, "id": row.id, "key": row.key} | self._said(outcome)) + "\n"
+        line = json.dumps({"index": row.index, "id": row.id, "key": row.key} | self._fields(outcome)) + "\n"
         if not self._ordered:
             self._put(line)
             return
@@ -185,7 +187,7 @@ class CompletionFile:
             self._put(first)
             del self._held[next(iter(self._held))]
 
-    def _said(self, outcome: Sequence[Completion] | SlipstreamError) -> dict[str, Any]:
+    def _fields(self, outcome: Sequence[Completion] | SlipstreamError) -> dict[str, Any]:
         if isinstance(outcome, SlipstreamError):
             kind, message = to_wire(outcome)
             return {"error": {"kind": kind, "message": message}}

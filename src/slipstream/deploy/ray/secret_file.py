@@ -1,6 +1,6 @@
-"""Secrets as files for other processes of this user, which are gone when this process is, also when it is killed.
+"""Files with secrets for other processes of this user, which disappear with this process, even if it is killed.
 
-The text is in memory, in a file without a name; what has a name is a link to it that leads through this process."""
+The text is in an anonymous memory file. Its path is a symbolic link to this process's file descriptor."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 from pathlib import Path
 
 
-class Lent:
-    """A text under a name, until `close`. Where there are no files without a name (they are Linux's), it is a plain one."""
+class SecretFile:
+    """A secret readable at `link` until `close`. Without anonymous files (outside Linux) it is a regular file."""
 
     def __init__(self, link: Path, text: str) -> None:
         self._link = link
-        link.unlink(missing_ok=True)  # of one that was killed: it leads nowhere
+        link.unlink(missing_ok=True)  # a dangling link of a killed process
         if hasattr(os, "memfd_create"):
-            self._file = os.fdopen(os.memfd_create("slipstream-lent"), "w")
+            self._file = os.fdopen(os.memfd_create("slipstream-secret"), "w")
             os.fchmod(self._file.fileno(), 0o600)
         else:
             self._file = os.fdopen(os.open(link, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
@@ -25,6 +25,6 @@ class Lent:
             link.symlink_to(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
 
     def close(self) -> None:
-        """May be called twice."""
+        """Remove the file. Idempotent."""
         self._link.unlink(missing_ok=True)
         self._file.close()

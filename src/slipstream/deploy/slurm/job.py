@@ -1,7 +1,7 @@
-"""SLURM: from a job's variables to what each of its nodes does, and the script that starts it all. Pure.
+"""SLURM jobs: the batch script, and which node of a job is which. The module has no side effects.
 
-Nodes come in the order of `SLURM_JOB_NODELIST`: the trainer's first, and the last ones, as many as are asked for, hold
-engines. No inference nodes means one machine, with everything on it."""
+Nodes are in the order of `SLURM_JOB_NODELIST`: trainer nodes first, inference nodes last. Without inference nodes, everything
+runs on one machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def expand(nodelist: str) -> list[str]:
-    """`gpu[08-10],login1` is `gpu08 gpu09 gpu10 login1`; several brackets multiply, the last one counts fastest."""
+    """Expand a node list: `gpu[08-10],login1` is `gpu08 gpu09 gpu10 login1`. With several brackets, the last varies fastest."""
     hosts: list[str] = []
     for word in _words(nodelist):
         parts = _PART.findall(word)
         if not parts or "".join(parts) != word:
-            raise ConfigError(
-                f"the node list {nodelist!r} cannot be read at {word!r}; expected names like gpu[01-04,7]"
-            )
+            raise ConfigError(f"cannot parse {word!r} in the node list {nodelist!r}; expected names like gpu[01-04,7]")
         choices = [_numbers(part, nodelist) if part.startswith("[") else [part] for part in parts]
         for names in itertools.product(*choices):
             hosts.append("".join(names))
@@ -36,7 +34,7 @@ def expand(nodelist: str) -> list[str]:
 
 
 def _words(nodelist: str) -> Iterator[str]:
-    """Split at the commas that are outside of brackets."""
+    """Split at commas outside brackets."""
     word, depth = "", 0
     for character in nodelist.strip():
         depth += (character == "[") - (character == "]")
@@ -49,8 +47,8 @@ def _words(nodelist: str) -> Iterator[str]:
 
 
 def _numbers(bracket: str, nodelist: str) -> list[str]:
-    """`[08-10,3]` is `08 09 10 3`: as wide as a range's first number is written."""
-    found: list[str] = []
+    """Expand `[08-10,3]` to `08 09 10 3`. Numbers are padded to the width of the first number of their range."""
+    numbers: list[str] = []
     for item in bracket[1:-1].split(","):
         match = _RANGE.fullmatch(item)
         low, high = (match[1], match[2] or match[1]) if match else ("0", "0")
@@ -60,15 +58,15 @@ def _numbers(bracket: str, nodelist: str) -> list[str]:
             )
         if int(high) - int(low) >= MAX_HOSTS:
             raise ConfigError(f"the node list {nodelist!r} has more than {MAX_HOSTS:,} nodes")
-        found += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
-    return found
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
-    """What one node of a job does.
+class JobNode:
+    """One node of a job.
 
-    >>> Role(("gpu1", "gpu2", "gpu3"), index=0, num_inference=2).trainers
+    >>> JobNode(("gpu1", "gpu2", "gpu3"), index=0, num_inference=2).trainers
     ('gpu1',)"""
 
     hosts: tuple[str, ...]
@@ -93,7 +91,7 @@ class Role:
 
     @property
     def is_head(self) -> bool:
-        """Whether the gateway is here."""
+        """Whether the gateway runs here."""
         return self.index == 0
 
     @property
@@ -101,70 +99,72 @@ class Role:
         return self.index < len(self.trainers)
 
 
-def role_of(environ: Mapping[str, str], num_inference: int) -> Role:
-    """Of the node on which this runs, once, under `srun`."""
+def this_node(environ: Mapping[str, str], num_inference: int) -> JobNode:
+    """Return the node that this process runs on. It must be the only task of `srun` on its node."""
     if num_inference < 0:
         raise ConfigError(f"the number of inference nodes must be at least 0, got {num_inference}")
     nodelist = environ.get("SLURM_JOB_NODELIST", "")
     if not nodelist:
         if num_inference:
             raise ConfigError(
-                f"SLURM_JOB_NODELIST is not set, so that this is no SLURM job, and {num_inference} inference node(s) are asked "
-                "for; run it with srun, or without inference nodes on one machine"
+                f"SLURM_JOB_NODELIST is not set, so this is not a SLURM job, but {num_inference} inference node(s) were "
+                "requested; run it with srun, or on one machine without inference nodes"
             )
-        return Role(("localhost",), 0, 0)
+        return JobNode(("localhost",), 0, 0)
     hosts = tuple(expand(nodelist))
     if num_inference == 0 and len(hosts) > 1:
         raise ConfigError(
-            f"no inference nodes means one machine, and the job has {len(hosts)} ({nodelist}); say how many of them are for "
-            "inference"
+            f"without inference nodes everything runs on one machine, but the job has {len(hosts)} ({nodelist}); pass "
+            "--inference-nodes"
         )
     if num_inference and num_inference >= len(hosts):
         raise ConfigError(
-            f"{num_inference} inference node(s) of {len(hosts)} ({nodelist}) leave none for the trainer; ask SLURM for "
-            "more nodes"
+            f"{num_inference} inference node(s) of {len(hosts)} ({nodelist}) leave none for the trainer; request more nodes"
         )
     if len(set(hosts)) < len(hosts):
         raise ConfigError(f"SLURM_JOB_NODELIST names a node twice: {nodelist}")
-    return Role(hosts, _index(environ, hosts), num_inference)
+    return JobNode(hosts, _index(environ, hosts), num_inference)
 
 
 def _index(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
     text = environ.get("SLURM_NODEID", "")
     if not text.isdecimal() or int(text) >= len(hosts):
-        raise ConfigError(f"SLURM_NODEID is {text!r}, and the job has {len(hosts)} node(s): is this run by srun?")
+        raise ConfigError(f"SLURM_NODEID is {text!r}, but the job has {len(hosts)} node(s); start this with srun")
     if environ.get("SLURM_LOCALID", "0") != "0":
-        raise ConfigError("a role is run once per node: srun --ntasks-per-node=1 (several engines: --engines-per-node)")
+        raise ConfigError(
+            "`slipstream role` must run once per node: use srun --ntasks-per-node=1, and --engines-per-node for several "
+            "engines"
+        )
     name = environ.get("SLURMD_NODENAME", hosts[int(text)])
     if name != hosts[int(text)]:
         raise ConfigError(
-            f"by SLURM_NODEID {text} this is node {hosts[int(text)]!r} of the job, by SLURMD_NODENAME it is {name!r}: run "
-            "srun over all nodes of the job, in their order"
+            f"SLURM_NODEID {text} is node {hosts[int(text)]!r} of the job, but SLURMD_NODENAME is {name!r}; run srun over all "
+            "nodes of the job, in their order"
         )
     return int(text)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What `slipstream slurm` prints a script for."""
+class SlurmJob:
+    """A job that `slipstream slurm` prints a batch script for."""
 
     command: Sequence[str]
-    """The trainer's."""
+    """Command that starts the trainer."""
     model: str
     run_dir: str
-    """Where each attempt gets a directory of its own."""
+    """Parent of the run directories; each attempt has its own."""
     num_trainers: int = 1
     num_inference: int = 1
     engines_per_node: int = 1
     engine: Sequence[str] = ()
-    """Settings of the engines, `tp=2`."""
+    """Engine settings, such as `tensor_parallel_size=2`."""
     name: str = "slipstream"
     sbatch: Sequence[str] = ()
-    """More of sbatch's options, `--partition=gpu`."""
+    """Further options of sbatch, such as `--partition=gpu`."""
 
     def __post_init__(self) -> None:
         if not self.command:
-            raise ConfigError("say what the trainer is: slipstream slurm … -- python train.py")
+            raise ConfigError("no trainer command given: slipstream slurm … -- python train.py")
         if self.num_trainers < 1 or self.num_inference < 0 or self.engines_per_node < 1:
             raise ConfigError(
                 f"a job has at least 1 trainer node, 0 inference nodes and 1 engine per node; got {self.num_trainers}, "
@@ -172,16 +172,17 @@ class Job:
             )
         if self.num_trainers > 1 and not self.num_inference:
             raise ConfigError(
-                f"no inference nodes means one machine, and {self.num_trainers} are asked for the trainer"
+                f"without inference nodes everything runs on one machine, but {self.num_trainers} trainer nodes were "
+                "requested"
             )
         if bad := [option for option in self.sbatch if not option.startswith("-") or "\n" in option]:
-            raise ConfigError(f"{bad[0]!r} is not an option of sbatch, like --partition=gpu")
+            raise ConfigError(f"{bad[0]!r} is not an option of sbatch; expected one like --partition=gpu")
         if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ConfigError(f"{self.name!r} is not a name for a job; use letters, digits, '.', '-' and '_'")
+            raise ConfigError(f"{self.name!r} is not a valid job name; use letters, digits, '.', '-' and '_'")
 
 
-def script(job: Job) -> str:
-    """For `sbatch`. Each attempt of a job has a directory of its own, so that nobody finds the files of the one before."""
+def script(job: SlurmJob) -> str:
+    """Return the batch script. Each attempt of a job has its own run directory, so it never sees files of an earlier one."""
     options = [
         f"--job-name={job.name}",
         f"--nodes={job.num_trainers + job.num_inference}",
@@ -201,8 +202,8 @@ def script(job: Job) -> str:
         [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in options),
-            f"# Nodes: {nodes}. The run directory must be on a file system that all of them see:",
-            "# through it they find the gateway, its token and the certificates. Keys are in it; it is readable by you alone.",
+            f"# Nodes: {nodes}. The run directory must be on a file system shared by all nodes:",
+            "# it holds the gateway's address, its token and the certificates. It also holds keys; only you can read it.",
             "set -euo pipefail",
             f'export SLIPSTREAM_RUN_DIR={shlex.quote(job.run_dir)}/"$SLURM_JOB_NAME-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
             f"srun --kill-on-bad-exit=1 {shlex.join(role)} -- \\",

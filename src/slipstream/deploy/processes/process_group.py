@@ -1,4 +1,4 @@
-"""Gateway and engines as processes of one machine."""
+"""Start, watch and stop a gateway and engines as processes of this machine."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import json
 import logging
 import os
 import re
-import secrets
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Self
 
 from slipstream.config import EngineConfig, GatewayConfig, HttpConfig
+from slipstream.deploy.processes.vllm_environment import interpreter
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
-from slipstream.topology.environments import home, interpreter
-from slipstream.weights.transports import shm
+from slipstream.weights.transports.host import shm
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +27,13 @@ STOP_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 ENDING_SECONDS = 5.0
 MAX_FAILURES = 3
-"""How often a process that ended by itself is started again."""
+"""How often a process that exited with an error is restarted."""
 LOG_LINES = 30
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
 
 
-def new_run_dir() -> Path:
-    """A directory of its own for each run: `$SLIPSTREAM_HOME/runs/…`, by default in the user's cache."""
-    return home() / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-
-
 class ProcessGroup:
-    """The processes of one run. They follow this process: if it is killed, they end by themselves."""
+    """The processes of one run. They exit when this process does, even if it is killed (`lifeline.py`)."""
 
     def __init__(self, run_dir: Path, start_timeout: float) -> None:
         self.run_dir, self._deadline = run_dir, time.monotonic() + start_timeout
@@ -48,25 +41,26 @@ class ProcessGroup:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, list[str]] = {}
         self._environments: dict[str, Mapping[str, str]] = {}
-        self._marks: dict[str, Path] = {}
+        self._ready_files: dict[str, Path] = {}
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.num_restarts = 0
-        self._keeps = self._is_up = False
+        self._restarts = self._is_up = False
         self._failures: Counter[str] = Counter()
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o700)
-        self._wait_for_another()
+        self._wait_for_earlier_gateway()
         shm.sweep()
         atexit.register(self.close)
 
-    def _wait_for_another(self) -> None:
-        """A gateway whose trainer has died is just ending. One that was killed has left its files: the next takes them up."""
+    def _wait_for_earlier_gateway(self) -> None:
+        """Wait for an earlier gateway in this directory to exit: one whose trainer has just died is still shutting down. A
+        killed gateway leaves its files, which the next one continues with."""
         until = time.monotonic() + ENDING_SECONDS
-        while (pid := _gateway_pid(self.run_dir)) is not None and shm.started(pid):
+        while (pid := _gateway_pid(self.run_dir)) is not None and shm.process_start_time(pid):
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"{self.run_dir} belongs to another gateway (pid {pid}, by its gateway.json); choose another run directory"
+                    f"{self.run_dir} is in use by another gateway (pid {pid}, from gateway.json); choose another run directory"
                 )
             time.sleep(0.05)
         if pid is not None and not (self.run_dir / "journal.sqlite").exists():
@@ -86,24 +80,25 @@ class ProcessGroup:
         joins: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`joins` is the run directory of the gateway, where it is not this group's. `environment` is added to ours."""
-        mark = self._marks[name] = mark_of(joins or self.run_dir, name)
-        mark.unlink(missing_ok=True)
+        """Start an engine. `joins` is the gateway's run directory, if it is not this group's. `environment` is added to
+        ours."""
+        ready = self._ready_files[name] = ready_file(joins or self.run_dir, name)
+        ready.unlink(missing_ok=True)
         arguments = ["engine", "--run-dir", str(joins or self.run_dir), "--model", str(model), "--name", name]
         arguments += ["--patience", f"{patience:g}"]
         self._environments[name] = environment or {}
         self._start(name, arguments + _overrides(config), interpreter(config))
 
     def wait_for_engines(self, count: int) -> None:
-        """A registered engine leaves a mark in the run directory: no connection is needed to wait for it."""
-        marks = self._marks.values()
-        self.wait_until(lambda: sum(m.exists() for m in marks) >= count, f"{count} engine(s) to register")
+        """Wait until engines have registered. Each then touches a file in the run directory, so this needs no connection."""
+        files = self._ready_files.values()
+        self.wait_until(lambda: sum(file.exists() for file in files) >= count, f"{count} engine(s) to register")
         self._is_up = True
 
     def keep_alive(self) -> None:
-        """From now on a process that dies is started again. An engine then has no weights, or old ones: `bridge.repair`. A
-        gateway goes on under the same address, with what is in its journal."""
-        self._keeps = True
+        """Restart processes that die from now on. A restarted engine has no weights or old ones; `bridge.repair` fixes that. A
+        restarted gateway keeps its address and its journal."""
+        self._restarts = True
         threading.Thread(target=self._watch, name="slipstream-keeper", daemon=True).start()
 
     def _watch(self) -> None:
@@ -113,11 +108,12 @@ class ProcessGroup:
                     code = process.poll()
                     if code is not None and not self._ending.is_set() and self._may_restart(name, code):
                         self.num_restarts += 1
-                        log.warning("%s ended with exit code %s; starting it again", name, code)
+                        log.warning("%s exited with code %s; restarting it", name, code)
                         self._spawn(name)
 
     def _may_restart(self, name: str, code: int) -> bool:
-        """One that was killed may always. One that ends by itself will do so again, unless it had worked for a while."""
+        """Return whether to restart a process. One that was killed always; one that exited by itself only a few times, and only
+        once the fleet has been up: before that it would fail again."""
         if code < 0:
             return True
         self._failures[name] += 1
@@ -130,10 +126,10 @@ class ProcessGroup:
         self.close()
 
     def close(self) -> None:
-        """Engines first, so that the gateway sees them go; then whatever is left is killed. May be called twice."""
+        """Stop all processes, engines first so that the gateway sees them leave. Kill those that do not stop. Idempotent."""
         atexit.unregister(self.close)
         self._ending.set()
-        with self._lock:  # nobody starts anything any more
+        with self._lock:  # no more restarts
             processes, self._processes = list(reversed(self._processes.values())), {}
         for process in processes:
             process.terminate()
@@ -153,7 +149,7 @@ class ProcessGroup:
 
     def _spawn(self, name: str) -> None:
         with open(self.run_dir / f"{name}.log", "ab") as output:
-            # A session of its own: Ctrl-C reaches this process alone, which then ends the others in order.
+            # A new session: Ctrl-C reaches only this process, which then stops the others in order.
             self._processes[name] = subprocess.Popen(
                 self._commands[name],
                 env={**os.environ, **self._environments.get(name, {})},
@@ -164,36 +160,40 @@ class ProcessGroup:
             )
 
     def wait_until(self, done: Callable[[], bool], what: str, deadline: float | None = None) -> None:
-        """Raises `LaunchFailed` as soon as a process has ended by itself. The deadline is that of the start, unless given."""
+        """Wait for a condition. Raise `LaunchFailed` as soon as a process has exited. The default deadline is that of the
+        start."""
         deadline = self._deadline if deadline is None else deadline
         while not done():
             for name, process in list(self._processes.items()):
                 code = process.poll()
-                if code is not None and not (self._keeps and code < 0):  # one that was killed is started again
+                if code is not None and not (self._restarts and code < 0):  # a killed process is restarted
                     raise LaunchFailed(
-                        f"{name} ended with exit code {process.returncode} while waiting for {what}; the end of "
-                        f"{self.run_dir / name}.log:\n{self._log_tail(name)}"
+                        f"{name} exited with code {process.returncode} while waiting for {what}; all logs are in "
+                        f"{self.run_dir}, and {name}.log ends with:\n{self._log_tail(name)}"
                     )
             if time.monotonic() > deadline:
                 tails = "\n".join(f"--- {name}.log\n{self._log_tail(name)}" for name in self._processes)
-                raise DeadlineExceeded(f"waited {self._start_timeout:g} s for {what}, in {self.run_dir}:\n{tails}")
+                raise DeadlineExceeded(
+                    f"waited {self._start_timeout:g} s for {what}; all logs are in {self.run_dir} and end with:\n{tails}"
+                )
             time.sleep(0.02)
 
     def _log_tail(self, name: str) -> str:
-        """The last lines, and before them what went wrong further up: processes of an engine's own may have said it first."""
+        """Return the last lines of a log, preceded by earlier exceptions: child processes of an engine may have failed
+        first."""
         lines = (self.run_dir / f"{name}.log").read_text(errors="replace").splitlines()
         above, tail = lines[:-LOG_LINES], lines[-LOG_LINES:]
         causes = list(dict.fromkeys(line for line in above if _CAUSE.search(line)))[-3:]
         return "\n".join([*causes, *(["…"] if causes else []), *tail])
 
 
-def mark_of(run_dir: Path, engine: str) -> Path:
-    """The file that says that an engine has registered."""
+def ready_file(run_dir: Path, engine: str) -> Path:
+    """Return the file that an engine touches once it has registered."""
     return run_dir / f"{engine}.ready"
 
 
 def _gateway_pid(run_dir: Path) -> int | None:
-    """Of the gateway whose file is there; 0 if the file cannot be read, None if there is none."""
+    """Return the pid in gateway.json; 0 if the file cannot be read, None if there is none."""
     try:
         return int(json.loads((run_dir / "gateway.json").read_text())["pid"])
     except FileNotFoundError:
@@ -203,14 +203,10 @@ def _gateway_pid(run_dir: Path) -> int | None:
 
 
 def _options(config: GatewayConfig) -> list[str]:
-    """A config as command-line options: `lease_seconds=10` is `--lease-seconds 10`."""
-    return [
-        text
-        for field in fields(config)
-        for text in (f"--{field.name.replace('_', '-')}", str(getattr(config, field.name)))
-    ]
+    """Return a config as command-line options: `lease_seconds=10` is `--lease-seconds 10`."""
+    return [text for name, value in config for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _overrides(config: EngineConfig | HttpConfig) -> list[str]:
-    """`max_concurrency=64`, as TOML values."""
-    return [f"{field.name}={json.dumps(getattr(config, field.name))}" for field in fields(config)]
+    """Return a config as overrides with TOML values, such as `max_num_seqs=64`."""
+    return [f"{name}={json.dumps(value)}" for name, value in config]

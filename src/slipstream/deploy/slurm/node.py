@@ -1,11 +1,11 @@
-"""A node of a SLURM job does its part: `srun slipstream role …`, once on each.
+"""What each node of a SLURM job runs: `srun slipstream role …`, once per node.
 
-    first node        makes certificates, runs the gateway, waits for the engines, runs the trainer
-    others before     wait for the engines, run the trainer
-    the last N        wait for the gateway, run engines until it is gone
+    first node            makes certificates, runs the gateway, waits for the engines, runs the trainer
+    other trainer nodes   wait for the engines, run the trainer
+    inference nodes       wait for the gateway, run engines until it is gone
 
-They find each other through the run directory, on a file system that all see. When the first node's trainer ends, its gateway
-takes `gateway.json` away, and that ends the others."""
+Nodes find each other through the run directory, on a shared file system. When the trainer on the first node ends, the gateway
+removes `gateway.json`, which ends the other nodes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.config import EngineConfig, GatewayConfig
+from slipstream.config import EmbeddedConfig, EngineConfig, GatewayConfig
+from slipstream.deploy.fleet import RESTART_SECONDS
+from slipstream.deploy.processes import certificates
+from slipstream.deploy.processes.certificates import Certificates
+from slipstream.deploy.processes.process_group import ProcessGroup, ready_file
+from slipstream.deploy.slurm.job import JobNode
 from slipstream.errors import ConfigError, DeadlineExceeded
-from slipstream.topology import RESTART_SECONDS, certificates
-from slipstream.topology.certificates import Certificates
-from slipstream.topology.local import ProcessGroup, mark_of
-from slipstream.topology.slurm import Role
 
 log = logging.getLogger(__name__)
 
@@ -33,29 +34,29 @@ POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One node's part in a run; every node is given the same but for `role`."""
+class NodeRole:
+    """What one node of a job runs. All fields but `node` are the same on every node."""
 
-    role: Role
+    node: JobNode
     run_dir: Path
     model: Path
     command: Sequence[str]
-    """The trainer's."""
-    engine: EngineConfig = EngineConfig()  # noqa: RUF009 it is frozen
+    """Command that starts the trainer."""
+    engine: EngineConfig = field(default_factory=EmbeddedConfig)
     engines_per_node: int = 1
     port: int = 0
-    """Of the gateway."""
+    """Port of the gateway."""
     start_seconds: float = START_SECONDS
 
     def run(self) -> int:
-        """The exit code of this node: the trainer's, or 0 where engines were."""
-        log.info("node %s: %s", self.role.name, "trainer" if self.role.is_trainer else "engines")
+        """Run this node to its end. Return the trainer's exit code, or 0 on an inference node."""
+        log.info("node %s: %s", self.node.name, "trainer" if self.node.is_trainer else "engines")
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        if self.role.is_alone:
+        if self.node.is_alone:
             return self._alone()
-        if self.role.is_head:
+        if self.node.is_head:
             return self._head()
-        return self._trainer() if self.role.is_trainer else self._engines()
+        return self._trainer() if self.node.is_trainer else self._engines()
 
     def _alone(self) -> int:
         with ProcessGroup(self.run_dir, self.start_seconds) as group:
@@ -68,13 +69,13 @@ class Part:
         left = [*self.run_dir.glob("*.ready"), *self.run_dir.glob("gateway.json")]
         if left:
             raise ConfigError(
-                f"{self.run_dir} was used by another attempt ({left[0].name} is there); give each one its own"
+                f"{self.run_dir} was used by another attempt (it has {left[0].name}); give each attempt its own directory"
             )
-        files = certificates.make(self._certificates.directory, self.role.hosts)
+        files = certificates.make(self._certificates.directory, self.node.hosts)
         with ProcessGroup(self.run_dir, self.start_seconds) as group:
             group.keep_alive()
-            certificate, key = files.of(self.role.name)
-            gateway = GatewayConfig(self.role.name, self.port, certificate=certificate, key=key, ca=files.ca)
+            certificate, key = files.of(self.node.name)
+            gateway = GatewayConfig(host=self.node.name, port=self.port, certificate=certificate, key=key, ca=files.ca)
             group.start_gateway(gateway)
             group.wait_until(lambda: not self._missing(), f"engines {', '.join(self._names)} to register")
             return self._train()
@@ -86,10 +87,10 @@ class Part:
     def _engines(self) -> int:
         self._wait(self._has_gateway, "the gateway")
         config = self.engine
-        if config.kind == "embedded":  # the others take weights over NCCL, and listen for none
-            certificate, key = self._certificates.of(self.role.name)
-            config = replace(config, listen=self.role.name, certificate=certificate, key=key)
-        with ProcessGroup(self.run_dir / self.role.name, self.start_seconds) as group:
+        if config.kind == "embedded":  # other backends receive weights over NCCL and do not listen
+            certificate, key = self._certificates.of(self.node.name)
+            config = config.replace(listen=self.node.name, certificate=certificate, key=key)
+        with ProcessGroup(self.run_dir / self.node.name, self.start_seconds) as group:
             group.keep_alive()
             self._start_engines(group, config)
             group.wait_until(lambda: not self._has_gateway(), "the run to end", deadline=math.inf)
@@ -98,31 +99,35 @@ class Part:
     def _start_engines(self, group: ProcessGroup, config: EngineConfig) -> None:
         shares = split_devices(os.environ.get("CUDA_VISIBLE_DEVICES", ""), self.engines_per_node)
         for index, devices in enumerate(shares):
-            name = _engine_name(self.role.name, index)
+            name = _engine_name(self.node.name, index)
             group.start_engine(name, self.model, config, RESTART_SECONDS, joins=self.run_dir, environment=devices)
         group.wait_for_engines(self.engines_per_node)
 
     def _train(self) -> int:
-        """Runs the trainer's command; a signal to end reaches it, too."""
-        rank = f"{self.role.index}/{len(self.role.trainers)}"
-        environment = {**os.environ, "SLIPSTREAM_RUN_DIR": str(self.run_dir), "SLIPSTREAM_TRAINER": rank}
+        """Run the trainer's command and forward SIGTERM to it."""
+        environment = {
+            **os.environ,
+            "SLIPSTREAM_RUN_DIR": str(self.run_dir),
+            "SLIPSTREAM_PROCESS_INDEX": str(self.node.index),
+            "SLIPSTREAM_PROCESS_COUNT": str(len(self.node.trainers)),
+        }
         started: list[subprocess.Popen[bytes]] = []
-        told = False
+        terminated = False
 
         def end(*_: object) -> None:
-            nonlocal told
-            told = True
+            nonlocal terminated
+            terminated = True
             for trainer in started:
                 trainer.terminate()
 
         before = signal.signal(signal.SIGTERM, end)
         try:
             started.append(subprocess.Popen(list(self.command), env=environment))
-            if told:  # while it was being started
+            if terminated:  # the signal came while the trainer was starting
                 end()
             code = started[0].wait()
         except OSError as error:
-            raise ConfigError(f"the trainer's command {self.command[0]!r} cannot be run: {error.strerror}") from None
+            raise ConfigError(f"cannot run the trainer's command {self.command[0]!r}: {error.strerror}") from None
         finally:
             signal.signal(signal.SIGTERM, before)
         return code if code >= 0 else 128 - code
@@ -133,10 +138,10 @@ class Part:
 
     @property
     def _names(self) -> list[str]:
-        return [_engine_name(host, index) for host in self.role.inference for index in range(self.engines_per_node)]
+        return [_engine_name(host, index) for host in self.node.inference for index in range(self.engines_per_node)]
 
     def _missing(self) -> list[str]:
-        return [name for name in self._names if not mark_of(self.run_dir, name).exists()]
+        return [name for name in self._names if not ready_file(self.run_dir, name).exists()]
 
     def _has_gateway(self) -> bool:
         return (self.run_dir / "gateway.json").exists()
@@ -146,8 +151,8 @@ class Part:
         while not done():
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"node {self.role.name} waited {self.start_seconds:g} s for {what} in {self.run_dir}; is that directory on "
-                    f"a file system that {self.role.hosts[0]} writes to as well?"
+                    f"node {self.node.name} waited {self.start_seconds:g} s for {what} in {self.run_dir}; is that directory on "
+                    f"a file system shared with {self.node.hosts[0]}?"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -157,12 +162,12 @@ def _engine_name(host: str, index: int) -> str:
 
 
 def split_devices(visible: str, count: int) -> list[Mapping[str, str]]:
-    """What each of a node's engines is told of its GPUs: an equal share of those that the node has been given."""
+    """Divide a node's GPUs evenly among its engines; return the environment variables of each engine."""
     devices = [device for device in visible.split(",") if device]
     if count == 1 or not devices:
         return [{}] * count
     share, rest = divmod(len(devices), count)
     if rest or not share:
-        raise ConfigError(f"{len(devices)} GPU(s) ({visible}) cannot be shared evenly by {count} engines of a node")
+        raise ConfigError(f"{len(devices)} GPU(s) ({visible}) cannot be divided evenly among {count} engines of a node")
     parts = (devices[index * share : (index + 1) * share] for index in range(count))
     return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]

@@ -1,7 +1,7 @@
-"""A child process ends when its owner does, however the owner dies.
+"""End a child process when its owner ends, however the owner dies.
 
-Polling the parent's pid survives what a pipe or a death signal does not: a pipe's other end may be inherited by the
-owner's other children, and PR_SET_PDEATHSIG fires when the thread that forked ends, not the process."""
+The child polls its parent's pid. A pipe would not do, since its other end may be inherited by the owner's other children.
+PR_SET_PDEATHSIG would not either: it fires when the forking thread ends, not the process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import os
 import threading
 import time
 
-from slipstream.weights.transports import shm
+from slipstream.weights.transports.host import shm
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 3.0
 
 
 def follow(owner: int, stop: asyncio.Event) -> None:
-    """Watches `owner`, this process's parent; when it is gone, sets `stop` on the running loop, and after a grace
-    period ends the process. 0 follows nobody."""
+    """Watch `owner`, the parent of this process. When it is gone, set `stop` on the running loop, and exit after a grace
+    period. 0 disables this."""
     if owner:
         loop = asyncio.get_running_loop()
         threading.Thread(target=_watch, args=(owner, loop, stop), name="lifeline", daemon=True).start()

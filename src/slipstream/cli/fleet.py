@@ -1,0 +1,273 @@
+"""Commands that run and inspect a fleet: `launch`, `status`, `gateway` and `engine`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli.options import EngineSettings, JoinGateway, JoinRunDir, Owner
+from slipstream.cli.stderr import log_to_stderr
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from slipstream.bridge.bridge import Bridge
+    from slipstream.types import EngineStatus, FleetStatus
+
+
+def launch(
+    model: Annotated[Path, typer.Option(help="HF model directory; with --ray, a path on every node.")],
+    options: EngineSettings = None,
+    engines: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
+    ray: Annotated[bool, typer.Option("--ray", help="Run on a Ray cluster instead of this machine.")] = False,
+    ray_option: Annotated[
+        list[str] | None,
+        typer.Option(help="With --ray: a setting of RayConfig, such as gpus=1 or strategy=PACK; repeatable."),
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory for logs, address and token; a new one by default.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 0,
+    http: Annotated[int | None, typer.Option(help="Also serve HTTP on this port; 0 takes a free one.")] = None,
+    http_option: Annotated[
+        list[str] | None,
+        typer.Option(help="With --http: a setting of HttpConfig, such as weights=checkpoints; repeatable."),
+    ] = None,
+    start_seconds: Annotated[float, typer.Option(help="Time limit for gateway and engines to start.")] = 900.0,
+) -> None:
+    """Run a gateway and engines until Ctrl-C.
+
+    Processes that die are restarted. Prints how to connect.
+    """
+    from slipstream.config import EngineConfig, GatewayConfig, HttpConfig, RayConfig, load
+    from slipstream.deploy.fleet import launch as start
+
+    if ray_option and not ray:
+        raise ConfigError(f"--ray-option {ray_option[0]} is a setting of the Ray cluster and needs --ray")
+    if http_option and http is None:
+        raise ConfigError(f"--http-option {http_option[0]} is a setting of the HTTP server and needs --http PORT")
+    stop = threading.Event()
+    with start(
+        model,
+        engines=engines,
+        engine=load(EngineConfig, overrides=options or ()),
+        gateway=GatewayConfig(port=port),
+        run_dir=run_dir,
+        start_timeout=start_seconds,
+        keep_alive=True,
+        http=load(HttpConfig, overrides=[f"port={http}", *(http_option or ())]) if http is not None else False,
+        cluster=load(RayConfig, overrides=ray_option or ()) if ray else "local",
+    ) as bridge:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        print("\n".join(_how_to_connect(bridge)), flush=True)
+        stop.wait()
+
+
+def _how_to_connect(bridge: Bridge) -> list[str]:
+    from slipstream.config import LOOPBACK
+    from slipstream.deploy.processes.run_dir import read_run_dir
+    from slipstream.runtime.tls import host_of
+
+    run_dir = Path(bridge.run_dir).absolute()
+    address, _, ca = read_run_dir(run_dir)
+    rows = {
+        "engines": ", ".join(f"{e.info.name} ({e.state})" for e in bridge.status().engines),
+        "gateway": address,
+        "here": f'slipstream.connect("{run_dir}")',
+    }
+    if host_of(address)[0] not in LOOPBACK:
+        rows["elsewhere"] = (
+            f'slipstream.connect("{address}", token=…, ca=…), with copies of {run_dir / "token"} and {ca}'
+        )
+    if bridge.http_url:
+        rows["http"] = f"{bridge.http_url} (the token is in {run_dir / 'token'})"
+    rows["logs"] = f"{run_dir}/*.log"
+    rows["status"] = f"slipstream status --run-dir {run_dir}"
+    return [*(f"{label:<10}{text}" for label, text in rows.items()), "Press Ctrl-C to stop."]
+
+
+def status(run_dir: JoinRunDir = None, gateway: JoinGateway = "") -> None:
+    """Show a running fleet: its engines and policy version."""
+    from rich.console import Console
+
+    from slipstream.deploy.fleet import connect
+
+    if run_dir is None and not gateway:
+        raise ConfigError("no gateway given: pass --run-dir DIR or --gateway ADDRESS")
+    with connect(run_dir or gateway) as bridge:
+        fleet = bridge.status()
+    _print_status(fleet, Console())
+
+
+def _print_status(fleet: FleetStatus, console: Console) -> None:
+    """Print a table of at most 80 columns, and notes below it."""
+    from rich.table import Table
+
+    version = fleet.version if fleet.version >= 0 else "none yet"
+    console.print(f"policy version {version}, {fleet.num_completions} completions, up {fleet.uptime_seconds:.0f} s")
+    if fleet.num_retried:
+        console.print(f"{fleet.num_retried} requests were retried on another engine")
+    models = sorted({f"{e.info.model}, {e.info.num_ranks} rank(s)" for e in fleet.engines})
+    for model in models:
+        console.print(f"model {model}", markup=False, highlight=False)
+    table = Table("engine", "state", "version", "in flight", "cache hits", "heartbeat")
+    for engine in fleet.engines:
+        table.add_row(*_status_row(engine))
+    console.print(table)
+    for engine in fleet.engines:
+        if engine.note:
+            console.print(f"{engine.info.name}: {engine.note}", markup=False, highlight=False)
+
+
+def _status_row(engine: EngineStatus) -> tuple[str, ...]:
+    state = engine.state if engine.circuit == "closed" else f"{engine.state}, circuit {engine.circuit}"
+    version = str(engine.info.version) if engine.info.version >= 0 else "–"
+    hits = f"{engine.hit_tokens / engine.looked_up_tokens:.0%}" if engine.looked_up_tokens else "–"
+    heartbeat = f"{engine.seconds_since_heartbeat:.1f} s ago"
+    return engine.info.name, state, version, str(engine.num_requests), hits, heartbeat
+
+
+def gateway(
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Directory for logs and the gateway's address and token.")],
+    host: Annotated[
+        str,
+        typer.Option(help="Host name or address to listen on; beyond loopback it needs --certificate, --key and --ca."),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 0,
+    lease_seconds: Annotated[float, typer.Option(help="An engine silent for this long is considered lost.")] = 10.0,
+    max_message_bytes: Annotated[int, typer.Option(help="Maximum size of a control message.")] = 64 << 20,
+    certificate: Annotated[str, typer.Option(help="PEM file of the certificate; see `slipstream certificates`.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of the certificate's private key.")] = "",
+    ca: Annotated[
+        str, typer.Option(help="PEM file of the CA that signed the certificate, for those who connect.")
+    ] = "",
+    http: Annotated[
+        int | None,
+        typer.Option(help="Also serve HTTP (OpenAI's API, vLLM's calls for RL) on this port; 0 takes a free one."),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="HTTP settings: model=my-model weights=checkpoints …"),
+    ] = None,
+    owner: Owner = 0,
+) -> None:
+    """Run a gateway, which engines and trainers connect to.
+
+    Weights do not pass through it. It writes its address to
+    RUN_DIR/gateway.json and a new token to RUN_DIR/token, which only you can
+    read.
+    """
+    from slipstream.config import GatewayConfig, HttpConfig, load
+    from slipstream.deploy.processes.lifeline import follow
+    from slipstream.gateway.server import serve
+    from slipstream.weights.transports.host import shm
+
+    log_to_stderr()
+    config = GatewayConfig(
+        host=host,
+        port=port,
+        lease_seconds=lease_seconds,
+        max_message_bytes=max_message_bytes,
+        certificate=certificate,
+        key=key,
+        ca=ca,
+    )
+    front = None
+    if http is not None:
+        from slipstream.http.server import companion_server
+
+        settings = load(HttpConfig, overrides=[f"port={http}", *(options or ())])
+        front = companion_server(settings, max_message_bytes, ca, run_dir)
+    elif options:
+        raise ConfigError(f"{options[0]} is a setting of the HTTP server and needs --http PORT")
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        follow(owner, stop)
+        await serve(config, run_dir, stop, front)
+
+    try:
+        asyncio.run(main())
+    finally:
+        shm.sweep()
+
+
+def engine(
+    model: Annotated[
+        Path,
+        typer.Option(help="HF model directory: config.json, tokenizer.json, and weights unless a sync brings them."),
+    ],
+    run_dir: JoinRunDir = None,
+    gateway: Annotated[
+        str,
+        typer.Option(
+            help="Address of the gateway, instead of --run-dir; needs its token and, beyond loopback, its CA."
+        ),
+    ] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the gateway's token; SLIPSTREAM_TOKEN by default.")
+    ] = None,
+    ca: Annotated[
+        str, typer.Option(help="PEM file of the CA that signed the gateway's certificate.", envvar="SLIPSTREAM_CA")
+    ] = "",
+    name: Annotated[str, typer.Option(help="Name of the engine in the fleet; engine-PID by default.")] = "",
+    options: EngineSettings = None,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a lost gateway to come back.")] = 60.0,
+    owner: Owner = 0,
+) -> None:
+    """Run an engine and connect it to a gateway.
+
+    The engine is the embedded JAX engine, vLLM (kind=vllm), or a running server
+    (kind=remote url=https://host:8000, with dialect=sglang for SGLang).
+    """
+    from slipstream.config import EngineConfig, load
+
+    log_to_stderr()
+    config = load(EngineConfig, overrides=options or ())
+    if config.kind == "embedded" and config.tensor_parallel_size > 1:
+        # CPU devices, if there is no accelerator; JAX reads the flag when it starts.
+        flag = f"--xla_force_host_platform_device_count={config.tensor_parallel_size}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    from slipstream.deploy.processes.engine_process import host
+    from slipstream.deploy.processes.lifeline import follow
+    from slipstream.weights.transports.host import shm
+
+    address, token, authority = _credentials(run_dir, gateway, token_file, ca)
+    name = name or f"engine-{os.getpid()}"
+    ready = run_dir / f"{name}.ready" if run_dir is not None else None
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        follow(owner, stop)
+        await host(model, name, config, address, token, patience, ready, stop, authority)
+
+    try:
+        asyncio.run(main())
+    finally:
+        shm.sweep()
+
+
+def _credentials(run_dir: Path | None, address: str, token_file: Path | None, ca: str) -> tuple[str, str, str]:
+    """Return `(address, token, CA)` of the gateway to join."""
+    from slipstream.deploy.processes.run_dir import read_run_dir
+
+    if run_dir is not None:
+        return read_run_dir(run_dir)
+    try:
+        token = token_file.read_text().strip() if token_file is not None else os.environ.get("SLIPSTREAM_TOKEN", "")
+    except OSError as error:
+        raise ConfigError(f"the token cannot be read from {token_file}: {error.strerror}") from None
+    if not address or not token:
+        raise ConfigError(
+            "no gateway given: pass --run-dir DIR, or --gateway ADDRESS with --token-file FILE or the token in "
+            "SLIPSTREAM_TOKEN"
+        )
+    return address, token, ca

@@ -1,0 +1,45 @@
+"""The `slipstream` command: its subcommands, one module per group. Each imports what it needs when it runs, so that a gateway
+never loads JAX."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from slipstream.cli import fanout, fleet, hosts, machine, models, plan, train
+from slipstream.errors import ConfigError, SlipstreamError
+
+app = typer.Typer(
+    name="slipstream",
+    help="Reinforcement learning in JAX, with rollouts by inference engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+GROUPS = {
+    "Train": (train.demo, train.train),
+    "Serve": (fleet.launch, fleet.status, fanout.fanout, fleet.gateway, fleet.engine),
+    "Models": (models.sample_model, models.fetch, models.convert),
+    "Several machines": (plan.plan, hosts.certificates, hosts.slurm, hosts.role),
+    "This machine": (machine.doctor, machine.setup),
+}
+
+for _group, _commands in GROUPS.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_group)(_command)
+
+
+def main() -> None:
+    """Run the command. A `SlipstreamError` is printed as a message, without a traceback."""
+    try:
+        app()
+    except SlipstreamError as error:
+        print(f"slipstream: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The `plan` command: predict a weight sync, and recommend a topology and a transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.table import Table
+
+    from slipstream.deploy.advice.sync_cost import SyncCost, TensorKind
+    from slipstream.deploy.advice.topology import Recommendation
+
+DEFAULT_GBPS = (5.0, 50.0, 400.0)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="HF model directory, or a name: llama-8b, llama-70b, qwen3-235b-a22b, kimi-k2."),
+    ],
+    trainer: Annotated[str, typer.Option(help="The trainer's mesh: fsdp=128,tp=8.")] = "fsdp=1",
+    engines: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks per engine.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="Expert parallelism: engine ranks hold whole experts.")] = False,
+    dtype: Annotated[str, typer.Option(help="Data type of the engine's weights.")] = "bfloat16",
+    gbps: Annotated[list[float] | None, typer.Option(help="Link speed per rank in GB/s; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    workload: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Hardware and workload: device=gpu hosts=2 devices=8 …"),
+    ] = None,
+) -> None:
+    """Predict the cost of a weight sync; recommend a topology.
+
+    Prints bytes, moves and memory per rank, and seconds at given link speeds.
+    With a workload (settings of Workload: device, hosts, devices, prompts,
+    group, tokens, sync_every, …) it also recommends a topology and a transport,
+    says why, and predicts iterations per day.
+    """
+    import dataclasses
+    import json
+
+    from rich.console import Console
+
+    from slipstream.config import load
+    from slipstream.deploy.advice import sync_cost
+    from slipstream.deploy.advice.topology import Scenario, Workload, choose
+    from slipstream.weights.plan import DTYPE_BYTES
+
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    mesh = sync_cost.parse_trainer(trainer)
+    shape = sync_cost.FleetShape(engines, tp, ep)
+    cost = sync_cost.estimate(_kinds(model, tp), mesh, shape, dtype)
+    choice = choose(Scenario(cost, mesh, shape, load(Workload, overrides=workload))) if workload else None
+    speeds = gbps or DEFAULT_GBPS
+    if as_json:
+        figures = {**dataclasses.asdict(cost), "seconds": {f"{s:g} GB/s": cost.seconds(s) for s in speeds}}
+        if choice is not None:
+            figures["recommendation"] = {**dataclasses.asdict(choice), "iterations_per_day": choice.iterations_per_day}
+        print(json.dumps(figures))
+        return
+    title = (
+        f"{model}: {cost.num_parameters / 1e9:,.3f}B parameters, {mesh.num_ranks} trainer rank(s) → {engines} × tp {tp}"
+    )
+    Console().print(_table(title, cost, speeds, choice))
+    if choice is None:
+        print("Describe the hardware (device=gpu hosts=2 devices=8 …) to get a recommended topology and transport.")
+
+
+def _kinds(model: str, tp: int) -> Mapping[TensorKind, int]:
+    """Return the kinds of tensors of a model known by name, or of the model in a directory."""
+    from slipstream.deploy.advice import sync_cost
+    from slipstream.model import families
+    from slipstream.model.checkpoints.hf_config import read_config
+
+    kinds = sync_cost.kinds_named(model)
+    if kinds is not None:
+        return kinds
+    if not Path(model).exists():
+        raise ConfigError(f"{model} is neither a directory nor a known name ({', '.join(sync_cost.names())})")
+    config = read_config(Path(model).parent if model.endswith("config.json") else model)
+    families.shard_dims(config, tp)
+    return sync_cost.kinds_of(families.family_tensors(config))
+
+
+def _table(title: str, cost: SyncCost, speeds: Sequence[float], choice: Recommendation | None) -> Table:
+    from rich.table import Table
+
+    table = Table("", "", title=title, show_header=False)
+    for label, value in (
+        ("model, in the engine's dtype", f"{cost.model_bytes / 1e9:,.3f} GB"),
+        ("an engine rank receives", f"{cost.engine_rank_bytes / 1e9:,.3f} GB"),
+        ("in moves", f"{cost.moves_per_engine_rank:,}"),
+        ("in buckets of 256 MiB", f"{cost.buckets_per_engine_rank:,}"),
+        ("a trainer rank sends", f"{cost.trainer_rank_bytes / 1e9:,.3f} GB"),
+        ("total", f"{cost.total_bytes / 1e9:,.1f} GB"),
+        ("an engine rank's extra memory", f"{cost.engine_extra_bytes / 1e9:,.3f} GB"),
+        *((f"seconds at {speed:g} GB/s per rank", f"{cost.seconds(speed):,.3f}") for speed in speeds),
+    ):
+        table.add_row(label, value)
+    if choice is not None:
+        table.add_section()
+        times = (choice.generate_seconds, choice.train_seconds, choice.sync_seconds)
+        for label, value in (
+            ("topology", f"[bold]{choice.topology}[/]: {choice.reasons[0]}"),
+            ("transport", f"[bold]{choice.transport}[/]: {choice.reasons[1]}"),
+            *(("note", note) for note in choice.reasons[2:]),
+            ("generation, training, one sync", ", ".join(f"{seconds:,.3g} s" for seconds in times)),
+            ("one iteration", f"{choice.iteration_seconds:,.3g} s: {choice.iterations_per_day:,.0f} per day"),
+        ):
+            table.add_row(label, value)
+    return table

@@ -1,0 +1,49 @@
+"""Training commands: `demo` and `train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    steps: Annotated[
+        int, typer.Option(help="Maximum number of RL steps; it stops early when the task is solved.")
+    ] = 400,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    engines: Annotated[int, typer.Option(help="Number of engine processes; 0 generates in the trainer process.")] = 1,
+    engine: Annotated[
+        str, typer.Option(help="Engine backend: embedded, or vllm (see `slipstream setup`).")
+    ] = "embedded",
+    mode: Annotated[str, typer.Option(help="Schedule: sync, partial, one_step_off or async.")] = "sync",
+    out: Annotated[str, typer.Option(help="Run directory; runs/TIME by default.")] = "",
+) -> None:
+    """Train a tiny model with GRPO on this machine.
+
+    No download and no config are needed. A decoder and its tokenizer are
+    created, warmed up for a few seconds, and learn to reverse digits. Rollouts
+    run in another process, which receives the new weights after every step.
+    """
+    from slipstream.cli.demo import run
+
+    raise typer.Exit(run(steps=steps, seed=seed, engines=engines, engine=engine, mode=mode, out=out))
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; see examples/train.toml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings that override the file: algorithm.group=16 seed=3 …"),
+    ] = None,
+) -> None:
+    """Train a model with the settings of a TOML file.
+
+    Any setting can be overridden: [b]slipstream train run.toml steps=50[/b]
+    """
+    from slipstream.cli.demo import run_train
+    from slipstream.config import load
+    from slipstream.rl.config import TrainConfig
+
+    raise typer.Exit(run_train(load(TrainConfig, config, overrides or [])))

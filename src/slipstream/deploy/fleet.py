@@ -1,0 +1,255 @@
+"""`launch`, `connect` and `inprocess`: three ways to get a `Bridge` to inference engines.
+
+`launch` starts a gateway and engines on this machine or a Ray cluster, `connect` joins a running fleet, and `inprocess`
+runs an engine in the current process. The bridge has the same methods in all three cases."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from slipstream.bridge.bridge import Bridge
+from slipstream.config import (
+    MAX_MESSAGE_BYTES,
+    EmbeddedConfig,
+    EngineConfig,
+    GatewayConfig,
+    HttpConfig,
+    RayConfig,
+    RemoteConfig,
+    SyncOptions,
+    engine_config,
+)
+from slipstream.deploy.processes.process_group import ProcessGroup
+from slipstream.deploy.processes.run_dir import http_url, new_run_dir, read_run_dir
+from slipstream.errors import ConfigError, GatewayLost, Unauthorized
+
+if TYPE_CHECKING:
+    from slipstream.deploy.ray.cluster import ActorGroup
+
+SYNC_SECONDS = 120.0
+START_SECONDS = 120.0
+FOLLOW_SECONDS, RESTART_SECONDS = 3.0, 60.0
+"""How long an engine waits for a lost gateway: without and with a restart."""
+
+
+def launch(
+    model: str | Path,
+    *,
+    engines: int = 1,
+    engine: EngineConfig | Literal["embedded", "vllm"] | Sequence[EngineConfig] | None = None,
+    gateway: GatewayConfig | None = None,
+    run_dir: str | Path | None = None,
+    transport: str | None = None,
+    checksums: bool = True,
+    process_index: int = 0,
+    process_count: int = 1,
+    timeout: float = SYNC_SECONDS,
+    start_timeout: float = START_SECONDS,
+    keep_alive: bool = False,
+    http: bool | HttpConfig = False,
+    cluster: Literal["local", "ray"] | RayConfig = "local",
+) -> Bridge:
+    """Start a gateway and engines, and connect to them.
+
+    The processes end when the bridge closes, or when this process dies for whatever reason.
+
+    Args:
+        model: HF model directory with `config.json`, `tokenizer.json` for text prompts, and weights unless the first
+            `sync` brings them. On a Ray cluster it is a path on every node.
+        engines: Number of engine processes.
+        engine: Config of the engines; "embedded" or "vllm" for that backend's defaults; or a sequence with one config per
+            engine, such as several running servers.
+        gateway: Config of the gateway.
+        run_dir: Directory for logs, address and token; a new one by default.
+        transport: Data plane of weight syncs: `shm`, `tcp` or `disk:/directory`, for example. By default the fastest that
+            works.
+        checksums: Verify checksums of transferred weights.
+        process_index: `jax.process_index()` of a trainer with several processes. One process launches, the others
+            `connect`, and all call `sync`.
+        process_count: `jax.process_count()` of the trainer.
+        timeout: Time limit in seconds for each step of a sync and for each score.
+        start_timeout: Time limit in seconds for the fleet to start.
+        keep_alive: Restart a gateway or engine that dies (see `bridge.rollouts` and `bridge.repair`).
+        http: Serve HTTP at `bridge.http_url`: OpenAI's API and vLLM's calls for RL (docs/http.md).
+        cluster: "ray" or a `RayConfig` runs gateway and engines as Ray actors, which are always restarted (docs/ray.md).
+
+    Example:
+        with slipstream.launch("my-model", engine=VllmConfig(tensor_parallel_size=2), engines=2) as bridge:
+            bridge.sync(params)
+            completions = bridge.generate(["Hello"])
+    """
+    sync = SyncOptions(transport, checksums, process_index, process_count)
+    configs = _configs(engine, engines)
+    gateway = gateway or GatewayConfig()
+    directory = Path(run_dir) if run_dir is not None else new_run_dir()
+    keep_alive = keep_alive or cluster != "local"  # Ray always restarts actors
+    group = _group(cluster, directory, start_timeout, len(configs), keep_alive)
+    try:
+        group.start_gateway(gateway, _http_config(http, Path(model)))
+        for index, config in enumerate(configs):
+            patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
+            group.start_engine(f"engine-{index}", Path(model), config, patience)
+        group.wait_for_engines(len(configs))
+        until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
+        while True:
+            try:
+                bridge = _join(_Address(*read_run_dir(directory)), sync, timeout, gateway.max_message_bytes, directory)
+                bridge.on_close(group.close)
+                return bridge
+            except (GatewayLost, ConfigError):  # the gateway has just died and is being restarted
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.1)
+    except BaseException:
+        group.close()
+        raise
+
+
+def connect(
+    target: str | Path | None = None,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    transport: str | None = None,
+    checksums: bool = True,
+    process_index: int = 0,
+    process_count: int = 1,
+    timeout: float = SYNC_SECONDS,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> Bridge:
+    """Connect to a running fleet. `transport`, `checksums`, `process_index`, `process_count` and `timeout` are as for `launch`.
+
+    Args:
+        target: The fleet's run directory, or the gateway's address (`127.0.0.1:8471`). Default: SLIPSTREAM_RUN_DIR.
+        token: Bearer token of the gateway. Default: the one in the run directory, or SLIPSTREAM_TOKEN.
+        ca: PEM certificate of the CA that signed the gateway's certificate, needed beyond loopback. Default: the one named
+            in the run directory, or SLIPSTREAM_CA.
+        max_message_bytes: Maximum size of a control message; must match the gateway's.
+
+    Example:
+        bridge = slipstream.connect("runs/fleet", process_index=jax.process_index(), process_count=jax.process_count())
+    """
+    sync = SyncOptions(transport, checksums, process_index, process_count)
+    target = target if target is not None else os.environ.get("SLIPSTREAM_RUN_DIR", "")
+    if target and Path(target).is_dir():
+        address, own_token, own_ca = read_run_dir(Path(target))
+        gateway = _Address(address, token or own_token, str(ca or own_ca))
+        return _join(gateway, sync, timeout, max_message_bytes, Path(target))
+    if not target:
+        raise ConfigError("no fleet given: pass its run directory or address, or set SLIPSTREAM_RUN_DIR")
+    address = str(target).removeprefix("grpc://")
+    if ":" not in address:
+        raise ConfigError(f"{target!r} is neither a run directory nor an address like 127.0.0.1:8471")
+    token = token or os.environ.get("SLIPSTREAM_TOKEN")
+    if not token:
+        raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
+    gateway = _Address(address, token, str(ca or os.environ.get("SLIPSTREAM_CA", "")))
+    return _join(gateway, sync, timeout, max_message_bytes)
+
+
+def inprocess(
+    model: str | Path,
+    *,
+    engine: EmbeddedConfig | None = None,
+    transport: str | None = None,
+    run_dir: str | Path | None = None,
+) -> Bridge:
+    """Run an embedded engine in this process, without a gateway.
+
+    Args:
+        model: HF model directory, as for `launch`.
+        engine: Config of the engine.
+        transport: Data plane of weight syncs, as for `launch`.
+        run_dir: Directory for the journal of `bridge.rollouts`; by default the journal is lost with the process.
+
+    Example:
+        with slipstream.inprocess("my-model") as bridge:
+            completions = bridge.generate(["Hello"])
+    """
+    from slipstream.bridge.in_process import LocalFleet
+    from slipstream.engines.embedded.engine import EmbeddedEngine
+    from slipstream.runtime import event_loop
+
+    journal = None
+    if run_dir is not None:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        journal = Path(run_dir) / "journal.sqlite"
+
+    async def start() -> LocalFleet:
+        embedded = EmbeddedEngine.from_directory(model, name="inprocess", options=engine or EmbeddedConfig())
+        return LocalFleet(embedded, journal)
+
+    return Bridge(event_loop.run(start()), SyncOptions(transport))
+
+
+def _configs(engine: EngineConfig | str | Sequence[EngineConfig] | None, count: int) -> list[EngineConfig]:
+    """Return one config per engine."""
+    if isinstance(engine, Sequence) and not isinstance(engine, str):
+        configs = [engine_config(config) for config in engine]
+    else:
+        configs = [engine_config(engine)] * count
+    if not configs:
+        raise ConfigError(f"engines must be at least 1, got {count}; slipstream.inprocess needs no engine process")
+    urls = [config.url for config in configs if isinstance(config, RemoteConfig)]
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"{urls[0]} is one server and so one engine, got {len(urls)} engines for it")
+    return configs
+
+
+def _group(
+    cluster: Literal["local", "ray"] | RayConfig, run_dir: Path, start_timeout: float, engines: int, keep_alive: bool
+) -> ProcessGroup | ActorGroup:
+    if cluster == "local":
+        group = ProcessGroup(run_dir, start_timeout)
+        if keep_alive:
+            group.keep_alive()
+        return group
+    if cluster != "ray" and not isinstance(cluster, RayConfig):
+        raise ConfigError(f"cluster must be 'local', 'ray' or a RayConfig, got {cluster!r}")
+    from slipstream.deploy.ray.cluster import ActorGroup
+
+    return ActorGroup(run_dir, start_timeout, engines, RayConfig() if cluster == "ray" else cluster)
+
+
+def _http_config(http: bool | HttpConfig, model: Path) -> HttpConfig | None:
+    """Return the config of the HTTP server, with the served model's tokenizer unless it names another."""
+    if http is False:
+        return None
+    config = HttpConfig() if http is True else http
+    return config if config.model else config.replace(model=str(model))
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A gateway: its address, bearer token, and the PEM file of its CA (empty without TLS)."""
+
+    address: str
+    token: str
+    ca: str
+
+
+def _join(
+    gateway: _Address, sync: SyncOptions, timeout: float, max_message_bytes: int, run_dir: Path | None = None
+) -> Bridge:
+    from slipstream.gateway.client import GatewayFleet
+    from slipstream.runtime import event_loop
+
+    async def join() -> GatewayFleet:
+        return GatewayFleet(
+            gateway.address,
+            gateway.token,
+            timeout,
+            max_message_bytes,
+            process_index=sync.process_index,
+            process_count=sync.process_count,
+            ca=gateway.ca,
+        )
+
+    bridge = Bridge(event_loop.run(join()), sync, str(run_dir or ""))
+    bridge.http_url = http_url(run_dir) if run_dir is not None else ""
+    return bridge

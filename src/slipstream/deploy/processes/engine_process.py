@@ -1,0 +1,76 @@
+"""Main function of an engine process: start the engine, connect it to its gateway, serve until stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig
+from slipstream.engines.contract import EngineBackend
+from slipstream.gateway.engine_stream import check_access, serve_engine
+from slipstream.runtime.garbage_collection import freeze_loaded_objects
+
+log = logging.getLogger(__name__)
+
+
+async def host(
+    model: Path,
+    name: str,
+    options: EngineConfig,
+    address: str,
+    token: str,
+    patience: float,
+    ready: Path | None,
+    stop: asyncio.Event,
+    ca: str = "",
+) -> None:
+    """Run an engine until `stop` is set. Raise `GatewayLost` if the gateway is gone for longer than `patience` seconds.
+
+    `ready` is a file to touch once the engine has registered; `ca` the CA of the gateway's certificate, if it has one."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await check_access(address, token, MAX_MESSAGE_BYTES, ca)
+    engine, ended = await _start(model, name, options)
+    freeze_loaded_objects()
+    log.info("engine %s: %s, pid %d, %s", name, engine.describe().model, os.getpid(), options)
+    on_registered = ready.touch if ready is not None else None
+    serving = asyncio.create_task(serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered, ca))
+    ends = [asyncio.create_task(event.wait()) for event in (stop, ended)]
+    try:
+        await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+    finally:
+        serving.cancel()
+        await engine.close()
+
+
+async def _start(model: Path, name: str, options: EngineConfig) -> tuple[EngineBackend, asyncio.Event]:
+    """Return the engine, and an event that is set when it ends by itself."""
+    if options.kind == "vllm":
+        from slipstream.engines.vllm.engine import VllmEngine
+
+        engine = await VllmEngine.start(model, name=name, options=options)
+        return engine, engine.ended
+    if options.kind == "remote":
+        from slipstream.engines.remote.engine import RemoteEngine
+
+        remote = await RemoteEngine.start(model, name=name, options=options)
+        return remote, remote.ended
+    from slipstream.engines.embedded.engine import EmbeddedEngine
+
+    _enable_compilation_cache()
+    return EmbeddedEngine.from_directory(model, name=name, options=options), asyncio.Event()
+
+
+def _enable_compilation_cache() -> None:
+    """Enable JAX's persistent compilation cache, unless the user has configured it."""
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "slipstream" / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
