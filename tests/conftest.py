@@ -3,16 +3,21 @@ import os
 import secrets
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before JAX starts: two devices, so that tensor parallelism can be tested on any machine, and compiled programs shared
-# between the many processes that the tests start (for this run only: a cache from another CPU could not be trusted).
+# Before JAX starts: two devices, for tensor parallelism on any machine, and compiled programs shared by the many processes of
+# one run (of one run only: a cache from another CPU cannot be trusted). XLA compiles without optimizations, in half the time;
+# SLIPSTREAM_TEST_OPTIMIZED=1 turns them on, as `make test` does for the tests of determinism.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
+_flags = ["--xla_force_host_platform_device_count=2"]
+if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("SLIPSTREAM_TEST_OPTIMIZED"):
+    _flags.append("--xla_backend_optimization_level=0")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _cache = tempfile.TemporaryDirectory(prefix="slipstream-tests-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache.name)
@@ -47,6 +52,34 @@ def few_mappings() -> Iterator[None]:
     if "jax" in sys.modules and mappings.exists() and mappings.read_bytes().count(b"\n") > MAX_MAPPINGS:
         sys.modules["jax"].clear_caches()
         gc.collect()
+
+
+SLOW = """
+    chaos cli/test_cli cli/test_demo deploy/test_fanout deploy/test_faults deploy/test_hosts deploy/test_kill
+    deploy/test_lan deploy/test_launch deploy/test_ray deploy/test_rollouts deploy/test_shared_weights
+    deploy/test_trainer_group engines/test_attention engines/test_attention_gpu engines/test_determinism
+    engines/test_drafts engines/test_embedded engines/test_sampling engines/test_sglang engines/test_smollm2
+    engines/test_soak gateway/test_process gateway/test_real_affinity http/test_evaluation http/test_fuzz
+    http/test_trl model/test_decoder model/test_families observe/test_mismatch plugins/test_torch_trainer
+    plugins/test_tunix plugins/test_tunix_models rl/test_chat rl/test_checkpoint rl/test_learner rl/test_loop
+    rl/test_multi_turn rl/test_partial rl/test_reference rl/test_resume rl/test_rewards rl/test_rollouts
+    rl/test_session rl/test_tool_use rl/test_train_step tensors/test_dlpack weights/test_example_libraries
+"""
+"""Files and folders that `make test-fast` leaves out: they need Ray, Tunix or TRL, kill real processes, or compile for long."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = tuple(SLOW.split())
+    for item in items:
+        if str(item.path.relative_to(Path(__file__).parent)).startswith(slow):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line per reason for skipping."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for reason, count in Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped).most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 def pytest_unconfigure() -> None:

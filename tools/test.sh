@@ -1,10 +1,11 @@
 #!/bin/sh
-# All tests, as `make test` runs them: tools/test.sh VENV VLLM_VENV
+# Run all tests, for `make test`: tools/test.sh VENV VLLM_VENV
 #
-# Those against real vLLM come last: its environment is made while the others run. Where it cannot be made (there is no wheel
-# for the platform), the summary says which tests did not run; with SLIPSTREAM_REQUIRE_VLLM=1 that is a failure. The same goes
-# for several hosts, where the machine makes no network namespaces: SLIPSTREAM_REQUIRE_NETNS=1.
-# SLIPSTREAM_TEST_WORKERS says how many run at a time (2).
+# The environment with real vLLM is created in the background, and its tests run last. If it cannot be created, the
+# summary lists the tests that did not run. Environment variables:
+#   SLIPSTREAM_REQUIRE_VLLM=1     fail if the vLLM environment cannot be created
+#   SLIPSTREAM_REQUIRE_NETNS=1    fail if network namespaces, which the multi-host tests need, are unavailable
+#   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 2)
 set -u
 venv=$1 vllm=$2
 log=$vllm.log
@@ -12,7 +13,7 @@ report=$(mktemp)
 trap 'rm -f "$report"' EXIT
 line="=================================================================================================="
 
-# A test process that crashes may leave processes behind that pytest would wait for: not for ever.
+# Run a command with a time limit: pytest may wait forever for children of a crashed test process.
 within() {
     limit=$1
     shift
@@ -24,30 +25,31 @@ within() {
 }
 
 "$venv/bin/slipstream" setup vllm --cpu --into "$vllm" > "$log" 2>&1 &
-making=$!
-# Two at a time, file by file: most of them wait for processes half of the time. What JAX compiles is shared.
-within 60m "$venv/bin/python" -m pytest --ignore=tests/vllm --durations=15 \
+vllm_setup=$!
+within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
     -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --max-worker-restart=0 --junitxml="$report"
-others=$?
-echo "waiting for the environment with vLLM ($log) ..."
-if wait "$making"; then
-    export SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python"
-    within 22m "$venv/bin/python" -m pytest tests/vllm --durations=15
-    real=$?
-else
+other_tests=$?
+# Determinism is tested with the optimizations that users get.
+SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py
+determinism=$?
+if ! wait "$vllm_setup"; then
     tail -n 20 "$log"
     echo "$line"
-    echo "NOT RUN: the tests against real vLLM (tests/vllm), because its environment could not be made; see above."
+    echo "NOT RUN: the tests against real vLLM (tests/vllm): the vLLM environment could not be created, see above."
     echo "$line"
-    real=${SLIPSTREAM_REQUIRE_VLLM:-0}
+    vllm_tests=${SLIPSTREAM_REQUIRE_VLLM:-0}
+else
+    export SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python"
+    within 22m "$venv/bin/python" -m pytest tests/vllm
+    vllm_tests=$?
 fi
-# Without a report the tests were killed, which is a failure already.
-missed=$(test -s "$report" && "$venv/bin/python" -m tests.topology.lan "$report")
-if test -n "$missed"; then
+# Without a report, the tests were killed, and the run already counts as failed.
+not_run=$(test -s "$report" && "$venv/bin/python" -m tests.deploy.lan "$report")
+if test -n "$not_run"; then
     echo "$line"
-    echo "NOT RUN: these tests over several hosts, because network namespaces cannot be made here, neither as root with"
-    echo "'ip netns' nor in a user namespace; SLIPSTREAM_REQUIRE_NETNS=1 makes that a failure:"
-    echo "$missed"
+    echo "NOT RUN: these multi-host tests, because network namespaces cannot be created here, neither as root with"
+    echo "'ip netns' nor in a user namespace. Set SLIPSTREAM_REQUIRE_NETNS=1 to make this a failure."
+    echo "$not_run"
     echo "$line"
 fi
-test "$others" -eq 0 && test "$real" -eq 0
+test "$other_tests" -eq 0 && test "$determinism" -eq 0 && test "$vllm_tests" -eq 0

@@ -1,11 +1,11 @@
-"""What every engine must do. A module of tests imports these functions and provides the fixture `subject`:
+"""Conformance suite for engines. A test module imports these functions and provides the fixture `subject`:
 
     from tests.conformance.engines import *  # noqa: F403
 
     @pytest.fixture(scope="module")
     def subject(...) -> Iterator[Subject]: ...
 
-The reference is our own decoder over the same weights, step by step and without a cache."""
+The reference is our own decoder with the same weights, token by token and without a KV cache."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.engines.base import Engine
-from slipstream.engines.local import LocalFleet
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.engines.contract import EngineBackend
 from slipstream.errors import (
     ChecksumMismatch,
     InvalidPrompt,
@@ -32,8 +32,9 @@ from slipstream.errors import (
     UpdateInProgress,
     VersionError,
 )
-from slipstream.model import checkpoint, decoder
+from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
+from slipstream.model.transformer import decoder
 from slipstream.types import (
     Completion,
     EngineInfo,
@@ -45,8 +46,8 @@ from slipstream.types import (
     VerifyReport,
     VersionSpan,
 )
-from slipstream.weights.device import PLANES
-from slipstream.weights.publisher import Publisher
+from slipstream.weights.transports.device import DEVICE_TRANSPORTS
+from slipstream.weights.update.publisher import Publisher
 from tests.weights.by_hand import HandUpdate
 
 _logits = jax.jit(decoder.forward, static_argnums=1)
@@ -54,15 +55,15 @@ _logits = jax.jit(decoder.forward, static_argnums=1)
 
 @dataclass
 class Subject:
-    """An engine, the weights it serves in the beginning, and the loop on which it is called."""
+    """An engine, its initial weights, and the event loop on which it is called."""
 
-    engine: Engine
+    engine: EngineBackend
     config: ModelConfig
     params: Any
     tolerance: float = 1e-5
-    """Of logprobs against the reference."""
+    """Tolerance of logprobs against the reference."""
     bounded: tuple[str, ...] = ()
-    """Sampling parameters of which it takes small values only."""
+    """Sampling parameters that the engine supports for small values only."""
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def generate(self, *requests: Request) -> list[Completion | Failure | Progress]:
@@ -77,7 +78,7 @@ class Subject:
         return self.runner.run(self.engine.score(sequences))
 
     def publish(self, params: Any) -> int:
-        """The next version, all the way to commit."""
+        """Update to the next version, including the commit."""
         info = self.engine.describe()
         publisher = Publisher(LocalFleet(self.engine))
         report = self.runner.run(publisher.publish(params, (info,), info.version + 1, "keep"))
@@ -85,8 +86,8 @@ class Subject:
         return report.version
 
     def logits(self, tokens: Sequence[int], params: Any = None) -> np.ndarray:
-        """`[tokens, vocab]` by the reference, of what follows each token."""
-        # Padded to one length, so that it is compiled once: what is right of a token does not change it.
+        """Reference logits of the successor of each token, `[tokens, vocab]`."""
+        # Padded to one length, so that it is compiled once. Causal attention ignores the padding.
         padded = np.zeros((1, 128), np.int32)
         padded[0, : len(tokens)] = tokens
         logits = _logits(self.params if params is None else params, self.config, padded)
@@ -102,7 +103,7 @@ class Subject:
         return [tuple(rng.integers(8, self.config.vocab_size, n).tolist()) for n in (1, 2, 3, 5, 8, 9, 12, 4)]
 
 
-async def collect(engine: Engine, *requests: Request) -> list[Completion | Failure | Progress]:
+async def collect(engine: EngineBackend, *requests: Request) -> list[Completion | Failure | Progress]:
     return [outcome async for batch in engine.generate(requests) for outcome in batch]
 
 
@@ -117,12 +118,12 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def update_of(info: EngineInfo, params: Any, version: int) -> HandUpdate:
-    through_host = next(t for t in info.transports if t not in PLANES)
+    through_host = next(t for t in info.transports if t not in DEVICE_TRANSPORTS)
     return HandUpdate(params, info.tensors, info.parameters, info.dtype, version, through_host)
 
 
 def other_params(subject: Subject) -> Any:
-    """Weights that give other tokens."""
+    """Weights that generate other tokens."""
     rng = np.random.default_rng(11)
     return jax.tree.map(
         lambda p: jnp.asarray(np.asarray(p) + 0.1 * rng.standard_normal(p.shape), p.dtype), subject.params
@@ -145,14 +146,14 @@ def assert_logprobs(subject: Subject, completion: Completion, temperature: float
     np.testing.assert_allclose(completion.logprobs, scaled[index], atol=subject.tolerance)
 
 
-# --- what it says of itself ---
+# --- description ---
 
 
 def test_description_fits_the_model(subject: Subject) -> None:
     info = subject.engine.describe()
     assert info.model == subject.config.fingerprint()
     assert {t.name: t.shape for t in info.tensors} == {
-        name: leaf.shape for name, leaf in checkpoint.flatten(subject.params).items()
+        name: leaf.shape for name, leaf in hf_weights.flatten(subject.params).items()
     }
     assert {p.rank for p in info.parameters} == set(range(info.num_ranks))
     assert info.version >= 0
@@ -181,7 +182,7 @@ def test_logprobs_are_those_of_the_reference(subject: Subject, temperature: floa
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 10, "top_p": 0.5}])
-def test_truncation_keeps_the_likeliest_and_renormalises(subject: Subject, truncation: dict[str, Any]) -> None:
+def test_truncation_keeps_the_likeliest_and_renormalizes(subject: Subject, truncation: dict[str, Any]) -> None:
     assert_truncated(subject, truncation)
 
 
@@ -219,7 +220,7 @@ def test_one_seed_gives_one_set_of_samples(subject: Subject) -> None:
     first = draw(2**62 + 3)
     assert draw(2**62 + 3) == first
     assert len(set(first)) == 4
-    assert draw(3) != first  # the upper half of a seed counts too
+    assert draw(3) != first  # the upper half of the seed counts, too
 
 
 def test_tokens_do_not_depend_on_the_batch(subject: Subject) -> None:
@@ -255,8 +256,8 @@ def test_equal_prompts_with_different_seeds_differ(subject: Subject) -> None:
     assert len({o.token_ids for o in outcomes if isinstance(o, Completion)}) == 6
 
 
-def test_more_samples_than_fit_at_once_all_come(subject: Subject) -> None:
-    count = 3 * subject.engine.describe().max_concurrency + 1
+def test_more_samples_than_rows(subject: Subject) -> None:
+    count = 3 * subject.engine.describe().max_num_seqs + 1
     outcomes = subject.generate(*(request(str(i), subject.prompts[i % 8], max_tokens=1 + i % 4) for i in range(count)))
     assert sorted(int(o.request_id) for o in outcomes) == list(range(count))
     assert all(isinstance(o, Completion) and len(o.token_ids) == 1 + int(o.request_id) % 4 for o in outcomes)
@@ -299,7 +300,7 @@ def test_a_penalty_keeps_tokens_from_coming_again(subject: Subject, seen: str) -
 
 
 def test_penalties_are_subtracted_or_divided_by(subject: Subject) -> None:
-    """One token at a time, beside the reference's logits."""
+    """One token at a time, against the reference's logits."""
     how = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 1.1}
     completion = subject.complete(subject.prompts[5], temperature=0, max_tokens=16, **how)
     tokens, drawn = list(completion.prompt_token_ids), list[int]()
@@ -314,7 +315,7 @@ def test_penalties_are_subtracted_or_divided_by(subject: Subject) -> None:
         drawn.append(token)
 
 
-def test_a_bias_makes_tokens_come_or_stay_away(subject: Subject) -> None:
+def test_a_logit_bias_forces_or_bans_tokens(subject: Subject) -> None:
     prompt = subject.prompts[4]
     assert set(subject.complete(prompt, logit_bias={9: 1000.0}).token_ids) == {9}
     first = subject.complete(prompt, temperature=0, max_tokens=1).token_ids[0]
@@ -322,7 +323,7 @@ def test_a_bias_makes_tokens_come_or_stay_away(subject: Subject) -> None:
     assert other == subject.logprobs(prompt)[-1].argsort()[-2]
 
 
-def test_min_p_keeps_what_is_likely_enough(subject: Subject) -> None:
+def test_min_p(subject: Subject) -> None:
     for completion in subject.generate(request("r", subject.prompts[3], n=6, min_p=0.3)):
         assert isinstance(completion, Completion)
         tokens = completion.prompt_token_ids + completion.token_ids
@@ -384,7 +385,7 @@ def test_a_bad_prompt_fails_alone(subject: Subject) -> None:
     assert isinstance(by_id["good"], Completion) and isinstance(by_id["also good"], Completion)
 
 
-def test_progress_is_the_beginning_of_what_comes(subject: Subject) -> None:
+def test_progress_is_a_prefix_of_the_completion(subject: Subject) -> None:
     asked = replace(request("only", subject.prompts[3], max_tokens=40, n=2), progress=True)
     told: list[list[int]] = [[], []]
     logprobs: list[list[float]] = [[], []]
@@ -405,8 +406,8 @@ def test_progress_is_the_beginning_of_what_comes(subject: Subject) -> None:
         assert logprobs[completion.sample_index] == list(completion.logprobs[: len(tokens)])
 
 
-def test_what_is_watched_is_what_comes_unwatched(subject: Subject) -> None:
-    """An engine may hand over tokens in other portions then."""
+def test_streaming_does_not_change_the_completion(subject: Subject) -> None:
+    """An engine may batch tokens differently when streaming."""
     asked = request("only", subject.prompts[3], max_tokens=40, n=2, top_logprobs=2)
     told = subject.generate(replace(asked, progress=True))
     finished = sorted((o for o in told if isinstance(o, Completion)), key=lambda c: c.sample_index)
@@ -420,14 +421,14 @@ def test_what_is_watched_is_what_comes_unwatched(subject: Subject) -> None:
         assert_logprobs(subject, unwatched)
 
 
-def test_forgetting_prefixes_changes_no_token(subject: Subject) -> None:
+def test_resetting_the_prefix_cache_changes_no_token(subject: Subject) -> None:
     prompt = subject.prompts[5]
     before = subject.complete(prompt, max_tokens=12)
 
     async def amid() -> list[Completion | Failure | Progress]:
         running = asyncio.create_task(collect(subject.engine, request("only", prompt, max_tokens=12)))
         await asyncio.sleep(0)
-        await subject.engine.forget_prefixes()
+        await subject.engine.reset_prefix_cache()
         return await running
 
     (during,) = subject.runner.run(amid())
@@ -467,7 +468,7 @@ def test_a_completion_scores_as_it_was_drawn(subject: Subject) -> None:
     np.testing.assert_allclose(score.logprobs[-8:], completion.raw_logprobs, atol=subject.tolerance)
 
 
-def test_what_cannot_be_scored_is_refused(subject: Subject) -> None:
+def test_invalid_scores_are_rejected(subject: Subject) -> None:
     limit, vocab = subject.engine.describe().max_model_len, subject.config.vocab_size
     for bad in ([5], [5] * (limit + 1), [5, vocab], [5, -1]):
         with pytest.raises(InvalidPrompt, match="sequence 1"):
@@ -511,11 +512,11 @@ def test_nothing_changes_before_commit_nor_after_rollback(subject: Subject) -> N
     assert engine.describe().version == info.version
     with pytest.raises(UnknownVersion):
         run(engine.commit(version))
-    run(engine.rollback(version))  # again, and for a version that never was
+    run(engine.rollback(version))  # again, and for a version that never began
     run(engine.rollback(999))
 
 
-def test_steps_out_of_order_are_refused(subject: Subject) -> None:
+def test_update_steps_out_of_order_are_rejected(subject: Subject) -> None:
     engine, run = subject.engine, subject.runner.run
     info = engine.describe()
     version = info.version + 1
@@ -532,7 +533,7 @@ def test_steps_out_of_order_are_refused(subject: Subject) -> None:
     with pytest.raises(UnknownVersion):
         run(engine.commit(version))  # not staged yet
     run(engine.rollback(version))
-    assert run(engine.commit(info.version)).pause_seconds == 0  # serves already
+    assert run(engine.commit(info.version)).pause_seconds == 0  # already serving
 
 
 def test_damaged_weights_are_not_used(subject: Subject) -> None:
@@ -540,30 +541,30 @@ def test_damaged_weights_are_not_used(subject: Subject) -> None:
     info = engine.describe()
     version = info.version + 1
     update = update_of(info, other_params(subject), version)
-    berths = run(engine.begin(version, update.offer))
-    manifests = update.send(berths)
-    update_of(info, subject.params, version).send(berths)  # someone else writes into the same memory
+    destinations = run(engine.begin(version, update.offer))
+    manifests = update.send(destinations)
+    update_of(info, subject.params, version).send(destinations)  # another writer corrupts the memory
     with pytest.raises(ChecksumMismatch):
         run(engine.stage(version, manifests))
     with pytest.raises(UnknownVersion):
         run(engine.commit(version))
     run(engine.rollback(version))
     assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8)
-    again = update_of(info, other_params(subject), version)  # and the way is free for the next try
+    again = update_of(info, other_params(subject), version)  # the next attempt is not blocked
     run(engine.stage(version, again.send(run(engine.begin(version, again.offer)))))
     run(engine.commit(version))
     assert engine.describe().version == version
     subject.publish(subject.params)
 
 
-def test_a_part_of_the_tensors_can_be_updated(subject: Subject) -> None:
-    norm = checkpoint.flatten(subject.params)["model.norm.weight"] * 0.5
+def test_some_of_the_tensors_can_be_updated(subject: Subject) -> None:
+    norm = hf_weights.flatten(subject.params)["model.norm.weight"] * 0.5
     info, prompt = subject.engine.describe(), subject.prompts[4]
     publisher = Publisher(LocalFleet(subject.engine))
     part = {"model": {"norm": {"weight": norm}}}
     subject.runner.run(publisher.publish(part, (info,), info.version + 1, "keep", partial=True))
     publisher.close()
-    mixed = checkpoint.unflatten(checkpoint.flatten(subject.params) | {"model.norm.weight": norm})
+    mixed = hf_weights.unflatten(hf_weights.flatten(subject.params) | {"model.norm.weight": norm})
     try:
         (score,) = subject.score(prompt)
         expected = subject.logprobs(prompt, mixed)[np.arange(len(prompt) - 1), prompt[1:]]
@@ -572,7 +573,7 @@ def test_a_part_of_the_tensors_can_be_updated(subject: Subject) -> None:
         subject.publish(subject.params)
 
 
-# --- what it holds ---
+# --- checksums ---
 
 
 def verified(subject: Subject, params: Any) -> VerifyReport:
@@ -585,7 +586,7 @@ def verified(subject: Subject, params: Any) -> VerifyReport:
         publisher.close()
 
 
-def test_what_it_holds_is_what_it_was_given(subject: Subject) -> None:
+def test_checksums_equal_those_of_the_update(subject: Subject) -> None:
     info = subject.engine.describe()
     report = verified(subject, subject.params)
     assert report.is_same and not report.unchecked, report
@@ -593,12 +594,12 @@ def test_what_it_holds_is_what_it_was_given(subject: Subject) -> None:
     assert report.num_parts == sum(len(p.parts) for p in info.parameters)
 
 
-def test_exactly_the_tensors_that_changed_are_named(subject: Subject) -> None:
-    """One that engines may fuse with others, one that they may split, one that they may pad."""
-    named, info = checkpoint.flatten(subject.params), subject.engine.describe()
+def test_checksums_name_exactly_the_changed_tensors(subject: Subject) -> None:
+    """A tensor that engines may fuse, one that they may shard, and one that they may pad."""
+    named, info = hf_weights.flatten(subject.params), subject.engine.describe()
     changed = {"model.layers.0.self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight"}
     verified(subject, subject.params)  # or skip
-    new = checkpoint.unflatten({name: leaf * 0.5 if name in changed else leaf for name, leaf in named.items()})
+    new = hf_weights.unflatten({name: leaf * 0.5 if name in changed else leaf for name, leaf in named.items()})
     subject.publish(new)
     try:
         assert verified(subject, new).is_same
@@ -613,18 +614,18 @@ def test_exactly_the_tensors_that_changed_are_named(subject: Subject) -> None:
     assert verified(subject, subject.params).is_same
 
 
-def test_two_tensors_of_one_shape_that_changed_places_are_both_named(subject: Subject) -> None:
-    named = checkpoint.flatten(subject.params)
+def test_checksums_name_both_of_two_swapped_tensors(subject: Subject) -> None:
+    named = hf_weights.flatten(subject.params)
     k, v = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")
     verified(subject, subject.params)  # or skip
-    subject.publish(checkpoint.unflatten(named | {k: named[v], v: named[k]}))
+    subject.publish(hf_weights.unflatten(named | {k: named[v], v: named[k]}))
     try:
         assert verified(subject, subject.params).tensors == (k, v)
     finally:
         subject.publish(subject.params)
 
 
-def test_weights_that_sleep_cannot_be_read(subject: Subject) -> None:
+def test_sleeping_weights_cannot_be_read(subject: Subject) -> None:
     verified(subject, subject.params)  # or skip
     subject.runner.run(subject.engine.sleep())
     with pytest.raises(NotReady, match="wake"):
@@ -641,7 +642,7 @@ async def collected(subject: Subject, *requests: Request) -> list[Completion | F
 
 
 async def started(subject: Subject, one: Request) -> tuple[asyncio.Task[list[Completion | Failure]], Completion]:
-    """`one` runs, since a short one beside it has finished; and the short one's completion."""
+    """Start `one` and wait until a short request next to it has finished. Returns the short one's completion, too."""
     short = asyncio.create_task(collected(subject, request("short", subject.prompts[1], max_tokens=1)))
     running = asyncio.create_task(collected(subject, one))
     (first,) = await short
@@ -649,7 +650,7 @@ async def started(subject: Subject, one: Request) -> tuple[asyncio.Task[list[Com
     return running, first
 
 
-def test_a_paused_engine_holds_and_goes_on_with_the_same_tokens(subject: Subject) -> None:
+def test_pause_and_resume_do_not_change_tokens(subject: Subject) -> None:
     engine, limit = subject.engine, subject.engine.describe().max_model_len
     alone = subject.complete(subject.prompts[2], max_tokens=limit)
 
@@ -675,8 +676,8 @@ def test_a_paused_engine_holds_and_goes_on_with_the_same_tokens(subject: Subject
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
-def test_what_becomes_of_running_requests(subject: Subject, in_flight: Any) -> None:
-    """Whenever the commit comes, spans say who drew what; and it may come while nothing runs."""
+def test_commits_with_requests_in_flight(subject: Subject, in_flight: Any) -> None:
+    """Spans attribute tokens to versions whenever the commit happens; it may also happen while nothing runs."""
     engine, limit, new = subject.engine, subject.engine.describe().max_model_len, other_params(subject)
     old = engine.describe().version
 
@@ -709,7 +710,7 @@ def test_what_becomes_of_running_requests(subject: Subject, in_flight: Any) -> N
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleeping_engine_gives_memory_up_and_goes_on_where_it_was(subject: Subject, level: int) -> None:
+def test_a_sleeping_engine_releases_memory_and_continues_after_waking(subject: Subject, level: int) -> None:
     engine, limit = subject.engine, subject.engine.describe().max_model_len
     alone = subject.complete(subject.prompts[2], max_tokens=limit)
     version = engine.describe().version
@@ -740,7 +741,7 @@ def test_a_sleeping_engine_gives_memory_up_and_goes_on_where_it_was(subject: Sub
     assert report.asleep == () and report.weights > 0
 
 
-def test_control_that_makes_no_sense_is_refused(subject: Subject) -> None:
+def test_invalid_control_calls_are_rejected(subject: Subject) -> None:
     engine, run = subject.engine, subject.runner.run
     info = engine.describe()
     with pytest.raises(Unsupported):
@@ -751,5 +752,5 @@ def test_control_that_makes_no_sense_is_refused(subject: Subject) -> None:
     with pytest.raises(UpdateInProgress):
         run(engine.sleep())
     run(engine.rollback(info.version + 1))
-    run(engine.resume())  # not paused: nothing to do
+    run(engine.resume())  # not paused: no effect
     assert run(engine.wake()).asleep == ()

@@ -1,4 +1,4 @@
-"""What every data plane must do. A new one joins by its name in `TRANSPORTS`."""
+"""Conformance tests for transports through host memory. A new transport is added by its name in `TRANSPORTS`."""
 
 import json
 import multiprocessing as mp
@@ -15,24 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError, TransferError
-from slipstream.types import Parameter, Part
+from slipstream.types import Parameter, ParameterPart
 from slipstream.weights.checksum import checksum
-from slipstream.weights.image import image_of
 from slipstream.weights.plan import Move
-from slipstream.weights.transports import (
-    TRANSPORTS,
-    base,
-    choose,
-    host_identity,
-    make_landing,
-    open_sender,
-    shm,
-    tcp,
-)
+from slipstream.weights.rank_image import rank_image
+from slipstream.weights.transports.host import shm, tcp
+from slipstream.weights.update.transport_choice import TRANSPORTS, choose, host_identity, make_receiver, open_sender
 
 SHAPES = {"a": (30, 40), "b": (7,), "c": (300, 1000), "d": ()}
 WHOLE = {name: tuple((0, n) for n in shape) for name, shape in SHAPES.items()}
-IMAGE = image_of([Parameter(n, 0, s, (Part(n, WHOLE[n], WHOLE[n]),)) for n, s in SHAPES.items()], 0, "float32")
+IMAGE = rank_image(
+    [Parameter(n, 0, s, (ParameterPart(n, WHOLE[n], WHOLE[n]),)) for n, s in SHAPES.items()], 0, "float32"
+)
 COLUMNS = ((0, 30), (10, 40))
 BOXES = [("a", ((0, 30), (0, 10))), ("a", COLUMNS), ("b", WHOLE["b"]), ("c", WHOLE["c"]), ("d", ())]
 MOVES = {i: Move(n, box, 0, n, box, 0) for i, (n, box) in enumerate(BOXES)}
@@ -43,16 +37,16 @@ def arrays(seed):
     return {i: rng.standard_normal([b - a for a, b in box], np.float32) for i, (_, box) in enumerate(BOXES)}
 
 
-class Plane:
+class Transport:
     def __init__(self, transport):
-        self.landing = make_landing(transport, IMAGE.num_bytes, len(MOVES))
-        self.pieces = {i: IMAGE.piece(self.landing.buffer, n, box) for i, (n, box) in enumerate(BOXES)}
+        self.receiver = make_receiver(transport, IMAGE.num_bytes, len(MOVES))
+        self.pieces = {i: IMAGE.piece(self.receiver.buffer, n, box) for i, (n, box) in enumerate(BOXES)}
 
     def sender(self, moves=MOVES, hashed=True):
-        return open_sender(self.landing.link, IMAGE, moves, hashed)
+        return open_sender(self.receiver.link, IMAGE, moves, hashed)
 
     def expect(self, version, hashed=True):
-        self.landing.expect(version, self.pieces, hashed)
+        self.receiver.expect(version, self.pieces, hashed)
 
     def holds(self, values):
         for index, value in values.items():
@@ -67,112 +61,112 @@ def send_all(sender, version, values):
 
 
 @pytest.fixture(params=TRANSPORTS)
-def plane(request, tmp_path):
-    made = Plane(f"disk:{tmp_path}" if request.param == "disk" else request.param)
+def transport(request, tmp_path):
+    made = Transport(f"disk:{tmp_path}" if request.param == "disk" else request.param)
     yield made
-    made.landing.close()
+    made.receiver.close()
 
 
-def test_pieces_arrive_in_place_with_their_checksums(plane):
-    plane.expect(0)
-    sums = send_all(plane.sender(), 0, arrays(1))
-    assert plane.landing.checksums(sums) == sums == {i: checksum(a) for i, a in arrays(1).items()}
-    plane.holds(arrays(1))
+def test_pieces_arrive_in_place_with_their_checksums(transport):
+    transport.expect(0)
+    sums = send_all(transport.sender(), 0, arrays(1))
+    assert transport.receiver.checksums(sums) == sums == {i: checksum(a) for i, a in arrays(1).items()}
+    transport.holds(arrays(1))
 
 
-def test_a_plane_is_used_again_and_again(plane):
-    sender = plane.sender()
+def test_a_transport_can_be_reused(transport):
+    sender = transport.sender()
     for version in range(4):
-        plane.expect(version)
+        transport.expect(version)
         sums = send_all(sender, version, arrays(version))
-        assert plane.landing.checksums(sums) == sums
-        plane.landing.settle()
-        plane.holds(arrays(version))
+        assert transport.receiver.checksums(sums) == sums
+        transport.receiver.senders_opened()
+        transport.holds(arrays(version))
 
 
-def test_a_sender_may_be_ahead_of_the_control_plane(plane):
+def test_a_sender_may_be_ahead_of_the_control_plane(transport):
     import threading
 
-    sender, found = plane.sender(), {}
+    sender, found = transport.sender(), {}
     thread = threading.Thread(target=lambda: found.update(send_all(sender, 5, arrays(5))))
     thread.start()
     time.sleep(0.1)
-    plane.expect(5)
+    transport.expect(5)
     thread.join(30)
-    assert plane.landing.checksums(found) == found
-    plane.holds(arrays(5))
+    assert transport.receiver.checksums(found) == found
+    transport.holds(arrays(5))
 
 
-def test_several_senders_fill_one_image(plane):
-    plane.expect(0)
+def test_several_senders_fill_one_image(transport):
+    transport.expect(0)
     sums = {}
     for share in ((0, 3), (1, 2, 4)):
-        sender = plane.sender({i: MOVES[i] for i in share})
+        sender = transport.sender({i: MOVES[i] for i in share})
         sums |= send_all(sender, 0, {i: arrays(2)[i] for i in share})
-    assert plane.landing.checksums(sums) == sums
-    plane.holds(arrays(2))
+    assert transport.receiver.checksums(sums) == sums
+    transport.holds(arrays(2))
 
 
-def test_a_part_of_the_pieces_leaves_the_others_alone(plane):
-    sender = plane.sender()
-    plane.expect(0)
-    plane.landing.checksums(send_all(sender, 0, arrays(1)))
-    plane.expect(1)
+def test_a_partial_update_leaves_other_pieces_unchanged(transport):
+    sender = transport.sender()
+    transport.expect(0)
+    transport.receiver.checksums(send_all(sender, 0, arrays(1)))
+    transport.expect(1)
     some = {2: arrays(9)[2]}
     sums = send_all(sender, 1, some)
-    assert plane.landing.checksums(sums) == sums
-    plane.holds(arrays(1) | some)
+    assert transport.receiver.checksums(sums) == sums
+    transport.holds(arrays(1) | some)
 
 
-def test_values_are_cast_and_strides_do_not_matter(plane):
-    plane.expect(0)
+def test_values_are_cast_and_strides_do_not_matter(transport):
+    transport.expect(0)
     wide = {i: np.asfortranarray(a.astype(np.float64)) for i, a in arrays(3).items()}
-    sums = send_all(plane.sender(), 0, wide)
-    assert plane.landing.checksums(sums) == sums
-    plane.holds(arrays(3))
+    sums = send_all(transport.sender(), 0, wide)
+    assert transport.receiver.checksums(sums) == sums
+    transport.holds(arrays(3))
 
 
-def test_without_checksums_the_bytes_arrive_all_the_same(plane):
-    plane.expect(0, hashed=False)
-    sums = send_all(plane.sender(hashed=False), 0, arrays(1))
-    assert plane.landing.checksums(sums) == sums == dict.fromkeys(sums, 0)
-    plane.holds(arrays(1))
+def test_bytes_arrive_without_checksums(transport):
+    transport.expect(0, hashed=False)
+    sums = send_all(transport.sender(hashed=False), 0, arrays(1))
+    assert transport.receiver.checksums(sums) == sums == dict.fromkeys(sums, 0)
+    transport.holds(arrays(1))
 
 
-def test_what_landed_stays_after_both_halves_closed(plane):
-    plane.expect(0)
-    sender = plane.sender()
-    plane.landing.checksums(send_all(sender, 0, arrays(1)))
-    for half in (sender, plane.landing, sender, plane.landing):
+def test_pieces_stay_valid_after_both_halves_closed(transport):
+    transport.expect(0)
+    sender = transport.sender()
+    transport.receiver.checksums(send_all(sender, 0, arrays(1)))
+    for half in (sender, transport.receiver, sender, transport.receiver):
         half.close()
-    plane.holds(arrays(1))
+    transport.holds(arrays(1))
 
 
-def test_pieces_that_do_not_come_are_an_error_or_a_wrong_checksum(plane, monkeypatch):
-    monkeypatch.setattr(base, "SILENCE_SECONDS", 0.5)
-    plane.expect(0)
-    sums = send_all(plane.sender(), 0, {0: arrays(1)[0]})
+def test_missing_pieces_are_an_error_or_a_wrong_checksum(transport, monkeypatch):
+    monkeypatch.setattr(tcp, "STALL_SECONDS", 0.5)
+    transport.expect(0)
+    sums = send_all(transport.sender(), 0, {0: arrays(1)[0]})
     try:
-        assert plane.landing.checksums(sums | {3: checksum(arrays(1)[3])})[3] != checksum(arrays(1)[3])
+        assert transport.receiver.checksums(sums | {3: checksum(arrays(1)[3])})[3] != checksum(arrays(1)[3])
     except TransferError as error:
         assert "1 piece(s)" in str(error)
 
 
-def test_a_closed_landing_cannot_be_opened(plane):
-    facts = json.loads(plane.landing.link)
-    if facts["transport"] == "disk":  # a directory stays a directory; what is left in it goes
-        plane.expect(0)
-        send_all(plane.sender(), 0, arrays(1))
-        plane.landing.close()
+def test_a_closed_receiver_cannot_be_opened(transport):
+    facts = json.loads(transport.receiver.link)
+    if facts["transport"] == "disk":  # the directory remains; its files are removed
+        transport.expect(0)
+        send_all(transport.sender(), 0, arrays(1))
+        transport.receiver.close()
         assert list(Path(facts["directory"]).iterdir()) == []
         return
-    plane.landing.close()
+    transport.receiver.close()
     with pytest.raises(TransferError):
-        send_all(plane.sender(), 0, arrays(1))
+        send_all(transport.sender(), 0, arrays(1))
 
 
 @given(st.binary(max_size=40))
-def test_links_that_are_nonsense_are_refused(link):
+def test_malformed_links_are_refused(link):
     with pytest.raises(TransferError):
         open_sender(link, IMAGE, MOVES)
 
@@ -193,27 +187,27 @@ def test_an_unknown_transport_is_named():
     with pytest.raises(TransferError, match="'pigeon'"):
         open_sender(b'{"transport": "pigeon"}', IMAGE, MOVES)
     with pytest.raises(TransferError, match="'pigeon'"):
-        make_landing("pigeon", 10, 1)
+        make_receiver("pigeon", 10, 1)
 
 
-# --- shm's own promises -----------------------------------------------------------------------------------------------
+# --- shm ---
 
 
 def segments():
     return sorted(shm.directory().glob(f"slipstream-{os.getuid()}-*"))
 
 
-def test_the_segment_is_private_and_gone_once_settled():
+def test_the_segment_is_private_and_unlinked_once_opened():
     before = set(segments())
-    plane = Plane("shm")
+    transport = Transport("shm")
     (path,) = set(segments()) - before
     assert path.stat().st_mode & 0o777 == 0o600
-    sender = plane.sender()
-    plane.landing.settle()
+    sender = transport.sender()
+    transport.receiver.senders_opened()
     assert not path.exists()
-    plane.expect(0)
-    plane.landing.checksums(send_all(sender, 0, arrays(1)))
-    plane.holds(arrays(1))
+    transport.expect(0)
+    transport.receiver.checksums(send_all(sender, 0, arrays(1)))
+    transport.holds(arrays(1))
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "/dev/shm/../../etc/passwd", "/dev/shm/other", "/dev/null"])
@@ -223,41 +217,41 @@ def test_a_link_cannot_make_a_trainer_write_to_other_files(path):
         open_sender(link, IMAGE, MOVES)
 
 
-def test_a_link_to_another_segment_is_noticed():
-    one, two = Plane("shm"), Plane("shm")
-    facts = json.loads(one.landing.link) | {"path": json.loads(two.landing.link)["path"]}
+def test_a_link_to_another_segment_is_refused():
+    one, two = Transport("shm"), Transport("shm")
+    facts = json.loads(one.receiver.link) | {"path": json.loads(two.receiver.link)["path"]}
     with pytest.raises(TransferError, match="not the segment"):
         open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
-    facts = json.loads(one.landing.link) | {"size": 99}
+    facts = json.loads(one.receiver.link) | {"size": 99}
     with pytest.raises(TransferError, match="the link says 99"):
         open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
-    small = make_landing("shm", 64, len(MOVES))
+    small = make_receiver("shm", 64, len(MOVES))
     with pytest.raises(TransferError, match="the rank's image has"):
         open_sender(small.link, IMAGE, MOVES)
-    for landing in (one.landing, two.landing, small):
-        landing.close()
+    for receiver in (one.receiver, two.receiver, small):
+        receiver.close()
 
 
-def test_more_than_there_is_is_an_error_and_not_a_crash():
+def test_running_out_of_shared_memory_is_an_error_and_not_a_crash():
     before = segments()
     with pytest.raises(TransferError, match="shared memory"):
-        make_landing("shm", 1 << 50, 1)
+        make_receiver("shm", 1 << 50, 1)
     assert segments() == before
 
 
 def _hold_a_segment(ready):
-    landing = make_landing("shm", 100, 1)
-    ready.put(json.loads(landing.link)["path"])
+    receiver = make_receiver("shm", 100, 1)
+    ready.put(json.loads(receiver.link)["path"])
     time.sleep(60)
 
 
-def test_a_dead_owners_segment_is_swept_and_a_living_ones_is_not():
+def test_sweep_removes_only_segments_of_dead_owners():
     context = mp.get_context("spawn")
     ready = context.Queue()
     process = context.Process(target=_hold_a_segment, args=(ready,))
     process.start()
     path = Path(ready.get(timeout=30))
-    mine = make_landing("shm", 100, 1)
+    mine = make_receiver("shm", 100, 1)
     assert path.exists() and path not in shm.sweep()
     os.kill(process.pid, signal.SIGKILL)  # not yet waited for: a zombie counts as dead
     deadline = time.monotonic() + 10
@@ -270,12 +264,12 @@ def test_a_dead_owners_segment_is_swept_and_a_living_ones_is_not():
     mine.close()
 
 
-# --- tcp's own promises -----------------------------------------------------------------------------------------------
+# --- tcp ---
 
 
-def test_strangers_on_the_port_are_dropped_and_do_no_harm():
-    plane = Plane("tcp")
-    facts = json.loads(plane.landing.link)
+def test_unauthenticated_clients_are_dropped():
+    transport = Transport("tcp")
+    facts = json.loads(transport.receiver.link)
     for junk in (b"", os.urandom(32), os.urandom(5000), b"GET / HTTP/1.1\r\n\r\n" + bytes(32)):
         with socket.create_connection((facts["host"], facts["port"]), timeout=5) as stranger:
             try:
@@ -283,43 +277,45 @@ def test_strangers_on_the_port_are_dropped_and_do_no_harm():
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(1) == b""
             except OSError:
-                pass  # hung up on already
-    plane.expect(0)
-    sums = send_all(plane.sender(), 0, arrays(1))
-    assert plane.landing.checksums(sums) == sums
-    plane.landing.close()
+                pass  # already disconnected
+    transport.expect(0)
+    sums = send_all(transport.sender(), 0, arrays(1))
+    assert transport.receiver.checksums(sums) == sums
+    transport.receiver.close()
 
 
 def test_a_wrong_secret_is_refused():
-    plane = Plane("tcp")
-    facts = json.loads(plane.landing.link) | {"secret": "00" * 32}
-    plane.expect(0)
-    with pytest.raises(TransferError, match=rf"{facts['host']}:{facts['port']} hung up on us: the secret"):
+    transport = Transport("tcp")
+    facts = json.loads(transport.receiver.link) | {"secret": "00" * 32}
+    transport.expect(0)
+    with pytest.raises(
+        TransferError, match=rf"{facts['host']}:{facts['port']} rejected the connection: the link's secret is wrong"
+    ):
         open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
-    assert not (plane.pieces[3] == arrays(1)[3]).all()
-    plane.landing.close()
+    assert not (transport.pieces[3] == arrays(1)[3]).all()
+    transport.receiver.close()
 
 
-def test_frames_that_nobody_expects_end_the_connection():
-    plane = Plane("tcp")
-    plane.expect(3)
-    sender = plane.sender()
+def test_unexpected_frames_end_the_connection():
+    transport = Transport("tcp")
+    transport.expect(3)
+    sender = transport.sender()
     sender.begin(2)  # an old version
     with pytest.raises(TransferError):
         for _ in range(200):
             sender.send(3, arrays(1)[3])
-    assert not (plane.pieces[3] == arrays(1)[3]).all()
-    sums = send_all(plane.sender(), 3, arrays(2))
-    with pytest.raises(TransferError, match="nobody expects"):
-        plane.landing.checksums(sums | {99: 0})
-    plane.landing.close()
+    assert not (transport.pieces[3] == arrays(1)[3]).all()
+    sums = send_all(transport.sender(), 3, arrays(2))
+    with pytest.raises(TransferError, match="unexpected piece"):
+        transport.receiver.checksums(sums | {99: 0})
+    transport.receiver.close()
 
 
 def test_beyond_loopback_needs_tls(tmp_path):
-    with pytest.raises(ConfigError, match="needs TLS"):
-        tcp.Listen("0.0.0.0")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        tcp.TcpLanding(10, tcp.Listen("127.0.0.1", str(tmp_path / "no.pem"), str(tmp_path / "no.key")))
+    with pytest.raises(ConfigError, match="TLS is required"):
+        tcp.ListenConfig("0.0.0.0")
+    with pytest.raises(ConfigError, match="cannot load the certificate"):
+        tcp.TcpReceiver(10, tcp.ListenConfig("127.0.0.1", str(tmp_path / "no.pem"), str(tmp_path / "no.key")))
 
 
 def certificate(directory, name):
@@ -329,49 +325,51 @@ def certificate(directory, name):
     return str(pem), str(key)
 
 
-def test_tls_with_the_announced_certificate_and_no_other(tmp_path):
-    landing = tcp.TcpLanding(IMAGE.num_bytes, tcp.Listen("127.0.0.1", *certificate(tmp_path, "one")))
-    pieces = {i: IMAGE.piece(landing.buffer, n, box) for i, (n, box) in enumerate(BOXES)}
-    landing.expect(0, pieces, True)
-    sums = send_all(open_sender(landing.link, IMAGE, MOVES), 0, arrays(1))
-    assert landing.checksums(sums) == sums
+def test_tls_accepts_only_the_announced_certificate(tmp_path):
+    receiver = tcp.TcpReceiver(IMAGE.num_bytes, tcp.ListenConfig("127.0.0.1", *certificate(tmp_path, "one")))
+    pieces = {i: IMAGE.piece(receiver.buffer, n, box) for i, (n, box) in enumerate(BOXES)}
+    receiver.expect(0, pieces, True)
+    sums = send_all(open_sender(receiver.link, IMAGE, MOVES), 0, arrays(1))
+    assert receiver.checksums(sums) == sums
     np.testing.assert_array_equal(pieces[3], arrays(1)[3])
-    facts = json.loads(landing.link) | {"certificate": "ab" * 32}
+    facts = json.loads(receiver.link) | {"certificate": "ab" * 32}
     with pytest.raises(TransferError, match="another certificate"):
         open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
-    facts = json.loads(landing.link) | {"certificate": ""}
-    with pytest.raises(TransferError, match=r"hung up on us.*or it speaks TLS"):  # to loopback, without TLS
+    facts = json.loads(receiver.link) | {"certificate": ""}
+    with pytest.raises(TransferError, match=r"rejected the connection.*uses TLS"):  # to loopback, without TLS
         open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
-    landing.close()
-    plain = tcp.TcpLanding(IMAGE.num_bytes)
+    receiver.close()
+    plain = tcp.TcpReceiver(IMAGE.num_bytes)
     facts = json.loads(plain.link) | {"certificate": "ab" * 32}
     with pytest.raises(TransferError, match="does not speak TLS"):
         open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
     plain.close()
 
 
-# --- disk's own promises ----------------------------------------------------------------------------------------------
+# --- disk ---
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
-    from slipstream.weights.transports import disk
+def test_files_appear_atomically(tmp_path, monkeypatch):
+    from slipstream.tensors import safetensors_dir
 
-    plane = Plane(f"disk:{tmp_path}")
-    plane.expect(0)
-    sender = plane.sender()
+    transport = Transport(f"disk:{tmp_path}")
+    transport.expect(0)
+    sender = transport.sender()
     sender.begin(0)
     sums = {i: sender.send(i, a) for i, a in arrays(1).items()}
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(disk, "save_file", lambda pending, path: (Path(path).write_bytes(b"half"), _full())[0])
+    monkeypatch.setattr(
+        safetensors_dir, "save_file", lambda pending, path, metadata: (Path(path).write_bytes(b"half"), _full())[0]
+    )
     with pytest.raises(TransferError, match="full or read-only"):
         sender.flush()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TransferError, match="5 piece"):
-        plane.landing.checksums(sums)
+        transport.receiver.checksums(sums)
     monkeypatch.undo()
     sums = send_all(sender, 0, arrays(1))
-    assert plane.landing.checksums(sums) == sums
-    plane.landing.close()
+    assert transport.receiver.checksums(sums) == sums
+    transport.receiver.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -380,16 +378,16 @@ def _full():
 
 
 def test_a_damaged_file_is_an_error(tmp_path):
-    plane = Plane(f"disk:{tmp_path}")
-    plane.expect(0)
-    sums = send_all(plane.sender(), 0, arrays(1))
+    transport = Transport(f"disk:{tmp_path}")
+    transport.expect(0)
+    sums = send_all(transport.sender(), 0, arrays(1))
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-500])
-    with pytest.raises(TransferError, match="cannot be read"):
-        plane.landing.checksums(sums)
+    with pytest.raises(TransferError, match="cannot read the weights"):
+        transport.receiver.checksums(sums)
 
 
-# --- the choice -------------------------------------------------------------------------------------------------------
+# --- choosing a transport ---
 
 
 def test_the_fastest_usable_transport_is_chosen():
@@ -403,5 +401,5 @@ def test_the_fastest_usable_transport_is_chosen():
         choose("e", ["memory", "shm"], "another host", pid + 1)
     with pytest.raises(TransferError, match="'memory' cannot reach"):
         choose("e", every, here, pid + 1, forced="memory")
-    with pytest.raises(TransferError, match="say where"):
+    with pytest.raises(TransferError, match="needs a directory"):
         choose("e", every, here, pid, forced="disk")

@@ -1,7 +1,6 @@
-"""An engine process behind a real gateway, as an `Engine`: what the conformance suite needs of an engine that lives elsewhere.
+"""`EngineBackend` for an engine process behind a real gateway, for the conformance suite.
 
-The gateway runs in this process, on its loop, and calls go straight over the engine's own link: nothing between the test
-and the engine decides anything."""
+The gateway runs in this process, on its event loop. Calls go directly over the engine's link, without routing."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream import portal
 from slipstream.config import GatewayConfig
 from slipstream.gateway import convert, server
 from slipstream.gateway import slipstream_pb2 as pb
-from slipstream.gateway.attach import EngineLink
+from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.service import Service
+from slipstream.runtime import event_loop
 from slipstream.types import (
-    Berths,
     Checksums,
     CommitReport,
     Completion,
+    Destinations,
     EngineInfo,
     Failure,
     MemoryReport,
@@ -35,6 +34,8 @@ from slipstream.types import (
     Request,
     Score,
     StageReport,
+    UpdateReports,
+    UpdateSteps,
 )
 
 START_SECONDS = 200.0
@@ -52,25 +53,31 @@ class AttachedEngine:
     async def generate(
         self, requests: Sequence[Request]
     ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        async for results in portal.aiterate(self._link.results(convert.requests_to_pb(requests))):
+        async for results in event_loop.aiterate(self._link.results(convert.requests_to_pb(requests))):
             yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
         answer = await self._ask(pb.ToEngine(score=convert.sequences_to_pb(sequences, top_k=top_k)))
         return convert.scores_from_pb(answer.scores)
 
-    async def begin(self, version: int, offer: Offer) -> Berths:
-        begin = pb.EngineBegin(version=version, offer=convert.offer_to_pb(offer))
-        return convert.berths_from_pb((await self._ask(pb.ToEngine(begin=begin))).begun)
+    async def begin(self, version: int, offer: Offer) -> Destinations:
+        destinations = (await self._update(UpdateSteps(version, offer))).destinations
+        assert destinations is not None
+        return destinations
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
-        stage = pb.EngineStage(version=version, manifests=convert.manifests_to_pb(manifests))
-        return convert.stage_report_from_pb((await self._ask(pb.ToEngine(stage=stage))).staged)
+        report = (await self._update(UpdateSteps(version, manifests=manifests))).stage
+        assert report is not None
+        return report
 
     async def commit(self, version: int, in_flight: Any = "keep") -> CommitReport:
-        answer = await self._ask(pb.ToEngine(commit=pb.Commit(version=version, in_flight=in_flight)))
+        report = (await self._update(UpdateSteps(version, in_flight=in_flight))).commit
+        assert report is not None
         self._info = replace(self._info, version=version)
-        return convert.commit_report_from_pb(answer.committed)
+        return report
+
+    async def _update(self, steps: UpdateSteps) -> UpdateReports:
+        return convert.reports_from_pb((await self._ask(pb.ToEngine(update=convert.steps_to_pb(steps)))).updated)
 
     async def rollback(self, version: int) -> None:
         await self._ask(pb.ToEngine(rollback=pb.Rollback(version=version)))
@@ -90,8 +97,8 @@ class AttachedEngine:
     async def wake(self, tags: Any = None) -> MemoryReport:
         return await self._control(wake=pb.Wake(tags=tags or ()))
 
-    async def forget_prefixes(self) -> None:
-        await self._ask(pb.ToEngine(control=pb.Control(forget=pb.Forget())))
+    async def reset_prefix_cache(self) -> None:
+        await self._ask(pb.ToEngine(control=pb.Control(reset_prefix_cache=pb.ResetPrefixCache())))
 
     async def memory(self) -> MemoryReport:
         return await self._control(memory=pb.Memory())
@@ -108,7 +115,7 @@ class AttachedEngine:
         return convert.memory_from_pb((await self._ask(pb.ToEngine(control=pb.Control(**verb)))).memory)
 
     async def _ask(self, message: pb.ToEngine) -> pb.FromEngine:
-        return await portal.arun(self._link.ask(message, SECONDS, "answer"))
+        return await event_loop.arun(self._link.ask(message, SECONDS, "answer"))
 
 
 @contextlib.contextmanager
@@ -124,7 +131,7 @@ def attached(python: str, model: Path, run_dir: Path, *options: str, **variables
         return (members[0].info, service._links[members[0].info.name]) if members else None
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "gateway.json").write_text(json.dumps({"address": portal.run(serve())}))
+    (run_dir / "gateway.json").write_text(json.dumps({"address": event_loop.run(serve())}))
     (run_dir / "token").write_text(token)
     command = [python, "-m", "slipstream.cli", "engine", "--run-dir", str(run_dir), "--model", str(model)]
     log = run_dir / "engine.log"
@@ -137,11 +144,11 @@ def attached(python: str, model: Path, run_dir: Path, *options: str, **variables
         )
     try:
         deadline = time.monotonic() + START_SECONDS
-        while (found := portal.run(lookup())) is None:
+        while (found := event_loop.run(lookup())) is None:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.1)
         yield AttachedEngine(*found, process, log)
     finally:
         process.kill()
         process.wait()
-        portal.run(stack.aclose())
+        event_loop.run(stack.aclose())

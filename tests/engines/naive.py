@@ -1,4 +1,4 @@
-"""What sampling settings do to logits, one token at a time and in double precision: the reference of every fast path."""
+"""Reference logit processing, one token at a time and in double precision."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slipstream.types import SamplingParams
 def edited(
     logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], drawn: Sequence[int], banned: Iterable[int]
 ) -> np.ndarray:
-    """`logits` of the token after `prompt` and `drawn`, as biases, penalties and the ban of some tokens leave them: before
-    temperature and truncation."""
+    """Apply biases, penalties and bans to the `logits` of the token after `prompt` and `drawn`. Temperature and truncation come
+    later."""
     values = logits.astype(np.float64)
     for token, bias in params.logit_bias:
         values[token] += bias

@@ -1,4 +1,4 @@
-"""What a server should never say, for those that must read it or refuse it."""
+"""Malformed server responses, for tests of code that parses or rejects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that are not installed where most tests run: those of vLLM's that ours import."""
+"""Fakes of the vLLM modules that our code imports, for environments without vLLM."""
 
 from __future__ import annotations
 

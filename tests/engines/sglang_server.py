@@ -1,13 +1,13 @@
-"""A stand-in for an SGLang server: a process of its own that speaks the schemas of SGLang 0.5.18, drawn from its source
-(`http_server.py`, `io_struct.py`, `scheduler.py`, `sampler.py`, `weight_updater.py`), and does what that does where it matters:
+"""A stand-in for an SGLang server, in its own process, with the schemas of SGLang 0.5.18. It follows SGLang's source
+(`http_server.py`, `io_struct.py`, `scheduler.py`, `sampler.py`, `weight_updater.py`) where it matters:
 
-    requests wait, run and are retracted; an abort of what runs needs a step; a closed connection is noticed two seconds late
-    a prefix cache that is keyed by `extra_key` and knows nothing of weights: here it remembers logits
-    an update with `flush_cache`, or a release of memory, while a request is in its hands ends the process, as an assertion does
+    requests wait, run and are retracted; aborting a running one takes a step; a closed connection is noticed two seconds late
+    the prefix cache is keyed by `extra_key` and ignores changes of the weights; here it caches logits
+    an update with `flush_cache`, or a release of memory, ends the process if it holds a request, like SGLang's assertion
     workers join a torch process group, and load buckets of bytes
 
-Its tokens and logprobs are those of a real model, by our own decoder. Fields that SGLang has not are refused. `/_test` is for
-tests: faults, settings, and what has been asked.
+Tokens and logprobs are those of a real model, from our decoder. Fields that SGLang does not have are refused. `/_test` is for
+tests: faults, settings, and the calls received.
 
     python -m tests.engines.sglang_server MODEL PORT_FILE"""
 
@@ -35,8 +35,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from slipstream.model import checkpoint, decoder
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.config import ModelConfig
+from slipstream.model.transformer import decoder
 from slipstream.model.tree import flatten, unflatten
 
 CONTEXT = 128
@@ -81,7 +83,7 @@ _logits = jax.jit(decoder.forward, static_argnums=1)
 
 @dataclass(kw_only=True)
 class Sampling:
-    """Of a request; the fields that SGLang's class has."""
+    """A request, with the fields of SGLang's class."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -127,8 +129,8 @@ class Req:
 
 class Server:
     def __init__(self, directory: Path) -> None:
-        self.model = ModelConfig.read(directory)
-        self._original = flatten(checkpoint.load(directory, self.model))
+        self.model = read_config(directory)
+        self._original = flatten(hf_weights.load(directory, self.model))
         self.test = _Test()
         self.reset()
 
@@ -142,7 +144,7 @@ class Server:
         self.released: set[str] = set()
         self.groups: dict[str, Any] = {}
         self.busy = asyncio.Lock()
-        """The scheduler does one thing at a time, and a call that blocks it blocks generation."""
+        """The scheduler is serial: a call that blocks it blocks generation."""
 
     # --- the scheduler ---
 
@@ -190,7 +192,7 @@ class Server:
             self._tell(req, None)
 
     def logits(self, key: str | None, tokens: tuple[int, ...]) -> np.ndarray:
-        """Of what follows; from the cache, whoever has put it there."""
+        """Logits of the next token, from the cache if possible."""
         if (key, tokens) not in self.cache:
             padded = np.zeros((1, CONTEXT), np.int32)
             padded[0, : len(tokens)] = tokens
@@ -257,7 +259,7 @@ class Server:
     # --- weights ---
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
-        """As a model's own loader: one after the other, and what is wrong ends it in the middle."""
+        """Like a model's loader: tensor by tensor, and an error leaves the rest unloaded."""
         for name, array in arrays.items():
             if name not in self.params:
                 raise ValueError(f"{name} is not a parameter")
@@ -347,21 +349,21 @@ class Server:
 
 @dataclass
 class _Test:
-    """What a test wants of it, and what it was asked."""
+    """The faults a test injects, and the calls received."""
 
     fail: dict[str, Any] = field(default_factory=dict)
-    """By path: [status, body] instead of an answer, each once."""
+    """By path: [status, body] to answer with, once."""
     hang: list[str] = field(default_factory=list)
     hold_after: int = 10**6
-    """Tokens at which requests wait."""
+    """Number of tokens after which requests wait."""
     original_logprobs: bool = False
     key: str = ""
     event: Any = None
-    """Told instead of what was drawn."""
+    """Sent instead of drawn tokens."""
     calls: list[str] = field(default_factory=list)
     """Paths of control calls, in order."""
     bodies: list[Any] = field(default_factory=list)
-    """Of generations."""
+    """Bodies of generate requests."""
     loaded: list[str] = field(default_factory=list)
     """Names of the tensors of the last update."""
 
@@ -389,7 +391,7 @@ def edited(logits: np.ndarray, req: Req, model: ModelConfig) -> np.ndarray:
 
 
 def draw(probs: np.ndarray, sampling: Sampling, seed: int | None, position: int) -> tuple[int, np.ndarray]:
-    """The token, and those that it was drawn from."""
+    """Return the token, and the set it was drawn from."""
     order = np.argsort(-probs, kind="stable")
     ranked = probs[order]
     keep = (np.cumsum(ranked) - ranked) <= sampling.top_p

@@ -1,4 +1,4 @@
-"""The stand-in for an SGLang server (`sglang_server.py`), from the tests' side: started, told what to do wrong, and asked."""
+"""The tests' handle on the stand-in for an SGLang server (`sglang_server.py`): start it, inject faults, read its state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StandIn:
         self.url = f"http://127.0.0.1:{port.read_text()}"
 
     def fresh(self, **test: Any) -> StandIn:
-        """As it was when it started, but for what is said."""
+        """Reset it, except for what is given; restart it if it has died."""
         if self.process.poll() is not None:
             self._start()
         self.tell(reset=True, **test)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import TransferError
-from slipstream.weights.transports.vllm_nccl import UNIQUE_ID_BYTES
+from slipstream.weights.transports.nccl.communicator import UNIQUE_ID_BYTES
 
 SECONDS = 60.0
 
@@ -24,7 +24,7 @@ class SocketLibrary:
         self.joined: list[SocketCommunicator] = []
         self.own_version = ""
 
-    def unique_id(self) -> bytes:
+    def new_id(self) -> bytes:
         server = socket.create_server(("127.0.0.1", 0))
         server.settimeout(SECONDS)
         unique_id = f"{server.getsockname()[1]}".encode().ljust(UNIQUE_ID_BYTES, b"\0")

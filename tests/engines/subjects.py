@@ -1,5 +1,5 @@
-"""Engines for the tests of the embedded engine. Most tests share one model and one shape, so that its programs are compiled
-once; a smaller pool of pages is made by taking pages away, which compiles nothing."""
+"""Embedded engines for tests. Most tests share one model and one shape, so that programs are compiled once. Removing
+pages gives a smaller page pool without compilation."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded import EmbeddedEngine
-from slipstream.engines.embedded.pace import Pace
-from slipstream.engines.embedded.scheduler import Scheduler
-from slipstream.engines.local import LocalFleet
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.engines.embedded.scheduling.scheduler import Scheduler
+from slipstream.engines.embedded.scheduling.steps_per_tick import StepsPerTick
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, Failure, InFlight, Request
-from slipstream.weights.publisher import Publisher
+from slipstream.weights.update.publisher import Publisher
 from tests.conformance.engines import Subject, update_of
 from tests.tiny import random_params, tiny_config
 
 CONFIG = tiny_config(num_layers=1)
 OPTIONS: dict[str, Any] = {
-    "max_concurrency": 8,
+    "max_num_seqs": 8,
     "max_model_len": 64,
-    "page_size": 4,
+    "block_size": 4,
     "kv_cache_tokens": 512,
-    "prefill_tokens": 16,
+    "max_num_batched_tokens": 16,
 }
 
 
 def subject_of(
     config: ModelConfig = CONFIG, params: Any = None, num_pages: int | None = None, **options: Any
 ) -> Subject:
-    """`options` beside those of `EngineConfig`: `tokenizer`, `draft`, `draft_params`."""
+    """`options` other than fields of `EmbeddedConfig`: `tokenizer`, `draft`, `draft_params`."""
     params = random_params(config) if params is None else params
     extra = {name: options.pop(name) for name in ("tokenizer", "draft", "draft_params") if name in options}
-    engine = EmbeddedEngine(config, params, options=EngineConfig(**(OPTIONS | options)), **extra)
+    engine = EmbeddedEngine(config, params, options=EmbeddedConfig(**(OPTIONS | options)), **extra)
     subject = Subject(engine, config, params)
     if num_pages is not None:
         pool = scheduler_of(subject).pool
@@ -57,7 +57,7 @@ def close(subject: Subject) -> None:
 
 
 def scheduler_of(subject: Subject) -> Scheduler:
-    scheduler: Scheduler = subject.engine._worker._scheduler  # type: ignore[attr-defined]
+    scheduler: Scheduler = subject.engine._compute._scheduler  # type: ignore[attr-defined]
     return scheduler
 
 
@@ -87,7 +87,7 @@ async def publish(subject: Subject, params: Any, in_flight: InFlight = "keep", *
 
 
 async def stage(subject: Subject, params: Any) -> int:
-    """The next version, up to where it can be committed."""
+    """Stage the next version, ready to commit."""
     info = subject.engine.describe()
     version = info.version + 1
     update = update_of(info, params, version)
@@ -95,22 +95,22 @@ async def stage(subject: Subject, params: Any) -> int:
     return version
 
 
-class _Slow(Pace):
-    """Whatever the machine's speed: who gets pages, and when, follows the steps that are planned."""
+class _OneStep(StepsPerTick):
+    """One step per tick, so that page allocation does not depend on the machine's speed."""
 
     def steps(self, rows: int, most: int) -> int:
         return 1
 
 
 class Hold:
-    """Lets the engine plan one token per tick, and stops it before tick number `tick`, until told to go on: what is asked of
-    the engine meanwhile happens right after that tick."""
+    """Limit the engine to one token per tick and hold it before tick number `tick` until released. Commands sent meanwhile run
+    right after that tick."""
 
     def __init__(self, subject: Subject, tick: int) -> None:
         self._held, self._go_on = threading.Event(), threading.Event()
-        worker = subject.engine._worker  # type: ignore[attr-defined]
-        worker._pace = _Slow(worker._pace.sizes)
-        executor = worker._executor
+        compute = subject.engine._compute  # type: ignore[attr-defined]
+        compute._steps_per_tick = _OneStep(compute._steps_per_tick.sizes)
+        executor = compute._executor
         dispatch, count = executor.dispatch, 0
 
         def held_dispatch(policy: Any, plan: Any) -> Any:
@@ -127,6 +127,6 @@ class Hold:
         assert await asyncio.to_thread(self._held.wait, 60)
 
     async def release(self) -> None:
-        """After what was asked for has reached the compute thread's queue."""
+        """Release the engine once earlier commands are in the compute thread's queue."""
         await asyncio.sleep(0.01)
         self._go_on.set()

@@ -1,4 +1,4 @@
-"""Paged attention: page by page beside the whole sequence at once, and the same bits whatever else is in the batch."""
+"""Paged attention: blockwise compared with the naive reference, and bitwise equal in any batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from slipstream.engines.embedded.attention import BlockwiseAttention, CacheLayer, NaiveAttention, PagedAttention, Shared
+from slipstream.engines.embedded.compute.attention import (
+    BlockwiseAttention,
+    CacheLayer,
+    NaiveAttention,
+    PagedAttention,
+    SharedPrefixes,
+)
 from slipstream.model.config import LayerAttention
 
 BLOCKWISE, NAIVE = BlockwiseAttention(), NaiveAttention()
@@ -16,7 +22,7 @@ PLAIN = LayerAttention(scale=0.3, window=None, softcap=None)
 
 
 class Batch(NamedTuple):
-    """Whole sequences `[blocks, time, kv_heads, head_dim]`, and who asks."""
+    """Whole sequences `[blocks, time, kv_heads, head_dim]`, and the queries."""
 
     k: np.ndarray
     v: np.ndarray
@@ -36,7 +42,7 @@ def batch(
     head_dim: int = 16,
     num_tables: int | None = None,
 ) -> Batch:
-    """Sequences in pages dealt out at random: one for each block, or `num_tables`, of which each block in turn has one."""
+    """Sequences on random pages: one per block, or `num_tables`, assigned to blocks in turn."""
     rng = np.random.default_rng(0)
     where = np.array(positions, np.int32)
     blocks, time = where.shape
@@ -49,7 +55,7 @@ def batch(
 
 
 def layer_of(attention: PagedAttention, given: Batch, page_size: int) -> CacheLayer:
-    """Pages that hold the sequences up to each block's last position, beside what others left behind."""
+    """Pages with the sequences up to each block's last position; the rest holds leftovers."""
     rng = np.random.default_rng(99)
     kv_heads, head_dim = given.k.shape[2:]
     shapes = attention.layer_shapes(int(given.tables.max()) + 3, kv_heads, page_size, head_dim)
@@ -67,16 +73,16 @@ def look(
     attention: PagedAttention,
     given: Batch,
     layer: CacheLayer,
-    how: LayerAttention = PLAIN,
-    shared: Shared | None = None,
+    spec: LayerAttention = PLAIN,
+    shared: SharedPrefixes | None = None,
 ) -> np.ndarray:
-    return np.asarray(attend(attention, given.q, layer, given.tables, given.positions, how, shared))
+    return np.asarray(attend(attention, given.q, layer, given.tables, given.positions, spec, shared))
 
 
-def both(given: Batch, how: LayerAttention, page_size: int = 4) -> tuple[np.ndarray, np.ndarray]:
-    """Blockwise and naive, where they mean something."""
+def both(given: Batch, spec: LayerAttention, page_size: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Blockwise and naive results, without padding."""
     live = given.positions >= 0
-    outs = [look(attention, given, layer_of(attention, given, page_size), how) for attention in (BLOCKWISE, NAIVE)]
+    outs = [look(attention, given, layer_of(attention, given, page_size), spec) for attention in (BLOCKWISE, NAIVE)]
     assert np.isfinite(outs[0]).all()
     return outs[0][live], outs[1][live]
 
@@ -86,21 +92,19 @@ PREFILL = [[*range(3, 19)], [*range(35, 51)], [*range(9), *[-1] * 7], [-1] * 16,
 
 
 @pytest.mark.parametrize(("group", "page_size"), [(1, 4), (3, 16), (4, 4)])
-@pytest.mark.parametrize("how", [PLAIN, LayerAttention(0.5, window=6, softcap=2.0)], ids=["plain", "window and cap"])
+@pytest.mark.parametrize("spec", [PLAIN, LayerAttention(0.5, window=6, softcap=2.0)], ids=["plain", "window and cap"])
 @pytest.mark.parametrize("positions", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_page_by_page_is_the_whole_at_once(
-    positions: list[list[int]], how: LayerAttention, group: int, page_size: int
-) -> None:
-    out, expected = both(batch(positions, group, page_size), how, page_size)
+def test_blockwise_equals_naive(positions: list[list[int]], spec: LayerAttention, group: int, page_size: int) -> None:
+    out, expected = both(batch(positions, group, page_size), spec, page_size)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("how", [LayerAttention(0.3, 1, None), LayerAttention(0.3, None, 1.5)], ids=["itself", "cap"])
-def test_window_and_cap_alone(how: LayerAttention) -> None:
+@pytest.mark.parametrize("spec", [LayerAttention(0.3, 1, None), LayerAttention(0.3, None, 1.5)], ids=["itself", "cap"])
+def test_window_and_cap_alone(spec: LayerAttention) -> None:
     given = batch(DECODE, group=3)
-    out, expected = both(given, how)
+    out, expected = both(given, spec)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
-    if how.window == 1:  # a token that sees itself alone gets its own value
+    if spec.window == 1:  # a token that attends only to itself gets its own value
         rows = np.flatnonzero(given.positions[:, 0] >= 0)
         own = given.v[rows, given.positions[rows, 0]]
         np.testing.assert_allclose(out, np.repeat(own, 3, axis=1), rtol=1e-6)
@@ -137,7 +141,7 @@ def test_write_puts_tokens_into_their_pages_and_touches_nothing_else(attention: 
 
 # --- bits ---
 
-# kv heads, heads of each, their dimensions, tokens of a page. How XLA multiplies on CPU depends on these and on the rows:
+# kv heads, query heads of each, head_dim, page_size. How XLA multiplies on CPU depends on these and on the rows:
 # one row or several, more rows than fifty with 32 columns, a single kv head.
 SIZES = [(2, 1, 16, 4), (2, 3, 64, 16), (2, 4, 64, 32), (1, 3, 64, 32), (1, 8, 32, 32)]
 sizes = pytest.mark.parametrize(("kv_heads", "group", "head_dim", "page_size"), SIZES)
@@ -146,7 +150,7 @@ CAPPED = LayerAttention(0.3, window=9, softcap=2.0)
 
 @sizes
 def test_a_row_has_the_same_bits_in_any_batch(kv_heads: int, group: int, head_dim: int, page_size: int) -> None:
-    """Among more rows or fewer, at another place, next to a longer sequence, or alone with padding."""
+    """Among more or fewer rows, in another place, next to a longer sequence, or alone with padding."""
     given = batch([[(i * 13) % 61] for i in range(31)] + [[150]], group, page_size, kv_heads, head_dim)
     layer = layer_of(BLOCKWISE, given, page_size)
     together = look(BLOCKWISE, given, layer)
@@ -159,46 +163,44 @@ def test_a_row_has_the_same_bits_in_any_batch(kv_heads: int, group: int, head_di
 
 
 @sizes
-def test_a_block_has_the_bits_of_its_rows_one_by_one(kv_heads: int, group: int, head_dim: int, page_size: int) -> None:
-    """Prefill in blocks of 16, alone or with others, checking guesses and decode in steps of one are one computation."""
+def test_a_block_has_the_bits_of_its_single_rows(kv_heads: int, group: int, head_dim: int, page_size: int) -> None:
+    """Prefill in blocks of 16, verification and single-token decode give the same bits."""
     blocks = batch([[*range(start, start + 16)] for start in (0, 5, 22, 80)], group, page_size, kv_heads, head_dim)
     layer = layer_of(BLOCKWISE, blocks, page_size)
-    how = CAPPED if page_size < 32 else PLAIN
-    together = look(BLOCKWISE, blocks, layer, how)
-    np.testing.assert_array_equal(look(BLOCKWISE, blocks.only([3]), layer, how), together[[3]])
+    spec = CAPPED if page_size < 32 else PLAIN
+    together = look(BLOCKWISE, blocks, layer, spec)
+    np.testing.assert_array_equal(look(BLOCKWISE, blocks.only([3]), layer, spec), together[[3]])
     for block, time in [(0, 1), (2, 1), (3, 1), (3, 2)]:
         rows = blocks.only([block] * (16 // time))
         parts = (x[block].reshape(16 // time, time, *x.shape[2:]) for x in (blocks.q, blocks.positions))
-        out = look(BLOCKWISE, Batch(*rows[:3], *parts), layer, how)
+        out = look(BLOCKWISE, Batch(*rows[:3], *parts), layer, spec)
         np.testing.assert_array_equal(out.reshape(together[block].shape), together[block])
 
 
 @sizes
-@pytest.mark.parametrize("how", [PLAIN, CAPPED], ids=["plain", "window and cap"])
+@pytest.mark.parametrize("spec", [PLAIN, CAPPED], ids=["plain", "window and cap"])
 def test_sequences_of_a_single_page_have_the_same_bits_in_any_batch(
-    kv_heads: int, group: int, head_dim: int, page_size: int, how: LayerAttention
+    kv_heads: int, group: int, head_dim: int, page_size: int, spec: LayerAttention
 ) -> None:
-    """Where tables are one page wide, and a block alone, XLA computes the scores outside of the loop over pages."""
+    """With tables of one page and a single block, XLA hoists the scores out of the loop over pages."""
     given = batch([[*range(page_size)]] * 16, group, page_size, kv_heads, head_dim)
     given = given._replace(tables=given.tables[:, :1])
     layer = layer_of(BLOCKWISE, given, page_size)
-    together = look(BLOCKWISE, given, layer, how)
+    together = look(BLOCKWISE, given, layer, spec)
     for blocks in (1, 2, 4):
-        np.testing.assert_array_equal(look(BLOCKWISE, given.only(slice(blocks)), layer, how), together[:blocks])
+        np.testing.assert_array_equal(look(BLOCKWISE, given.only(slice(blocks)), layer, spec), together[:blocks])
     rows = given.only([5] * page_size)._replace(q=given.q[5][:, None], positions=given.positions[5][:, None])
-    np.testing.assert_array_equal(look(BLOCKWISE, rows, layer, how)[:, 0], together[5])
+    np.testing.assert_array_equal(look(BLOCKWISE, rows, layer, spec)[:, 0], together[5])
 
 
 @sizes
-def test_rows_that_look_at_shared_pages_together_have_the_bits_that_they_have_alone(
-    kv_heads: int, group: int, head_dim: int, page_size: int
-) -> None:
-    """Rows 0, 2, 4 … begin with the same pages, and so do rows 1, 3, 5 …; the last of them looks alone."""
+def test_shared_prefixes_do_not_change_bits(kv_heads: int, group: int, head_dim: int, page_size: int) -> None:
+    """Rows 0, 2, 4 … start with the same pages, and so do rows 1, 3, 5 …; the last row is in no group."""
     lengths = [[page_size * 2 + (7 * i) % 40] for i in range(32)]
     given = batch(lengths, group, page_size, kv_heads, head_dim, num_tables=2)
     layer = layer_of(BLOCKWISE, given, page_size)
     rows = np.full((8, 16), 32, np.int32)
     rows[0], rows[5, :15] = np.arange(0, 32, 2), np.arange(1, 31, 2)
     num_pages = np.array([2, 0, 0, 0, 0, 1, 0, 0], np.int32)
-    together = look(BLOCKWISE, given, layer, shared=Shared(rows, num_pages))
+    together = look(BLOCKWISE, given, layer, shared=SharedPrefixes(rows, num_pages))
     np.testing.assert_array_equal(together, look(BLOCKWISE, given, layer))

@@ -1,4 +1,4 @@
-"""The GPU kernels, interpreted on the CPU, beside attention written out in float32."""
+"""The GPU kernels, interpreted on CPU, against a plain float32 reference."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded.attention import BlockwiseAttention
-from slipstream.engines.embedded.attention_gpu import PallasAttention, Tile
-from slipstream.engines.embedded.setup import attention_for
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.assembly import attention_for
+from slipstream.engines.embedded.compute.attention import BlockwiseAttention
+from slipstream.engines.embedded.compute.attention_gpu import PallasAttention, Tile
 from slipstream.errors import ConfigError
 
 
-class How(NamedTuple):
+class AttentionSpec(NamedTuple):
     scale: float = 0.3
     window: int | None = None
     softcap: float | None = None
@@ -30,7 +30,7 @@ class Case(NamedTuple):
     positions: np.ndarray
 
 
-PLAINLY = How()
+DEFAULT = AttentionSpec()
 SMALL = Tile(rows=32, keys=16)
 PLAIN = PallasAttention(interpret=True, decode=Tile(rows=16, keys=16))
 FAST = PallasAttention(interpret=True, deterministic=False, decode=Tile(rows=16, keys=16), prefill=SMALL, splits=1)
@@ -46,7 +46,7 @@ def case(
     page_size: int = 8,
     seed: int = 0,
 ) -> Case:
-    """Random keys in pages dealt out at random; what no sequence owns is NaN, and so is what it has not written."""
+    """Random keys on random pages; slots that no sequence has written are NaN."""
     rng = np.random.default_rng(seed)
     where = np.array(positions, np.int32)
     num_blocks, num_queries = where.shape
@@ -63,38 +63,38 @@ def case(
     return Case(q, keys, values, tables, where)
 
 
-def reference(case: Case, how: How) -> np.ndarray:
-    """Row by row, nothing clever; padding is zero."""
+def reference(case: Case, spec: AttentionSpec) -> np.ndarray:
+    """Plain attention row by row; padding is zero."""
     out = np.zeros_like(case.q)
     page_size = case.keys.shape[2]
     group = case.q.shape[2] // case.keys.shape[1]
     for block, row in enumerate(case.positions):
         for i, position in enumerate(row):
-            first = 0 if how.window is None else max(0, position - how.window + 1)
+            first = 0 if spec.window is None else max(0, position - spec.window + 1)
             seen = np.arange(first, position + 1)
             if position < 0:
                 continue
             pages, offsets = case.tables[block, seen // page_size], seen % page_size
             for head in range(case.q.shape[2]):
                 k, v = (part[pages, head // group, offsets] for part in (case.keys, case.values))
-                logits = k @ case.q[block, i, head] * how.scale
-                if how.softcap is not None:
-                    logits = how.softcap * np.tanh(logits / how.softcap)
+                logits = k @ case.q[block, i, head] * spec.scale
+                if spec.softcap is not None:
+                    logits = spec.softcap * np.tanh(logits / spec.softcap)
                 weights = np.exp(logits - logits.max())
                 out[block, i, head] = weights @ v / weights.sum()
     return out
 
 
-def attend(attention: PallasAttention, case: Case, how: How) -> np.ndarray:
+def attend(attention: PallasAttention, case: Case, spec: AttentionSpec) -> np.ndarray:
     run = jax.jit(attention.attend, static_argnums=4)
-    return np.asarray(run(case.q, (case.keys, case.values), case.tables, case.positions, how), np.float32)
+    return np.asarray(run(case.q, (case.keys, case.values), case.tables, case.positions, spec), np.float32)
 
 
-def check(attention: PallasAttention, given: Case, how: How = PLAINLY) -> None:
-    out = attend(attention, given, how)
+def check(attention: PallasAttention, given: Case, spec: AttentionSpec = DEFAULT) -> None:
+    out = attend(attention, given, spec)
     assert np.isfinite(out).all()
     live = given.positions >= 0
-    np.testing.assert_allclose(out[live], reference(given, how)[live], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(out[live], reference(given, spec)[live], rtol=2e-5, atol=2e-5)
 
 
 RAGGED = [[0], [37], [-1], [7], [8], [15], [16], [60]]
@@ -103,14 +103,18 @@ BLOCKS = [[*range(3, 11)], [*range(11, 19)], [0, 1, 2, 3, -1, -1, -1, -1], [-1] 
 
 @pytest.mark.parametrize("attention", [PLAIN, FAST, SPLIT], ids=["plain", "fast", "split"])
 @pytest.mark.parametrize("positions", [RAGGED, BLOCKS], ids=["decode", "prefill"])
-@pytest.mark.parametrize("how", [How(), How(window=9, softcap=2.0)], ids=["plain", "window and cap"])
-def test_ragged_positions_and_padding(attention: PallasAttention, positions: list[list[int]], how: How) -> None:
-    check(attention, case(positions), how)
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(), AttentionSpec(window=9, softcap=2.0)], ids=["plain", "window and cap"]
+)
+def test_ragged_positions_and_padding(
+    attention: PallasAttention, positions: list[list[int]], spec: AttentionSpec
+) -> None:
+    check(attention, case(positions), spec)
 
 
-@pytest.mark.parametrize("how", [How(window=20), How(softcap=2.0)], ids=["window", "cap"])
-def test_window_or_cap_alone(how: How) -> None:
-    check(FAST, case(BLOCKS), how)
+@pytest.mark.parametrize("spec", [AttentionSpec(window=20), AttentionSpec(softcap=2.0)], ids=["window", "cap"])
+def test_window_or_cap_alone(spec: AttentionSpec) -> None:
+    check(FAST, case(BLOCKS), spec)
 
 
 DECODE, PREFILL = [[5], [33]], [[*range(20, 25)]]
@@ -145,20 +149,20 @@ def test_tiles_wider_than_the_sequence() -> None:
 def test_bfloat16() -> None:
     given = case(RAGGED, head_dim=64, page_size=16)
     rounded = Case(*(part.astype(jnp.bfloat16) for part in given[:3]), *given[3:])
-    out = attend(PLAIN, rounded, How(scale=0.125))
-    wanted = reference(Case(*(part.astype(np.float32) for part in rounded[:3]), *given[3:]), How(scale=0.125))
+    out = attend(PLAIN, rounded, AttentionSpec(scale=0.125))
+    wanted = reference(Case(*(part.astype(np.float32) for part in rounded[:3]), *given[3:]), AttentionSpec(scale=0.125))
     live = given.positions >= 0
     np.testing.assert_allclose(out[live], wanted[live], rtol=2e-2, atol=2e-2)
 
 
 def test_deterministic_rows_do_not_depend_on_their_block() -> None:
-    """A query's bits are the same alone as a decode step, and anywhere in a prefill block."""
+    """A query has the same bits in a decode step and anywhere in a prefill block."""
     given = case([[*range(20, 36)], [*range(30, 46)]], head_dim=64, page_size=16)
-    how = How(window=17)
-    together = attend(PLAIN, given, how)
+    spec = AttentionSpec(window=17)
+    together = attend(PLAIN, given, spec)
     for i in (0, 3, 15):
         alone = given._replace(q=given.q[:, i : i + 1], positions=given.positions[:, i : i + 1])
-        np.testing.assert_array_equal(attend(PLAIN, alone, how)[:, 0], together[:, i])
+        np.testing.assert_array_equal(attend(PLAIN, alone, spec)[:, 0], together[:, i])
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["scatter", "kernel"])
@@ -182,13 +186,13 @@ def test_write(kernel: bool, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["scatter", "kernel"])
 def test_kernels_lower_to_triton(kernel: bool) -> None:
-    """What can be known without a GPU: the program translates for one, at the shapes of a 1B model."""
+    """Checked without a GPU: the kernels lower for one, at the shapes of a 1B model."""
     if tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11) and jax.default_backend() != "gpu":
         pytest.skip("this JAX translates Triton kernels only where a GPU is present")
 
-    def step(attention: PallasAttention, q, k, v, layer, tables, positions, how):
+    def step(attention: PallasAttention, q, k, v, layer, tables, positions, spec):
         layer = attention.write(layer, k, v, tables, positions)
-        return attention.attend(q, layer, tables, positions, how), layer
+        return attention.attend(q, layer, tables, positions, spec), layer
 
     page, other = PallasAttention.layer_shapes(1000, 8, 16, 64)
     layer = (jax.ShapeDtypeStruct(page, jnp.bfloat16), jax.ShapeDtypeStruct(other, jnp.bfloat16))
@@ -198,19 +202,19 @@ def test_kernels_lower_to_triton(kernel: bool) -> None:
         kv = jax.ShapeDtypeStruct((batch, queries, 8, 64), jnp.bfloat16)
         tables = jax.ShapeDtypeStruct((batch, 256), jnp.int32)
         positions = jax.ShapeDtypeStruct((batch, queries), jnp.int32)
-        for how in (How(), How(window=512, softcap=30.0)):
-            traced = jax.jit(step, static_argnums=(0, 7)).trace(attention, q, kv, kv, layer, tables, positions, how)
+        for spec in (AttentionSpec(), AttentionSpec(window=512, softcap=30.0)):
+            traced = jax.jit(step, static_argnums=(0, 7)).trace(attention, q, kv, kv, layer, tables, positions, spec)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             assert text.count("triton") >= (2 if kernel else 1)
 
 
-def test_shapes_that_the_kernels_cannot_take_are_refused() -> None:
+def test_unsupported_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match="head_dim=80"):
         PallasAttention.layer_shapes(10, 2, 16, 80)
 
 
-def test_a_model_that_the_kernels_do_not_take_gets_another_attention() -> None:
-    auto = EngineConfig()
+def test_an_unsupported_model_falls_back_to_blockwise_attention() -> None:
+    auto = EmbeddedConfig()
     assert isinstance(attention_for(auto, 64, 16, "gpu"), PallasAttention)
     assert isinstance(attention_for(auto, 80, 16, "gpu"), BlockwiseAttention)
     assert isinstance(attention_for(auto, 64, 16, "cpu"), BlockwiseAttention)
@@ -219,6 +223,6 @@ def test_a_model_that_the_kernels_do_not_take_gets_another_attention() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"), [({"attention": "pallas"}, "attention='pallas'"), ({"deterministic": True}, "deterministic")]
 )
-def test_what_only_the_kernels_can_do_is_refused_for_such_a_model(asked: Any, named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{named}.* cannot be had for this model: .* got head_dim=80, page_size=16"):
-        attention_for(EngineConfig(**asked), 80, 16, "gpu")
+def test_options_that_need_the_kernels_are_rejected_for_such_a_model(asked: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{named}.* does not support this model: .* got head_dim=80, block_size=16"):
+        attention_for(EmbeddedConfig(**asked), 80, 16, "gpu")

@@ -1,4 +1,4 @@
-"""Pausing, sleeping, waking, and what commits do to running requests: to the token."""
+"""Pause, sleep, wake, and the exact effect of commits on running requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from slipstream.bridge import Bridge
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded import EmbeddedEngine
-from slipstream.engines.local import LocalFleet
+from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import EngineFailure, FleetChanged, NotReady, Unsupported, UpdateInProgress
 from slipstream.types import Completion, Failure, MemoryReport, Request, VersionSpan
 from tests.conformance.engines import Subject, other_params, request, update_of
@@ -38,7 +38,7 @@ LONG = request("long", [7, 8, 9], max_tokens=40)
 async def interrupted(
     subject: Subject, deed: Callable[[], Awaitable[Any]], tick: int = 20, one: Request = LONG
 ) -> tuple[asyncio.Task[list[Completion | Failure]], Any]:
-    """`one` runs, and `deed` is done after `tick` ticks: once `LONG` has as many tokens."""
+    """Run `one`, and call `deed` after `tick` ticks, when `LONG` has that many tokens."""
     hold = Hold(subject, tick)
     generating = asyncio.create_task(collect(subject, one))
     await hold.reached()
@@ -61,8 +61,8 @@ def assert_same_draws(found: Completion, expected: Completion) -> None:
     )
 
 
-def test_weights_that_diverged_leave_nothing_behind() -> None:
-    """NaN everywhere for a version: the next one generates as if it had never been."""
+def test_diverged_weights_leave_no_trace() -> None:
+    """A version full of NaN does not affect the next one."""
     with opened() as subject:
         before = subject.complete(LONG.prompt, max_tokens=40)
         broken = subject.runner.run(
@@ -78,23 +78,23 @@ def test_weights_that_diverged_leave_nothing_behind() -> None:
 def test_a_swap_that_fails_leaves_the_old_version_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened() as subject:
         before = subject.complete(LONG.prompt)
-        executor = subject.engine._worker._executor  # type: ignore[attr-defined]
+        executor = subject.engine._compute._executor  # type: ignore[attr-defined]
 
         def no_room(policy: Any) -> Any:
             raise MemoryError("no room on the device")
 
         with monkeypatch.context() as broken, pytest.raises(EngineFailure, match="no room on the device"):
-            broken.setattr(executor, "placed", no_room)
+            broken.setattr(executor, "to_devices", no_room)
             subject.runner.run(publish(subject, other_params(subject)))
         assert subject.engine.describe().version == 0
         assert_same_draws(subject.complete(LONG.prompt), before)
-        assert subject.runner.run(publish(subject, other_params(subject))) == 1  # and the way is free
+        assert subject.runner.run(publish(subject, other_params(subject))) == 1  # the next update is not blocked
 
 
 # --- pause ---
 
 
-def test_pause_holds_and_resume_goes_on_with_the_same_tokens() -> None:
+def test_pause_and_resume_do_not_change_tokens() -> None:
     with opened() as subject:
         engine, alone = subject.engine, subject.complete(LONG.prompt, max_tokens=40)
         other = subject.complete([5, 6])
@@ -119,7 +119,7 @@ def test_pause_holds_and_resume_goes_on_with_the_same_tokens() -> None:
         assert_same_draws(late, other)
 
 
-def test_what_waits_in_a_paused_engine_can_be_cancelled() -> None:
+def test_requests_of_a_paused_engine_can_be_canceled() -> None:
     with opened() as subject:
 
         async def scenario() -> None:
@@ -140,7 +140,7 @@ def test_what_waits_in_a_paused_engine_can_be_cancelled() -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
-def test_a_commit_in_mid_flight(in_flight: Any) -> None:
+def test_a_commit_with_requests_in_flight(in_flight: Any) -> None:
     with opened() as subject:
         new, tokens_before = other_params(subject), 20
         alone = subject.complete(LONG.prompt, max_tokens=40)
@@ -167,16 +167,16 @@ def test_a_commit_in_mid_flight(in_flight: Any) -> None:
             assert found.spans == (VersionSpan(0, 0, 20), VersionSpan(1, 20, 40))
             assert found.token_ids[:20] == alone.token_ids[:20]
             np.testing.assert_allclose(raw[:20], old_rows[:20], atol=1e-5)
-            # The new weights over the whole sequence, against those over what the old ones left in the cache.
+            # The new weights over the whole sequence, or over the KV cache of the old ones.
             assert (np.abs(raw[20:] - new_rows[20:]) < 1e-5).all() == (in_flight == "recompute")
             assert np.abs(raw[20] - old_rows[20]) > 1e-3
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
-def test_a_commit_in_the_midst_of_a_prompt(in_flight: Any) -> None:
-    """All tokens are of one version, so nothing that they rest on is of the other."""
+def test_a_commit_during_prefill(in_flight: Any) -> None:
+    """All tokens are of one version, so all keys and values must be, too."""
     prompt, version = tuple(range(5, 26)), 0 if in_flight == "finish" else 1
-    assert OPTIONS["prefill_tokens"] < len(prompt) - 1, "it should take two ticks"
+    assert OPTIONS["max_num_batched_tokens"] < len(prompt) - 1, "it should take two ticks"
     with opened() as subject:
         weights = subject.params, other_params(subject)
 
@@ -192,7 +192,7 @@ def test_a_commit_in_the_midst_of_a_prompt(in_flight: Any) -> None:
         np.testing.assert_allclose(found.raw_logprobs, rows[np.arange(20, 28), found.token_ids], atol=1e-5)
 
 
-def test_finish_waits_for_those_that_lost_their_pages_too() -> None:
+def test_finish_waits_for_preempted_samples() -> None:
     with opened(num_pages=12) as subject:
         requests = [request(str(i), [5 + i, 6], max_tokens=30) for i in range(4)]
 
@@ -254,7 +254,7 @@ def test_finish_on_a_paused_engine_commits_at_once_when_nothing_runs() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_running_request_sleeps_through_it_and_draws_the_same(level: int) -> None:
+def test_sleep_does_not_change_the_tokens_of_a_running_request(level: int) -> None:
     with opened() as subject:
         engine, alone = subject.engine, subject.complete(LONG.prompt, max_tokens=40)
 
@@ -289,7 +289,7 @@ def flat(tree: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
-def test_waking_one_after_the_other(order: tuple[Any, Any]) -> None:
+def test_waking_tags_one_by_one(order: tuple[Any, Any]) -> None:
     with opened() as subject:
         engine, expected = subject.engine, subject.complete([5, 6])
 
@@ -308,7 +308,7 @@ def test_waking_one_after_the_other(order: tuple[Any, Any]) -> None:
         assert_same_draws(subject.runner.run(scenario()), expected)
 
 
-def test_paused_and_asleep_are_two_things() -> None:
+def test_paused_and_asleep_are_independent() -> None:
     with opened() as subject:
         engine, expected = subject.engine, subject.complete([5, 6])
 
@@ -334,7 +334,7 @@ def test_dropped_weights_come_back_with_an_update_only() -> None:
         engine, run = subject.engine, subject.runner.run
         run(engine.sleep(1))
         assert run(engine.sleep(2)).weights == 0
-        assert run(engine.sleep(1)).weights == 0  # no way back up
+        assert run(engine.sleep(1)).weights == 0  # never to the lighter level
         with pytest.raises(NotReady, match="level 2"):
             run(engine.wake(["weights"]))
         assert run(engine.wake()).asleep == ("weights",)
@@ -351,9 +351,9 @@ def test_an_update_with_a_part_of_the_tensors_does_not_replace_dropped_weights()
         run(engine.commit(1))
         run(engine.sleep(2))
         update = update_of(engine.describe(), subject.params, 2)
-        berths = run(engine.begin(2, update.offer))
+        destinations = run(engine.begin(2, update.offer))
         with pytest.raises(FleetChanged, match="every tensor"):
-            run(engine.stage(2, update.send(berths, unchanged=names - {"model.norm.weight"})))
+            run(engine.stage(2, update.send(destinations, unchanged=names - {"model.norm.weight"})))
         run(engine.rollback(2))
         run(engine.wake())
         run(publish(subject, subject.params))
@@ -372,7 +372,7 @@ def test_a_bridge_sends_everything_to_an_engine_that_dropped_its_weights() -> No
         assert_same_draws(subject.complete([5, 6]), expected)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_calls_are_rejected() -> None:
     with opened() as subject:
         engine, run = subject.engine, subject.runner.run
         for level in (0, 3):
@@ -391,7 +391,7 @@ def test_what_is_refused() -> None:
         assert len(subject.complete([5, 6]).token_ids) == 8
 
 
-def test_checksums_are_of_one_version_whatever_is_committed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_of_one_version_despite_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened() as subject:
         engine: Any = subject.engine
         hashes, commits = engine._hash, [1]
@@ -418,14 +418,14 @@ def loop_of_its_own(work: Any) -> None:
 
 
 def test_an_engine_without_weights_has_nothing_to_verify() -> None:
-    engine = EmbeddedEngine(CONFIG, None, options=EngineConfig(**OPTIONS))
+    engine = EmbeddedEngine(CONFIG, None, options=EmbeddedConfig(**OPTIONS))
     with asyncio.Runner() as runner:
         with pytest.raises(NotReady):
             runner.run(engine.checksums())
         runner.run(engine.close())
 
 
-def test_a_bridge_does_not_verify_in_the_midst_of_a_sync() -> None:
+def test_a_bridge_does_not_verify_during_a_sync() -> None:
     with opened() as subject:
         bridge = Bridge(LocalFleet(subject.engine))
         with bridge._syncing, pytest.raises(UpdateInProgress):

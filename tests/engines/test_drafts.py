@@ -1,4 +1,4 @@
-"""Guessing changes no token and no distribution, whatever guesses; and a draft model's weights travel with the policy's."""
+"""Speculative decoding changes no token and no distribution; a draft model's weights are updated with the policy's."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from slipstream.bridge import Bridge
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded import EmbeddedEngine
-from slipstream.engines.embedded.setup import shapes_for
-from slipstream.engines.local import LocalFleet
+from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.assembly import shapes_for
+from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import ConfigError, FleetChanged
-from slipstream.model import checkpoint
+from slipstream.model.checkpoints import hf_weights
 from slipstream.types import Completion
 from tests.conformance.engines import Subject, other_params, request
 from tests.engines.subjects import CONFIG, OPTIONS, close, opened, stats, subject_of
 from tests.tiny import random_params, tiny_config
 
 DRAFT = tiny_config("qwen2", num_layers=1, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1)
-GUESSING: dict[str, Any] = {"speculation": "draft", "draft_model": "given by the test", "speculative_tokens": 3}
+GUESSING: dict[str, Any] = {"speculation": "draft", "draft_model": "given by the test", "num_speculative_tokens": 3}
 OWN_DRAFT = GUESSING | {"draft": CONFIG}
-"""The policy's own model guesses: right, as long as it has the policy's weights."""
+"""The draft model is a copy of the policy: always right while it has the policy's weights."""
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def plain() -> Iterator[Subject]:
 
 def acceptance(subject: Subject, before: dict[str, Any]) -> float:
     after = stats(subject)
-    guessed = after["guessed_tokens"] - before["guessed_tokens"]
-    assert guessed > 0
-    return float((after["accepted_tokens"] - before["accepted_tokens"]) / guessed)
+    drafted = after["drafted_tokens"] - before["drafted_tokens"]
+    assert drafted > 0
+    return float((after["accepted_tokens"] - before["accepted_tokens"]) / drafted)
 
 
 def requests() -> list[Any]:
@@ -64,8 +64,8 @@ def test_a_draft_changes_no_token(plain: Subject) -> None:
     with opened(**GUESSING, draft=DRAFT, draft_params=random_params(DRAFT, 1)) as subject:
         for _ in range(2):
             assert drawn(subject, *requests()) == expected
-        assert 0 < acceptance(subject, Counter()) < 0.5  # it knows nothing
-        # Beside requests that are not guessed for, the draft's cache has holes: worse guesses, the same tokens.
+        assert 0 < acceptance(subject, Counter()) < 0.5  # random weights
+        # Requests without speculation leave holes in the draft's KV cache: worse drafts, the same tokens.
         rich = [request("rich", [5, 6], max_tokens=12, top_logprobs=1)]
         assert drawn(subject, *requests(), *rich) == expected | drawn(plain, *rich)
         assert stats(subject)["num_programs"] <= subject.engine._shapes.num_programs  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_a_draft_that_is_the_policy_is_always_right(plain: Subject) -> None:
         assert counted["num_programs"] <= subject.engine._shapes.num_programs  # type: ignore[attr-defined]
 
 
-def test_a_draft_of_another_vocabulary_is_refused() -> None:
+def test_a_draft_of_another_vocabulary_is_rejected() -> None:
     other = tiny_config(num_layers=1, vocab_size=95)
     with pytest.raises(ConfigError, match="95 tokens, the policy 96"):
         subject_of(**GUESSING, draft=other, draft_params=random_params(other))
@@ -91,31 +91,31 @@ def test_a_draft_needs_weights_and_a_directory() -> None:
     with pytest.raises(ConfigError, match="without weights"):
         subject_of(**GUESSING, draft=DRAFT)
     with pytest.raises(ConfigError, match="needs both"):
-        EngineConfig(speculation="draft")
+        EmbeddedConfig(speculation="draft")
 
 
 def test_a_draft_from_a_directory(tmp_path: Path, plain: Subject) -> None:
     for name, config, seed in (("policy", CONFIG, 0), ("draft", DRAFT, 1)):
-        checkpoint.save(tmp_path / name, random_params(config, seed), config)
-    options = EngineConfig(**(OPTIONS | GUESSING | {"draft_model": str(tmp_path / "draft")}))
+        hf_weights.save(tmp_path / name, random_params(config, seed), config)
+    options = EmbeddedConfig(**(OPTIONS | GUESSING | {"draft_model": str(tmp_path / "draft")}))
     subject = Subject(EmbeddedEngine.from_directory(tmp_path / "policy", options=options), CONFIG, plain.params)
     one = request("r", [5, 6, 7], max_tokens=20)
     assert drawn(subject, one) == drawn(plain, one)
     close(subject)
 
 
-def test_as_many_steps_as_a_draft_guesses_in_one_call() -> None:
-    """With fewer, a request that is not guessed for would run past the columns in which its tokens are kept."""
-    few = EngineConfig(**(OPTIONS | {"decode_steps": 1, "speculation": "prompt_lookup", "speculative_tokens": 3}))
+def test_max_steps_covers_a_whole_draft() -> None:
+    """With fewer, a request without speculation would write past the columns of the result."""
+    few = EmbeddedConfig(**(OPTIONS | {"decode_steps": 1, "speculation": "prompt_lookup", "num_speculative_tokens": 3}))
     assert shapes_for(CONFIG, few).max_steps == 4
-    assert shapes_for(CONFIG, EngineConfig(**(OPTIONS | {"decode_steps": 1}))).max_steps == 1
+    assert shapes_for(CONFIG, EmbeddedConfig(**(OPTIONS | {"decode_steps": 1}))).max_steps == 1
 
 
 # --- updates ---
 
 
 def test_policy_and_draft_arrive_in_one_transaction(plain: Subject) -> None:
-    """Seen by what is accepted: everything while both have the same weights, little otherwise."""
+    """Observed through acceptance: everything while both have the same weights, little otherwise."""
     new, long = other_params(plain), request("r", [5, 6, 7], max_tokens=40, n=4)
     with opened(**OWN_DRAFT, draft_params=plain.params) as subject:
         bridge = Bridge(LocalFleet(subject.engine))
@@ -150,10 +150,10 @@ def test_policy_and_draft_arrive_in_one_transaction(plain: Subject) -> None:
 SMALL = tiny_config(num_layers=1, vocab_size=6, eos_token_ids=(0,), bos_token_id=0)
 SMALL_DRAFT = tiny_config("qwen2", num_layers=1, vocab_size=6, eos_token_ids=(0,), bos_token_id=0)
 PROMPT = (2, 3, 4, 5, 2, 3)
-"""Prompt lookup guesses 4, 5, 2."""
+"""Prompt lookup drafts 4, 5, 2."""
 NUM_SEEDS, NUM_SAMPLES = 4, 1000
 GUESSERS: dict[str, dict[str, Any]] = {
-    "prompt lookup": {"speculation": "prompt_lookup", "speculative_tokens": 3},
+    "prompt lookup": {"speculation": "prompt_lookup", "num_speculative_tokens": 3},
     "draft": GUESSING | {"draft": SMALL_DRAFT, "draft_params": random_params(SMALL_DRAFT, 1)},
 }
 
@@ -164,13 +164,13 @@ def mild(seed: int) -> Any:
 
 
 @pytest.fixture(scope="module", params=GUESSERS)
-def guesser(request: pytest.FixtureRequest) -> Iterator[Subject]:
+def speculative(request: pytest.FixtureRequest) -> Iterator[Subject]:
     with opened(SMALL, mild(0), **GUESSERS[request.param]) as subject:
         yield subject
 
 
 def p_value(subject: Subject) -> float:
-    """Of the first three tokens of many samples, against the probabilities that the decoder gives to each triple."""
+    """P-value of the first three tokens of many samples, given the decoder's probabilities of each triple."""
     batch = [request(str(seed), PROMPT, n=NUM_SAMPLES, seed=seed, max_tokens=3) for seed in range(NUM_SEEDS)]
     found = Counter(o.token_ids for o in subject.generate(*batch) if isinstance(o, Completion))
     assert sum(found.values()) == NUM_SEEDS * NUM_SAMPLES
@@ -183,28 +183,28 @@ def p_value(subject: Subject) -> float:
     assert sum(exact) == pytest.approx(1)
     counts, expected = np.array([found[t] for t in triples], float), NUM_SEEDS * NUM_SAMPLES * np.array(exact)
     rare = expected < 8
-    if rare.any():  # too few to count one by one
+    if rare.any():  # too rare to count separately
         counts, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
     return float(chisquare(counts, expected * counts.sum() / expected.sum()).pvalue)
 
 
-def test_guessing_keeps_the_distribution(guesser: Subject) -> None:
-    assert p_value(guesser) > 1e-3
-    assert 0 < stats(guesser)["accepted_tokens"] < stats(guesser)["guessed_tokens"]
+def test_speculation_keeps_the_distribution(speculative: Subject) -> None:
+    assert p_value(speculative) > 1e-3
+    assert 0 < stats(speculative)["accepted_tokens"] < stats(speculative)["drafted_tokens"]
 
 
 def accept(which: Callable[[int], int]) -> Callable[..., Any]:
-    """A wrong rule: the first `which(row)` guesses are taken without asking the policy."""
+    """A wrong rule: accept the first `which(row)` draft tokens without verification."""
 
     def wrong(verify: Callable[..., Any]) -> Callable[..., Any]:
-        def wrong_verify(params: Any, cache: Any, rows: Any, settings: Any, guesses: Any) -> Any:
-            steps, cache = verify(params, cache, rows, settings, guesses)
-            steps, guesses = jax.device_get(steps), np.asarray(guesses)
+        def wrong_verify(params: Any, cache: Any, rows: Any, settings: Any, draft_tokens: Any) -> Any:
+            steps, cache = verify(params, cache, rows, settings, draft_tokens)
+            steps, draft_tokens = jax.device_get(steps), np.asarray(draft_tokens)
             tokens, num_drawn = steps.tokens.copy(), steps.num_drawn.copy()
             for row in np.flatnonzero(rows.positions >= 0):
-                taken = min(which(row), int((guesses[row] >= 0).sum()), int(rows.room[row]) - 1)
+                taken = min(which(row), int((draft_tokens[row] >= 0).sum()), int(rows.room[row]) - 1)
                 if taken >= num_drawn[row]:
-                    tokens[:taken, row] = guesses[row, :taken]
+                    tokens[:taken, row] = draft_tokens[row, :taken]
                     num_drawn[row] = taken
             return steps._replace(tokens=tokens, num_drawn=num_drawn), cache
 
@@ -214,19 +214,19 @@ def accept(which: Callable[[int], int]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("rule", [accept(lambda row: 3), accept(lambda row: int(row % 4 == 0))], ids=["all", "some"])
-def test_wrong_rules_are_caught(guesser: Subject, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All guesses taken; and one guess taken in every fourth row."""
-    programs = guesser.engine._worker._executor._programs  # type: ignore[attr-defined]
+def test_wrong_rules_are_caught(speculative: Subject, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All draft tokens accepted; one accepted in every fourth row."""
+    programs = speculative.engine._compute._executor._programs  # type: ignore[attr-defined]
     monkeypatch.setattr(programs, "verify", rule(programs.verify))
-    assert p_value(guesser) < 1e-6
+    assert p_value(speculative) < 1e-6
 
 
-def test_a_drafts_weights_are_verified_where_they_are_given() -> None:
+def test_the_weights_of_a_draft_are_verified() -> None:
     policy, draft = random_params(CONFIG), random_params(DRAFT, 1)
     with opened(**GUESSING, draft=DRAFT, draft_params=draft) as subject:
         bridge = Bridge(LocalFleet(subject.engine))
         alone, both = bridge.verify(policy), bridge.verify(policy, draft=draft)
         assert alone.is_same and both.is_same and alone.num_parts < both.num_parts
         norm = "model.norm.weight"
-        other = checkpoint.unflatten(checkpoint.flatten(draft) | {norm: jnp.zeros(DRAFT.hidden_size)})
+        other = hf_weights.unflatten(hf_weights.flatten(draft) | {norm: jnp.zeros(DRAFT.hidden_size)})
         assert bridge.verify(policy, draft=other).tensors == ("draft." + norm,)

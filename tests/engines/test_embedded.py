@@ -1,4 +1,4 @@
-"""What is the embedded engine's own: Hugging Face parity, text, swaps in mid-flight, failures, closing."""
+"""The embedded engine beyond the contract: Hugging Face parity, text, commits with requests in flight, failures, closing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded import EmbeddedEngine, thrift
-from slipstream.engines.embedded.pace import Pace
-from slipstream.engines.embedded.setup import programs_for
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.assembly import programs_for
+from slipstream.engines.embedded.compute import program_choice
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.engines.embedded.scheduling.steps_per_tick import StepsPerTick
 from slipstream.errors import (
     ConfigError,
     EngineFailure,
@@ -26,25 +27,26 @@ from slipstream.errors import (
     NotReady,
     UnknownVersion,
 )
-from slipstream.model import checkpoint
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, Failure, Request, VersionSpan
 from tests.conformance.engines import Subject, greedy_reference, log_softmax, other_params, request
 from tests.engines.subjects import Hold, close, collect, stage
-from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config, variant, write_tokenizer
+from tests.tiny import hf_directory, random_params, tiny_config, variant, write_tokenizer
 
 Make = Callable[..., Subject]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes engines and closes them."""
+    """Create engines and close them after the test."""
     made: list[Subject] = []
 
     def make(config: ModelConfig | None = None, params: Any = "random", **options: Any) -> Subject:
         config = config or tiny_config(num_layers=1)
         params = random_params(config) if isinstance(params, str) else params
-        engine = EmbeddedEngine(config, params, options=EngineConfig(**({"max_concurrency": 2} | options)))
+        engine = EmbeddedEngine(config, params, options=EmbeddedConfig(**({"max_num_seqs": 2} | options)))
         made.append(Subject(engine, config, params))
         return made[-1]
 
@@ -53,7 +55,7 @@ def make() -> Iterator[Make]:
         close(subject)
 
 
-def test_those_that_are_left_go_on_in_a_smaller_program(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_rows_move_to_a_smaller_program(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [3] * 9 + [16] * 3
 
     def tokens(subject: Subject) -> dict[str, tuple[int, ...]]:
@@ -64,20 +66,20 @@ def test_those_that_are_left_go_on_in_a_smaller_program(make: Make, monkeypatch:
         stats = subject.engine.stats()
         return stats["decode_steps"], stats["decode_rows"]
 
-    patient, keen = (make(max_concurrency=16) for _ in range(2))
-    monkeypatch.setattr(thrift, "PATIENCE", 0)
-    monkeypatch.setattr(Pace, "floor", lambda self, rows, steps: 0)
+    patient, keen = (make(max_num_seqs=16) for _ in range(2))
+    monkeypatch.setattr(program_choice, "PATIENCE", 0)
+    monkeypatch.setattr(StepsPerTick, "early_exit_rows", lambda self, rows, steps: 0)
     wanted = tokens(patient)
-    monkeypatch.setattr(Pace, "floor", lambda self, rows, steps: 8 if rows > 8 else 0)
+    monkeypatch.setattr(StepsPerTick, "early_exit_rows", lambda self, rows, steps: 8 if rows > 8 else 0)
     assert tokens(keen) == wanted and {len(wanted[str(i)]) for i in range(12)} == {3, 16}
     assert counts(patient) == (16, 12 * 16)
     assert counts(keen) == (16, 12 * 3 + 3 * 13)
 
 
-def test_few_go_on_in_the_program_of_many_until_one_of_their_own_is_worth_it(make: Make) -> None:
-    """And get the same bits."""
-    programs_for.cache_clear()  # others have compiled some
-    subject = make(max_concurrency=16)
+def test_a_larger_program_runs_until_compiling_a_smaller_one_pays_off(make: Make) -> None:
+    """With the same bits."""
+    programs_for.cache_clear()  # other tests have compiled some
+    subject = make(max_num_seqs=16)
     many = [request(str(i), [i + 5], max_tokens=6, seed=i) for i in range(12)]
 
     def bits(*requests: Request) -> dict[str, tuple[Any, ...]]:
@@ -85,7 +87,7 @@ def test_few_go_on_in_the_program_of_many_until_one_of_their_own_is_worth_it(mak
         return {o.request_id: (o.token_ids, o.logprobs, o.raw_logprobs) for o in found}
 
     together = bits(*many)
-    compiled = subject.engine._worker._executor._programs.thrift.compiled  # type: ignore[attr-defined]
+    compiled = subject.engine._compute._executor._programs.choice.compiled  # type: ignore[attr-defined]
     assert [size for name, size in compiled if name == "decode"] == [16]
     compiled["decode", 16] = 1e9  # seconds that it took
     assert bits(many[3])["3"] == together["3"] and ("decode", 8) not in compiled
@@ -96,15 +98,15 @@ def test_few_go_on_in_the_program_of_many_until_one_of_their_own_is_worth_it(mak
 # --- models ---
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe-dense-layer"])  # tests/model compares all variants
 def test_greedy_generation_equals_transformers(name: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     directory = hf_directory(tmp_path, name, seed=3)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    engine = EmbeddedEngine.from_directory(directory, options=EngineConfig(max_concurrency=4))
-    subject = Subject(engine, ModelConfig.read(directory), checkpoint.load(directory))
+    engine = EmbeddedEngine.from_directory(directory, options=EmbeddedConfig(max_num_seqs=4))
+    subject = Subject(engine, read_config(directory), hf_weights.load(directory))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 96, n).tolist() for n in (1, 4, 7, 9)]
     requests = [
@@ -130,9 +132,9 @@ def test_bfloat16_weights_and_cache(make: Make) -> None:
     assert subject.engine.describe().dtype == "bfloat16"
 
 
-def test_kv_heads_that_do_not_divide_are_held_by_every_rank(make: Make) -> None:
+def test_kv_heads_that_do_not_divide_are_replicated(make: Make) -> None:
     config = tiny_config("qwen3", num_kv_heads=1, vocab_size=95)
-    subject = make(config, tp=2)
+    subject = make(config, tensor_parallel_size=2)
     prompt = subject.prompts[4]
     assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8)
     new = other_params(subject)
@@ -140,10 +142,10 @@ def test_kv_heads_that_do_not_divide_are_held_by_every_rank(make: Make) -> None:
     assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8, new)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe-dense-layer"])
+@pytest.mark.parametrize("name", ["gemma3_text"])
 def test_two_ranks_generate_what_one_does(make: Make, name: str) -> None:
-    """Past the sliding window, and again after an update that was split over the ranks."""
-    one, two = (make(variant(name), tp=tp) for tp in (1, 2))
+    """Beyond the sliding window, and again after a sharded update."""
+    one, two = (make(variant(name), tensor_parallel_size=tp) for tp in (1, 2))
     prompt, new = one.prompts[5], other_params(one)
     for params in (one.params, new):
         alone, together = (s.complete(prompt, temperature=0, max_tokens=12) for s in (one, two))
@@ -155,15 +157,27 @@ def test_two_ranks_generate_what_one_does(make: Make, name: str) -> None:
 
 def test_too_few_devices_for_tp_says_how_to_get_more() -> None:
     with pytest.raises(ConfigError, match="xla_force_host_platform_device_count=8"):
-        EmbeddedEngine(tiny_config(num_heads=8, num_kv_heads=8), None, options=EngineConfig(tp=8))
+        EmbeddedEngine(tiny_config(num_heads=8, num_kv_heads=8), None, options=EmbeddedConfig(tensor_parallel_size=8))
 
 
-def test_a_context_longer_than_the_models_is_refused() -> None:
+def test_a_context_longer_than_the_models_is_rejected() -> None:
     with pytest.raises(ConfigError, match="128 positions"):
-        EmbeddedEngine(tiny_config(), None, options=EngineConfig(max_model_len=129))
+        EmbeddedEngine(tiny_config(), None, options=EmbeddedConfig(max_model_len=129))
 
 
-def test_parameters_of_another_shape_are_refused() -> None:
+def test_by_default_the_dtype_is_the_checkpoints() -> None:
+    def engine_of(**config: Any) -> EmbeddedEngine:
+        return EmbeddedEngine(tiny_config(**config), None, options=EmbeddedConfig(max_num_seqs=2))
+
+    for dtype in ("float32", "bfloat16"):
+        engine = engine_of(dtype=dtype)
+        assert engine.describe().dtype == dtype
+        asyncio.run(engine.close())
+    with pytest.raises(ConfigError, match=r'float16.*set dtype="bfloat16"'):
+        engine_of(dtype="float16")
+
+
+def test_parameters_of_another_shape_are_rejected() -> None:
     with pytest.raises(MappingError, match="embed_tokens"):
         EmbeddedEngine(tiny_config(), random_params(tiny_config(vocab_size=50)))
 
@@ -182,7 +196,7 @@ def test_the_engine_keeps_its_weights_when_the_trainer_donates_its_own(make: Mak
 
 
 def test_sequences_of_many_pages(make: Make) -> None:
-    subject = make(max_model_len=70, page_size=4)
+    subject = make(max_model_len=70, block_size=4)
     prompt = subject.prompts[3]
     long = subject.complete(prompt, temperature=0, max_tokens=1000)
     assert long.prompt_token_ids + long.token_ids == prompt + greedy_reference(subject, prompt, 65)
@@ -206,11 +220,11 @@ def test_scores_in_many_chunks_come_back_in_order(make: Make) -> None:
 
 
 def test_scoring_in_blocks_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.engines.embedded import programs
+    from slipstream.engines.embedded.compute import programs
 
     subject = make(
         tiny_config(num_layers=1, vocab_size=97)
-    )  # a model of its own: others' programs are compiled already
+    )  # a separate model, since the programs of the shared one are compiled already
     tokens = tuple(np.random.default_rng(0).integers(3, 96, 60).tolist())
     monkeypatch.setattr(programs, "MAX_LOGITS", 97 * 8)
     (score,) = subject.score(tokens)
@@ -222,8 +236,8 @@ def test_scoring_in_blocks_changes_nothing(make: Make, monkeypatch: pytest.Monke
 
 def test_text_prompts_and_completions(tmp_path: Path) -> None:
     directory = write_tokenizer(hf_directory(tmp_path, "llama", num_layers=1))
-    engine = EmbeddedEngine.from_directory(directory, options=EngineConfig(max_concurrency=2))
-    subject = Subject(engine, ModelConfig.read(directory), checkpoint.load(directory))
+    engine = EmbeddedEngine.from_directory(directory, options=EmbeddedConfig(max_num_seqs=2))
+    subject = Subject(engine, read_config(directory), hf_weights.load(directory))
     letters = "abc"
     (by_text,) = subject.generate(request("t", letters, temperature=0, max_tokens=12))
     by_ids = subject.complete([4, 5, 6], temperature=0, max_tokens=12)
@@ -239,7 +253,7 @@ def test_text_prompts_and_completions(tmp_path: Path) -> None:
     subject.runner.run(engine.close())
 
 
-def test_text_without_a_tokenizer_fails_and_says_what_is_missing(make: Make) -> None:
+def test_text_without_a_tokenizer_names_what_is_missing(make: Make) -> None:
     subject = make()
     text, ids = sorted(subject.generate(request("a", "hello"), request("b", [5, 6])), key=lambda o: o.request_id)
     assert isinstance(text, Failure) and isinstance(text.error, InvalidPrompt) and "tokenizer" in str(text.error)
@@ -261,15 +275,15 @@ def test_eos_ends_a_completion_unless_ignored(make: Make) -> None:
 
 
 def silent(params: Any) -> Any:
-    """Weights under which every token has logprob -log(vocab) and the greedy one is 0: the final norm is zero."""
-    named = checkpoint.flatten(params)
+    """Weights with a zero final norm: every token has logprob -log(vocab), and the greedy token is 0."""
+    named = hf_weights.flatten(params)
     named["model.norm.weight"] = jnp.zeros_like(named["model.norm.weight"])
-    return checkpoint.unflatten(named)
+    return hf_weights.unflatten(named)
 
 
 async def commit_in_mid_flight(subject: Subject, in_flight: Any) -> tuple[list[Completion], int, int]:
-    """Two requests start; before the long one's 20th token a staged version is committed, and a third request comes.
-    The three completions, and the old and new version."""
+    """Start two requests; before the long one's 20th token, commit a staged version and send a third request. Returns the three
+    completions, the old and the new version."""
     engine, old = subject.engine, subject.engine.describe().version
     new = await stage(subject, silent(subject.params))
     hold = Hold(subject, 20)
@@ -288,7 +302,7 @@ async def commit_in_mid_flight(subject: Subject, in_flight: Any) -> tuple[list[C
 
 
 def is_silent(completion: Completion) -> list[bool]:
-    """Of each token, whether its logprob is that of the silent weights."""
+    """For each token, whether its logprob is that of the silent weights."""
     return [abs(p + np.log(96)) < 1e-5 for p in completion.raw_logprobs]
 
 
@@ -316,7 +330,7 @@ def test_commit_finish_lets_running_requests_end_under_the_old_weights(make: Mak
     assert subject.engine.describe().version == new
 
 
-def test_rollback_calls_off_a_commit_that_waits(make: Make) -> None:
+def test_rollback_cancels_a_waiting_commit(make: Make) -> None:
     subject = make(decode_steps=1)
     engine, old = subject.engine, subject.engine.describe().version
 
@@ -338,10 +352,10 @@ def test_rollback_calls_off_a_commit_that_waits(make: Make) -> None:
     assert len(outcomes) == 2
     assert all(isinstance(o, Completion) and {s.version for s in o.spans} == {old} for o in outcomes)
     assert engine.describe().version == old
-    subject.publish(subject.params)  # and the next update finds the way free
+    subject.publish(subject.params)  # the next update is not blocked
 
 
-def test_a_cancelled_commit_does_not_swap_and_the_engine_goes_on(make: Make) -> None:
+def test_a_canceled_commit_does_not_swap(make: Make) -> None:
     subject = make(decode_steps=1)
     engine, old = subject.engine, subject.engine.describe().version
 
@@ -379,7 +393,7 @@ def test_an_engine_without_weights_waits_for_its_first_update(make: Make, tmp_pa
 
 def test_a_directory_with_weights_is_version_0_and_without_is_empty(tmp_path: Path) -> None:
     config = tiny_config(num_layers=1)
-    checkpoint.save(tmp_path, random_params(config), config)
+    hf_weights.save(tmp_path, random_params(config), config)
     for expected in (0, -1):
         engine = EmbeddedEngine.from_directory(tmp_path, name="x")
         assert engine.describe().version == expected
@@ -387,17 +401,17 @@ def test_a_directory_with_weights_is_version_0_and_without_is_empty(tmp_path: Pa
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
 
 
-def test_versions_that_make_no_sense_are_refused() -> None:
+def test_invalid_versions_are_rejected() -> None:
     with pytest.raises(ConfigError, match="without params"):
         EmbeddedEngine(tiny_config(), None, version=3)
     with pytest.raises(ConfigError, match="0 or more"):
         EmbeddedEngine(tiny_config(), random_params(tiny_config()), version=-1)
 
 
-# --- cancellation, failure, end ---
+# --- cancellation, failure, closing ---
 
 
-def test_cancelled_requests_free_their_slots(make: Make) -> None:
+def test_canceled_requests_free_their_rows(make: Make) -> None:
     subject = make(tiny_config(num_layers=1, max_position_embeddings=4096))
 
     async def scenario() -> None:
@@ -406,10 +420,10 @@ def test_cancelled_requests_free_their_slots(make: Make) -> None:
         )
         await anext(batches)
         await batches.aclose()  # type: ignore[attr-defined]
-        await subject.engine.score([[5, 6]])  # a later command: the cancellation has been carried out
+        await subject.engine.score([[5, 6]])  # a later command, so the cancellation has run
 
     subject.runner.run(scenario())
-    scheduler = subject.engine._worker._scheduler  # type: ignore[attr-defined]
+    scheduler = subject.engine._compute._scheduler  # type: ignore[attr-defined]
     assert not scheduler.live and not scheduler.waiting
     assert scheduler.pool.num_free + scheduler.tree.num_pages == scheduler.pool.num_pages
     assert len(subject.complete([5, 6]).token_ids) == 8
@@ -417,12 +431,12 @@ def test_cancelled_requests_free_their_slots(make: Make) -> None:
 
 def test_a_failing_step_fails_its_requests_and_the_engine_survives(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = make(decode_steps=1)
-    programs = subject.engine._worker._executor._programs  # type: ignore[attr-defined]
+    programs = subject.engine._compute._executor._programs  # type: ignore[attr-defined]
     expected, decode, calls = subject.complete([5, 6]).token_ids, programs.decode, []
 
     def broken(*args: Any) -> Any:
         calls.append(1)
-        drawn, cache = decode(*args)  # the donated cache is gone by now
+        drawn, cache = decode(*args)  # the donated cache is lost by now
         if len(calls) == 2:
             raise ValueError("no luck")
         return drawn, cache
@@ -430,18 +444,18 @@ def test_a_failing_step_fails_its_requests_and_the_engine_survives(make: Make, m
     monkeypatch.setattr(programs, "decode", broken)
     outcomes = subject.generate(request("a", [5, 6], n=3), request("b", [5, 6]))
     failures = [o for o in outcomes if isinstance(o, Failure)]
-    assert [f.request_id for f in failures] == ["a"]  # b was still waiting: two slots
+    assert [f.request_id for f in failures] == ["a"]  # b was still waiting, as there are two rows
     assert isinstance(failures[0].error, EngineFailure) and "no luck" in str(failures[0].error)
     (completion,) = [o for o in outcomes if isinstance(o, Completion)]
     assert (completion.request_id, completion.token_ids) == ("b", expected)
     assert subject.complete([5, 6]).token_ids == expected
 
 
-def test_closing_fails_what_is_unfinished_and_ends_the_thread() -> None:
+def test_closing_fails_unfinished_requests_and_ends_the_thread() -> None:
     config = tiny_config(num_layers=1, max_position_embeddings=4096)
 
     async def scenario() -> None:
-        engine = EmbeddedEngine(config, random_params(config), name="closing", options=EngineConfig(max_concurrency=2))
+        engine = EmbeddedEngine(config, random_params(config), name="closing", options=EmbeddedConfig(max_num_seqs=2))
         batches = engine.generate([request("short", [5], max_tokens=1), request("long", [7], n=3, max_tokens=4000)])
         await anext(batches)
         await engine.close()

@@ -1,10 +1,10 @@
-"""The page pool: every page is free or held, and counts are exact."""
+"""The page pool: every page is free or held, and reference counts are exact."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engines.embedded.pages import PagePool
+from slipstream.engines.embedded.scheduling.pages import PagePool
 
 
 def test_a_page_is_free_again_when_its_last_holder_releases_it():

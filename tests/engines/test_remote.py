@@ -1,5 +1,5 @@
-"""The engine for a `vllm serve` that is up already, against a scripted one: what it asks, what it makes of answers, and what it
-does when the server errs, dies, or says nothing. The same against the real one is in tests/vllm/test_remote.py."""
+"""The engine for a running `vllm serve`, against a scripted server: its calls, how it reads responses, and what it does when the
+server fails, dies or hangs. tests/vllm/test_remote.py runs against a real server."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import EngineConfig
-from slipstream.engines.local import LocalFleet
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import EmbeddedConfig, RemoteConfig
+from slipstream.deploy.fleet import launch
+from slipstream.engines.frontend.sequence import EngineRequest, Sample
 from slipstream.engines.remote import engine as remote
-from slipstream.engines.remote import vllm, vllm_words
+from slipstream.engines.remote import vllm, vllm_format
 from slipstream.engines.remote.engine import RemoteEngine
-from slipstream.engines.sequence import Sample, Ticket
 from slipstream.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -41,13 +42,12 @@ from slipstream.errors import (
     UpdateInProgress,
     VersionError,
 )
-from slipstream.model import checkpoint
-from slipstream.topology import launch
+from slipstream.model.checkpoints import hf_weights
 from slipstream.types import Completion, EngineSync, Failure, Offer, Request, SamplingParams, VersionSpan
 from slipstream.weights.checksum import pack_manifest
 from slipstream.weights.plan import Plan
-from slipstream.weights.publisher import Publisher
-from slipstream.weights.transports import gathering, vllm_nccl
+from slipstream.weights.transports.servers import gather, vllm_nccl
+from slipstream.weights.update.publisher import Publisher
 from tests.engines.nonsense import anything, refusal
 from tests.engines.sockets import SocketLibrary
 from tests.engines.vllm_server import VOCABULARY, Script, serving
@@ -70,18 +70,19 @@ def script() -> Iterator[Script]:
 
 @pytest.fixture
 def library() -> Iterator[SocketLibrary]:
-    vllm_nccl.library = SocketLibrary()
-    yield vllm_nccl.library
-    vllm_nccl.library.close()
-    vllm_nccl.library = None
+    before, library = vllm_nccl.library, SocketLibrary()
+    vllm_nccl.library = library
+    yield library
+    library.close()
+    vllm_nccl.library = before
 
 
 @contextlib.asynccontextmanager
 async def started(
-    directory: Path, script: Script, seconds: float = 20.0, **options: Any
+    directory: Path, script: Script, timeout: float = 20.0, **options: Any
 ) -> AsyncIterator[RemoteEngine]:
-    config = EngineConfig(kind="remote", url=script.url, **options)
-    engine = await RemoteEngine.start(directory, options=config, seconds=seconds)
+    config = RemoteConfig(url=script.url, **options)
+    engine = await RemoteEngine.start(directory, options=config, timeout=timeout)
     try:
         yield engine
     finally:
@@ -117,42 +118,45 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-# --- the address, the key, and what the server is ---
+# --- URL, API key, server settings ---
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "needs one like https://host:8000"),
-        ({"url": "host:8000"}, "needs one like"),
-        ({"url": "ftp://host"}, "needs one like"),
-        ({"url": "https://"}, "needs one like"),
-        ({"url": "http://[::1"}, "needs one like"),
-        ({"url": "http://localhost:port"}, "needs one like"),
-        ({"url": "https://host?key=1"}, "needs one like"),
-        ({"url": "http://10.0.0.7:8000"}, "beyond loopback only https"),
-        ({"url": "http://localhost.evil.example"}, "beyond loopback only https"),
-        ({"url": "https://me:secret@host"}, "a name or a password"),
-        ({"url": "https://host", "tp": 2}, "tp is decided by the vLLM server"),
-        ({"url": "https://host", "dtype": "bfloat16"}, "dtype is decided by"),
+        ({}, "url is required"),
+        ({"url": "host:8000"}, "url must look like https://host:8000"),
+        ({"url": "ftp://host"}, "url must look like https://host:8000"),
+        ({"url": "https://"}, "url must look like https://host:8000"),
+        ({"url": "http://[::1"}, "url must look like https://host:8000"),
+        ({"url": "http://localhost:port"}, "url must look like https://host:8000"),
+        ({"url": "https://host?key=1"}, "url must look like https://host:8000"),
+        ({"url": "http://10.0.0.7:8000"}, "http is allowed on loopback only"),
+        ({"url": "http://localhost.evil.example"}, "http is allowed on loopback only"),
+        ({"url": "https://me:secret@host"}, "a user name or a password"),
+        (
+            {"url": "https://host", "tensor_parallel_size": 2},
+            "tensor_parallel_size is a setting of EmbeddedConfig and VllmConfig",
+        ),
+        ({"url": "https://host", "dtype": "bfloat16"}, "dtype is a setting of EmbeddedConfig and VllmConfig"),
     ],
 )
-def test_an_address_that_cannot_work_is_refused_at_once(options: dict[str, Any], text: str) -> None:
+def test_an_invalid_url_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as error:
-        EngineConfig(kind="remote", **options)
+        RemoteConfig(**options)
     assert "secret" not in str(error.value)
 
 
-def test_addresses_that_work() -> None:
+def test_valid_urls() -> None:
     for url in ("http://127.0.0.1:8000", "http://localhost", "http://[::1]:8000", "https://host:8000/prefix"):
-        assert EngineConfig(kind="remote", url=url).url == url
-    with pytest.raises(ConfigError, match="kind 'remote'"):
-        EngineConfig(url="https://host")
+        assert RemoteConfig(url=url).url == url
+    with pytest.raises(ConfigError, match="url is a setting of RemoteConfig; EmbeddedConfig does not have it"):
+        EmbeddedConfig(url="https://host")
 
 
 def test_one_server_is_one_engine(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one engine"):
-        launch(tmp_path, engines=2, engine=EngineConfig(kind="remote", url="http://localhost:1"))
+        launch(tmp_path, engines=2, engine=RemoteConfig(url="http://localhost:1"))
 
 
 @pytest.mark.parametrize(
@@ -164,9 +168,9 @@ def test_one_server_is_one_engine(tmp_path: Path) -> None:
         ({"weight_transfer": None}, ConfigError, "--weight-transfer-config"),
         ({"weight_transfer": {"backend": "ipc"}}, ConfigError, "--weight-transfer-config"),
         ({"logprobs_mode": "raw_logits"}, ConfigError, "--logprobs-mode processed_logprobs"),
-        ({"quantization": "fp8"}, ConfigError, "quantises its weights"),
+        ({"quantization": "fp8"}, ConfigError, "quantizes its weights"),
         ({"dtype": "torch.int8"}, ConfigError, "holds int8"),
-        ({"max_model_len": 4096}, ConfigError, "is it another model"),
+        ({"max_model_len": 4096}, ConfigError, "does it serve another model"),
         ({"key": "sesame"}, Unauthorized, "SLIPSTREAM_VLLM_TOKEN"),
         ({"fail": {"/server_info": (200, "<html>")}}, ProtocolMismatch, "expected JSON"),
         ({"fail": {"/server_info": (200, [])}}, ProtocolMismatch, "logprobs_mode|weight-transfer"),
@@ -180,7 +184,7 @@ def test_one_server_is_one_engine(tmp_path: Path) -> None:
         ({"fail": {"/version": (302, "")}}, EngineFailure, "302 instead of 200"),
     ],
 )
-def test_a_server_that_cannot_serve_is_refused_at_the_start(
+def test_an_unusable_server_is_refused_at_the_start(
     directory: Path, over: dict[str, Any], error: type[SlipstreamError], text: str
 ) -> None:
     with serving(Script(**over)) as script, pytest.raises((error, ConfigError), match=text) as found:
@@ -189,10 +193,10 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(
     assert script.calls == []  # nothing was changed
 
 
-def test_a_server_that_is_not_there_or_does_not_answer_is_named(directory: Path, script: Script) -> None:
+def test_a_server_that_cannot_be_reached_or_hangs_is_named(directory: Path, script: Script) -> None:
     script.hang.add("/is_paused")
     with pytest.raises(DeadlineExceeded, match=r"did not answer GET /is_paused within 0\.2 s") as late:
-        with_engine(directory, script, lambda engine: None, seconds=0.2)
+        with_engine(directory, script, lambda engine: None, timeout=0.2)
     assert script.url in str(late.value)
     script.stop()
     with pytest.raises(EngineLost, match="cannot be reached for GET /version") as lost:
@@ -220,7 +224,7 @@ def test_the_key_comes_from_a_file_or_the_environment(
         with_engine(directory, script, scenario, token_file=str(file))
 
 
-def test_tls_with_a_certificate_that_is_named_and_no_other(directory: Path, tmp_path: Path) -> None:
+def test_tls_trusts_only_the_configured_certificate(directory: Path, tmp_path: Path) -> None:
     own, other = (_certificate(tmp_path, name) for name in ("own", "other"))
 
     async def scenario(engine: RemoteEngine) -> Any:
@@ -257,7 +261,7 @@ def test_weights_of_unknown_origin_are_not_served(directory: Path, over: dict[st
 # --- generating ---
 
 
-def test_tokens_logprobs_and_text_come_as_the_server_draws_them(directory: Path, script: Script) -> None:
+def test_completions_hold_the_servers_tokens_and_logprobs(directory: Path, script: Script) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         assert engine.describe().version == 0
         return await collected(engine, request("a", n=3, top_logprobs=2), request("b", "abc", temperature=0))
@@ -273,7 +277,7 @@ def test_tokens_logprobs_and_text_come_as_the_server_draws_them(directory: Path,
     assert all("priority" not in body for body in script.bodies)  # which this server would refuse
 
 
-def test_what_is_not_the_models_own_distribution_is_scored_once_more(directory: Path, script: Script) -> None:
+def test_a_modified_distribution_is_scored_again_for_raw_logprobs(directory: Path, script: Script) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         return await collected(
             engine, request("warm", temperature=0.7, top_logprobs=2), request("cold", temperature=0, min_tokens=2)
@@ -285,7 +289,7 @@ def test_what_is_not_the_models_own_distribution_is_scored_once_more(directory: 
     assert found["cold"].logprobs == found["cold"].raw_logprobs == (-0.25,) * 4
 
 
-def test_logprobs_that_a_server_cannot_tell_are_refused_not_guessed(directory: Path, script: Script) -> None:
+def test_requests_whose_logprobs_are_unknown_are_refused(directory: Path, script: Script) -> None:
     script.logprobs_mode = "raw_logprobs"
 
     async def scenario(engine: RemoteEngine) -> Any:
@@ -299,7 +303,7 @@ def test_logprobs_that_a_server_cannot_tell_are_refused_not_guessed(directory: P
     assert "--logprobs-mode processed_logprobs" in str(found["warm"].error)
 
 
-def test_a_stop_token_and_a_stop_text_end_it(directory: Path, script: Script) -> None:
+def test_stop_tokens_and_stop_strings_end_a_completion(directory: Path, script: Script) -> None:
     free = drawn(PROMPT, 12)
 
     async def scenario(engine: RemoteEngine) -> Any:
@@ -333,7 +337,7 @@ def choice(**over: Any) -> dict[str, Any]:
         ([], ProtocolMismatch, "an event"),
     ],
 )
-def test_an_answer_that_makes_no_sense_fails_its_request(
+def test_a_malformed_response_fails_its_request(
     directory: Path, script: Script, event: Any, error: type[SlipstreamError], text: str
 ) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
@@ -352,32 +356,32 @@ ANYTHING = anything("choices", "token_ids", "logprobs", "token_logprobs", "top_l
 
 
 @given(ANYTHING, st.sampled_from(("event", "choice", "columns", "tops")))
-def test_whatever_an_event_holds_it_is_read_or_refused(found: Any, where: str) -> None:
+def test_any_event_is_read_or_refused(found: Any, where: str) -> None:
     event = {
         "event": found,
         "choice": {"choices": [found]},
         "columns": choice(logprobs=found),
         "tops": choice(logprobs={"token_logprobs": [-0.5], "top_logprobs": [found]}),
     }[where]
-    sample = Sample(Ticket("r", PROMPT, SamplingParams(), 1, 4, (), None), 0)  # type: ignore[arg-type]
+    sample = Sample(EngineRequest("r", PROMPT, SamplingParams(), 1, 4, (), None), 0)  # type: ignore[arg-type]
     with contextlib.suppress(SlipstreamError):
-        vllm_words.take_event(sample, event, 0, 1, refusal)
+        vllm_format.take_event(sample, event, 0, 1, refusal)
         assert all(isinstance(value, float) and value <= 1e-3 for value in sample.logprobs)
 
 
 @given(ANYTHING)
-def test_whatever_a_score_holds_it_is_read_or_refused(found: Any) -> None:
+def test_any_score_is_read_or_refused(found: Any) -> None:
     for answer in (
         found,
         {"choices": [{"prompt_logprobs": found}]},
         {"choices": [{"prompt_logprobs": [None, found, found]}]},
     ):
         with contextlib.suppress(SlipstreamError):
-            logprobs, _ = vllm_words.take_score(answer, PROMPT, 1, refusal)
-            assert len(logprobs) == 2
+            score = vllm_format.take_score(answer, PROMPT, 1, refusal)
+            assert len(score.logprobs) == 2
 
 
-def test_what_a_server_refuses_fails_alone_in_its_words(directory: Path, script: Script) -> None:
+def test_a_rejected_request_fails_alone_with_the_servers_message(directory: Path, script: Script) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         script.fail["/v1/completions"] = (400, {"error": {"message": "presence_penalty must be in [-2, 2]"}})
         (bad,) = await collected(engine, request(presence_penalty=5.0))
@@ -416,7 +420,7 @@ def test_leaving_a_generation_closes_the_connections(directory: Path, script: Sc
     assert script.open == 0
 
 
-def test_no_more_requests_than_agreed_are_open(directory: Path, script: Script) -> None:
+def test_max_num_seqs_limits_open_requests(directory: Path, script: Script) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         script.hold_after = 1
         waiting = asyncio.create_task(collected(engine, request(n=7)))
@@ -426,10 +430,10 @@ def test_no_more_requests_than_agreed_are_open(directory: Path, script: Script) 
         script.hold_after = 10**6
         return await waiting
 
-    assert len(with_engine(directory, script, scenario, max_concurrency=2)) == 7
+    assert len(with_engine(directory, script, scenario, max_num_seqs=2)) == 7
 
 
-def test_a_server_that_dies_in_the_middle_ends_the_engine(directory: Path, script: Script) -> None:
+def test_a_server_that_dies_during_generation_ends_the_engine(directory: Path, script: Script) -> None:
     async def scenario(engine: RemoteEngine) -> None:
         script.hold_after = 2
         waiting = asyncio.create_task(collected(engine, request("a", n=2), request("b")))
@@ -445,9 +449,7 @@ def test_a_server_that_dies_in_the_middle_ends_the_engine(directory: Path, scrip
     with_engine(directory, script, scenario)
 
 
-def test_a_server_that_dies_unasked_is_noticed(
-    directory: Path, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_checks_notice_a_dead_server(directory: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "HEALTH_SECONDS", 0.02)
 
     async def scenario(engine: RemoteEngine) -> None:
@@ -459,7 +461,7 @@ def test_a_server_that_dies_unasked_is_noticed(
     with_engine(directory, script, scenario)
 
 
-def test_a_server_that_was_restarted_is_found_out_before_its_tokens_count(directory: Path, script: Script) -> None:
+def test_a_restarted_server_is_noticed_before_its_completions_count(directory: Path, script: Script) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         script.label = "default"
         return await collected(engine, request())
@@ -488,7 +490,7 @@ def publishing(engine: RemoteEngine) -> Iterator[Publisher]:
         publisher.close()
 
 
-def test_an_update_takes_vllms_steps_in_order_and_every_byte_arrives(
+def test_an_update_makes_vllms_calls_in_order_and_every_byte_arrives(
     directory: Path, script: Script, library: SocketLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_nccl, "BUFFER_BYTES", 20_000)
@@ -499,23 +501,23 @@ def test_an_update_takes_vllms_steps_in_order_and_every_byte_arrives(
             report = await publish(engine, publisher, 1, 1)
             assert script.calls == ["init", "pause", "start", "update", "finish", "reset", "resume"]
             assert script.init["world_size"] == 2 and script.init["rank_offset"] == 1 and script.init["packed"] is True
-            for name, leaf in checkpoint.flatten(params_of(1)).items():
+            for name, leaf in hf_weights.flatten(params_of(1)).items():
                 np.testing.assert_array_equal(script.tensors[name], np.asarray(leaf))
             assert engine.describe().version == report.version == 1
             assert report.num_bytes == sum(tensor.nbytes for tensor in script.tensors.values())
             assert len(library.joined[0].broadcasts) > 2
             script.calls.clear()
             await publish(engine, publisher, 2, 2)
-            assert script.calls == ["pause", "start", "update", "finish", "reset", "resume"]  # joined once
+            assert script.calls == ["pause", "start", "update", "finish", "reset", "resume"]  # connected once
             (found,) = await collected(engine, request())
             assert found.spans == (VersionSpan(2, 0, 4),)  # type: ignore[union-attr]
-            assert (await engine.commit(2)).pause_seconds == 0  # serves already
+            assert (await engine.commit(2)).pause_seconds == 0  # already serving
         assert library.joined[0].closed and not library.joined[0].aborted
 
     with_engine(directory, script, scenario)
 
 
-def test_what_did_not_change_is_sent_with_the_rest_or_not_at_all(
+def test_unchanged_tensors_are_skipped_only_if_none_changed(
     directory: Path, script: Script, library: SocketLibrary
 ) -> None:
     async def scenario(engine: RemoteEngine) -> None:
@@ -526,10 +528,10 @@ def test_what_did_not_change_is_sent_with_the_rest_or_not_at_all(
             script.calls.clear()
             assert (await publisher.publish(params, (info,), 2)).num_bytes == 0
             assert script.calls == ["pause", "label", "resume"] and engine.describe().version == 2
-            named = checkpoint.flatten(params)
+            named = hf_weights.flatten(params)
             named["model.norm.weight"] = named["model.norm.weight"] * 2
             script.tensors.clear()
-            await publisher.publish(checkpoint.unflatten(named), (info,), 3)
+            await publisher.publish(hf_weights.unflatten(named), (info,), 3)
             assert script.tensors.keys() == named.keys()
             with pytest.raises(Unsupported, match="all tensors or none"):
                 part = {"model.norm.weight": named["model.norm.weight"] * 2}
@@ -540,7 +542,7 @@ def test_what_did_not_change_is_sent_with_the_rest_or_not_at_all(
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "requeue", "finish"])
-def test_running_requests_know_which_version_drew_what(
+def test_spans_of_running_requests_name_the_version_of_each_token(
     directory: Path, script: Script, library: SocketLibrary, in_flight: Any
 ) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
@@ -570,14 +572,12 @@ def test_running_requests_know_which_version_drew_what(
         assert plain.spans == warm.spans == (VersionSpan(1, 0, 9),)
     else:
         assert plain.spans == (VersionSpan(0, 0, 3), VersionSpan(1, 3, 9))
-        assert warm.spans == (VersionSpan(1, 0, 9),)  # its raw logprobs could not be told for two versions
+        assert warm.spans == (VersionSpan(1, 0, 9),)  # its raw logprobs would be unknown for two versions
         (again,) = [b for b in script.bodies if len(b["prompt"]) == 6 and b.get("stream")]
         assert again["max_tokens"] == 6 and again["cache_salt"] != script.bodies[0]["cache_salt"]
 
 
-def test_requests_that_come_during_an_update_wait_for_it(
-    directory: Path, script: Script, library: SocketLibrary
-) -> None:
+def test_requests_during_an_update_wait_for_it(directory: Path, script: Script, library: SocketLibrary) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         with publishing(engine) as publisher:
             script.hang.add("/finish_weight_update")
@@ -596,7 +596,7 @@ def test_requests_that_come_during_an_update_wait_for_it(
 @pytest.mark.parametrize(
     "step", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
 )
-def test_a_step_that_fails_leaves_no_weights_until_the_next_sync(
+def test_a_failed_update_leaves_no_weights_until_the_next_sync(
     directory: Path, script: Script, library: SocketLibrary, step: str
 ) -> None:
     async def scenario(engine: RemoteEngine) -> None:
@@ -604,13 +604,13 @@ def test_a_step_that_fails_leaves_no_weights_until_the_next_sync(
         running = asyncio.create_task(collected(engine, request(max_tokens=9)))
         await until(lambda: script.open == 1)
         script.fail[step] = (500, {"error": {"message": "worker failed"}})
-        if step == "/start_weight_update":  # which is tried again after an update that was left open is ended
+        if step == "/start_weight_update":  # retried after ending an unfinished update
             script.fail["/finish_weight_update"] = (500, {"error": {"message": "nothing to finish"}})
         with publishing(engine) as publisher:
             with pytest.raises(EngineFailure, match=f"POST {step}.*with 500.*worker failed") as error:
                 await publish(engine, publisher, 1, 1)
             assert script.url in str(error.value)
-            assert engine.describe().version == -1 and script.paused  # nobody is served by half of a version
+            assert engine.describe().version == -1 and script.paused  # a mix of two versions is never served
             (failure,) = await running
             assert isinstance(failure, Failure) and isinstance(failure.error, NotReady)
             (refused,) = await collected(engine, request())
@@ -628,9 +628,7 @@ def test_a_step_that_fails_leaves_no_weights_until_the_next_sync(
     with_engine(directory, script, scenario)
 
 
-def test_an_update_that_somebody_left_open_is_ended_first(
-    directory: Path, script: Script, library: SocketLibrary
-) -> None:
+def test_an_unfinished_update_is_ended_first(directory: Path, script: Script, library: SocketLibrary) -> None:
     async def scenario(engine: RemoteEngine) -> None:
         assert engine.describe().version == -1
         script.calls.clear()
@@ -644,7 +642,7 @@ def test_an_update_that_somebody_left_open_is_ended_first(
     with_engine(directory, script, scenario)
 
 
-def test_a_trainer_that_breaks_off_is_an_update_that_failed(
+def test_a_trainer_that_disconnects_fails_the_update(
     directory: Path, script: Script, library: SocketLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_nccl, "BUFFER_BYTES", 20_000)
@@ -662,7 +660,7 @@ def test_a_trainer_that_breaks_off_is_an_update_that_failed(
     with_engine(directory, script, scenario)
 
 
-def test_a_server_that_hangs_in_an_update_is_given_up(
+def test_a_server_that_hangs_in_an_update_ends_the_engine(
     directory: Path, script: Script, library: SocketLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "UPDATE_SECONDS", 0.2)
@@ -697,7 +695,7 @@ def test_a_server_that_dies_in_an_update_ends_the_engine(
     with_engine(directory, script, scenario)
 
 
-def test_a_server_that_cannot_be_joined_or_paused_keeps_what_it_has(
+def test_a_server_that_cannot_be_joined_or_paused_keeps_its_weights(
     directory: Path, script: Script, library: SocketLibrary
 ) -> None:
     async def scenario(engine: RemoteEngine) -> None:
@@ -719,12 +717,12 @@ def test_a_server_that_cannot_be_joined_or_paused_keeps_what_it_has(
 def test_a_rollback_before_the_commit_changes_nothing(directory: Path, script: Script, library: SocketLibrary) -> None:
     async def scenario(engine: RemoteEngine) -> None:
         script.calls.clear()
-        berths = await engine.begin(1, offer_of(engine))
+        destinations = await engine.begin(1, offer_of(engine))
         with pytest.raises(UpdateInProgress):
             await engine.begin(2, offer_of(engine))
         with pytest.raises(UpdateInProgress):
             await engine.sleep()
-        assert berths.slots == bytes(len(engine.describe().parameters)) and not any(berths.links[0][1:])
+        assert destinations.slots == bytes(len(engine.describe().parameters)) and not any(destinations.links[0][1:])
         with pytest.raises(UnknownVersion):
             await engine.commit(1)  # not staged yet
         await engine.rollback(1)
@@ -740,19 +738,21 @@ def test_a_rollback_before_the_commit_changes_nothing(directory: Path, script: S
 
 
 def plan_of(engine: RemoteEngine) -> Plan:
-    from slipstream.weights import source
     from slipstream.weights.plan import make_plan
+    from slipstream.weights.sources import named_tensors
 
     info = engine.describe()
-    return make_plan(source.describe(source.named_tensors(params_of(0))), info.tensors, info.parameters, info.dtype)
+    return make_plan(
+        named_tensors.describe(named_tensors.named_tensors(params_of(0))), info.tensors, info.parameters, info.dtype
+    )
 
 
 def offer_of(engine: RemoteEngine, plan: Plan | None = None, transport: str = "") -> Offer:
     plan = plan or plan_of(engine)
-    return Offer(plan.to_bytes(), plan.fingerprint, transport or vllm_nccl.invitation())
+    return Offer(plan.to_bytes(), plan.fingerprint, transport or vllm_nccl.offered_transport())
 
 
-def test_offers_that_cannot_be_taken_are_refused_before_anything_moves(
+def test_invalid_offers_are_refused_before_any_transfer(
     directory: Path, script: Script, library: SocketLibrary
 ) -> None:
     async def scenario(engine: RemoteEngine) -> None:
@@ -765,12 +765,12 @@ def test_offers_that_cannot_be_taken_are_refused_before_anything_moves(
             (offer_of(engine, transport="vllm-nccl"), TransferError, "unique id"),
             (offer_of(engine, transport="vllm-nccl:AAAA"), TransferError, "unique id"),
             (offer_of(engine, spread), Unsupported, "one process"),
-            (offer_of(engine, turned), SlipstreamError, "another order"),
-            (Offer(b"", "unknown", vllm_nccl.invitation()), SlipstreamError, "does not have plan"),
+            (offer_of(engine, turned), SlipstreamError, "in a different order"),
+            (Offer(b"", "unknown", vllm_nccl.offered_transport()), SlipstreamError, "does not have plan"),
             (
-                Offer(plan.to_bytes(), plan.fingerprint, vllm_nccl.invitation(), fresh=False),
+                Offer(plan.to_bytes(), plan.fingerprint, vllm_nccl.offered_transport(), fresh=False),
                 SlipstreamError,
-                "offer anew",
+                "a fresh offer",
             ),
         ):
             with pytest.raises(error, match=text):
@@ -798,7 +798,7 @@ def test_manifests_must_announce_everything_or_nothing(directory: Path, script: 
 
     async def empty(engine: RemoteEngine) -> None:
         await engine.begin(1, offer_of(engine))
-        engine._arrivals._joining = None
+        engine._updates._connecting = None
         with pytest.raises(FleetChanged, match="needs every tensor"):
             await engine.stage(1, [[pack_manifest(1, {})]])
 
@@ -807,7 +807,7 @@ def test_manifests_must_announce_everything_or_nothing(directory: Path, script: 
     with_engine(directory, script, empty)
 
 
-def test_nccl_of_another_version_is_said_before_it_hangs(
+def test_different_nccl_versions_are_reported_before_they_hang(
     directory: Path, script: Script, library: SocketLibrary
 ) -> None:
     script.packages, library.own_version = "numpy==2.3\nnvidia-nccl-cu12==2.29.7\ntorch==2.13.0", "2.28.9"
@@ -815,7 +815,7 @@ def test_nccl_of_another_version_is_said_before_it_hangs(
     async def scenario(engine: RemoteEngine) -> None:
         with (
             publishing(engine) as publisher,
-            pytest.raises(TransferError, match=r"NCCL 2\.29\.7, this trainer 2\.28\.9"),
+            pytest.raises(TransferError, match=r"NCCL 2\.28\.9 here, NCCL 2\.29\.7 at the vLLM server"),
         ):
             await publish(engine, publisher, 1, 1)
         assert engine.describe().version == 0
@@ -836,12 +836,12 @@ def test_pause_and_resume(directory: Path, script: Script, library: SocketLibrar
         assert not waiting.done()
         with pytest.raises(Unsupported, match="never finish"):
             await engine.begin(1, offer_of(engine))
-            engine._arrivals._brings, engine._arrivals._joining = [], None
+            engine._updates._staged, engine._updates._connecting = [], None
             await engine.commit(1, "finish")
         await engine.rollback(1)
         with publishing(engine) as publisher:
             await publish(engine, publisher, 1, 1)
-        assert script.paused and not waiting.done()  # an update does not resume what someone has paused
+        assert script.paused and not waiting.done()  # an update does not resume a paused engine
         await engine.resume()
         await engine.resume()
         (found,) = await waiting
@@ -869,12 +869,12 @@ def test_sleep_and_wake(directory: Path, script: Script, library: SocketLibrary)
         script.calls.clear()
         with publishing(engine) as publisher:
             await publish(engine, publisher, 1, 1)
-        # Awake for the update, and paused again: a server that is all awake steps by itself.
+        # Woken for the update and paused again: a server that is fully awake resumes.
         assert script.calls == ["init", "wake", "pause", "start", "update", "finish", "reset"]
         assert (await engine.wake()).asleep == ()
         (found,) = await collected(engine, request())
         assert isinstance(found, Completion)
-        with pytest.raises(Unsupported, match="reads its weights back"):
+        with pytest.raises(Unsupported, match="cannot read its weights back"):
             await engine.checksums()
         with pytest.raises(Unsupported):
             await engine.sleep(3)
@@ -884,7 +884,7 @@ def test_sleep_and_wake(directory: Path, script: Script, library: SocketLibrary)
     with_engine(directory, script, scenario)
 
 
-def test_closing_lets_a_server_go_on_that_it_has_paused(directory: Path, script: Script) -> None:
+def test_closing_resumes_a_paused_server(directory: Path, script: Script) -> None:
     async def scenario(engine: RemoteEngine) -> None:
         await engine.pause()
 
@@ -895,10 +895,10 @@ def test_closing_lets_a_server_go_on_that_it_has_paused(directory: Path, script:
 # --- as a process behind a gateway ---
 
 
-def test_a_bridge_syncs_and_generates_through_an_engine_process_that_ends_with_the_server(
+def test_a_bridge_works_through_an_engine_process_that_ends_with_the_server(
     directory: Path, script: Script, library: SocketLibrary, tmp_path: Path
 ) -> None:
-    options = EngineConfig(kind="remote", url=script.url)
+    options = RemoteConfig(url=script.url)
     with launch(directory, engine=options, run_dir=tmp_path / "run") as bridge:
         (engine,) = bridge.status().engines
         assert (engine.state, engine.info.kind, engine.info.version) == ("ready", "remote", 0)
@@ -909,7 +909,7 @@ def test_a_bridge_syncs_and_generates_through_an_engine_process_that_ends_with_t
             report = bridge.sync(params_of(version))
             assert report.version == version and report.engines[0].transport == "vllm-nccl"
             np.testing.assert_array_equal(
-                script.tensors["model.norm.weight"], checkpoint.flatten(params_of(version))["model.norm.weight"]
+                script.tensors["model.norm.weight"], hf_weights.flatten(params_of(version))["model.norm.weight"]
             )
             (found,) = bridge.generate([PROMPT], sampling)
             assert found.version == version
@@ -929,7 +929,7 @@ def test_a_bridge_syncs_and_generates_through_an_engine_process_that_ends_with_t
             assert time.monotonic() < deadline
 
 
-# --- the trainer's half ---
+# --- the trainer's side ---
 
 
 @pytest.mark.parametrize(
@@ -942,25 +942,25 @@ def test_a_bridge_syncs_and_generates_through_an_engine_process_that_ends_with_t
         ([4, 4, 4, 4], 8, [[0, 1, 2], [3]]),
     ],
 )
-def test_a_chunk_is_closed_by_the_tensor_that_exceeds_it(
+def test_a_group_ends_with_the_tensor_that_exceeds_the_limit(
     sizes: list[int], limit: int, expected: list[list[int]]
 ) -> None:
-    assert list(gathering.chunks(sizes, limit)) == expected
+    assert list(gather.group_by_bytes(sizes, limit)) == expected
 
 
 @given(st.binary(max_size=200) | st.just(b'{"transport": "vllm-nccl", "server": "s", "world_size": 1}'))
-def test_a_link_that_makes_no_sense_is_refused(link: bytes) -> None:
+def test_a_malformed_link_is_refused(link: bytes) -> None:
     with pytest.raises(TransferError):
         vllm_nccl.VllmNcclSender(link, None, {})  # type: ignore[arg-type]
 
 
 @given(st.text(max_size=60))
-def test_an_invitation_that_makes_no_sense_is_refused(text: str) -> None:
+def test_a_malformed_transport_name_is_refused(text: str) -> None:
     with pytest.raises(TransferError):
-        vllm_nccl.invited(f"vllm-nccl:{text}")
+        vllm_nccl.parse_offered(f"vllm-nccl:{text}")
 
 
-def test_the_figure_for_speed_counts_the_commit_in_which_bytes_moved() -> None:
+def test_bytes_per_second_includes_a_commit_that_moves_bytes() -> None:
     from slipstream.types import CommitReport, StageReport, SyncReport
 
     def report(transport: str) -> SyncReport:
@@ -970,7 +970,7 @@ def test_the_figure_for_speed_counts_the_commit_in_which_bytes_moved() -> None:
     assert report("shm").bytes_per_second == 50 and report("vllm-nccl").bytes_per_second == 25
 
 
-def test_without_nccl_the_trainer_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_without_nccl_learns_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nccl", None)
     with pytest.raises(TransferError, match=r"slipstream-rl\[nccl\]"):
-        vllm_nccl.invitation()
+        vllm_nccl.offered_transport()

@@ -1,5 +1,5 @@
-"""What a request may ask for, against naive arithmetic over the decoder's logits; and what it may not, each with an error that
-names the mistake and leaves the engine serving."""
+"""Sampling parameters against naive arithmetic over the decoder's logits; invalid requests, each with an error that names the
+mistake and leaves the engine serving."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from slipstream.engines.embedded import EmbeddedEngine
-from slipstream.engines.embedded.pace import Pace
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.engines.embedded.scheduling.steps_per_tick import StepsPerTick
 from slipstream.errors import ConfigError, InvalidPrompt, InvalidSampling, MappingError, OutOfPages
-from slipstream.model import checkpoint
+from slipstream.model.checkpoints import hf_weights
 from slipstream.types import Completion, Failure, Request, SamplingParams, TopLogprobs
 from tests.conformance.engines import Subject, _logits, log_softmax, request
 from tests.engines.naive import edited
@@ -47,7 +47,7 @@ def subject(tokenizer: Any) -> Iterator[Subject]:
 
 @pytest.fixture
 def fresh() -> Iterator[Subject]:
-    """Counters at zero, nothing cached."""
+    """An engine with counters at zero and an empty prefix cache."""
     with opened() as subject:
         yield subject
 
@@ -56,7 +56,7 @@ def serves(subject: Subject) -> None:
     assert len(subject.complete([5, 6, 7]).token_ids) == 8
 
 
-# --- what is refused ---
+# --- invalid requests ---
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,14 @@ def serves(subject: Subject) -> None:
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"n": 4097}, "at most 4096"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"min_tokens": 9, "max_tokens": 8}, "contradict"),
+        ({"min_tokens": 9, "max_tokens": 8}, "at most max_tokens"),
+        ({"top_k": -2}, "top_k must be an integer of at least -1"),
         ({"temperature": -1}, "0 is greedy"),
         ({"temperature": float("nan")}, "finite"),
-        ({"top_p": 0}, "more than 0"),
-        ({"repetition_penalty": 0}, "more than 0"),
+        ({"top_p": 0}, "greater than 0"),
+        ({"repetition_penalty": 0}, "greater than 0"),
         ({"stop_token_ids": tuple(range(17))}, "at most 16"),
-        ({"stop": ("",)}, "at least one character"),
+        ({"stop": ("",)}, "non-empty texts"),
         ({"logit_bias": {5: float("inf")}}, "finite"),
         ({"logit_bias": dict.fromkeys(range(65), 1.0)}, "at most 64"),
         ({"logit_bias": ((5, 1.0), (5, 2.0))}, "each once"),
@@ -79,9 +80,13 @@ def serves(subject: Subject) -> None:
         ({"seed": -1}, "seed"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_when_made(fields: dict[str, Any], words: str) -> None:
+def test_invalid_sampling_parameters_are_rejected(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSampling, match=words):
         SamplingParams(**fields)
+
+
+def test_a_top_k_of_minus_one_keeps_all_tokens() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) and SamplingParams(top_k=-1).is_plain
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,7 @@ def test_what_changes_the_distribution_is_not_plain(change: dict[str, Any]) -> N
     assert not SamplingParams(**rest, **change).is_plain
 
 
-def test_prompts_that_are_none_are_refused_when_made() -> None:
+def test_invalid_prompts_are_rejected() -> None:
     for prompt in ((), "", (5, -1), (5, True), (5, 0.5)):
         with pytest.raises(InvalidPrompt):
             Request("r", prompt, SamplingParams())  # type: ignore[arg-type]
@@ -116,11 +121,11 @@ def test_prompts_that_are_none_are_refused_when_made() -> None:
     ("prompt", "fields", "error", "words"),
     [
         ([5] * 64, {}, InvalidPrompt, "max_model_len=64"),
-        ([5, 96], {}, InvalidPrompt, "token id 96; this model has 0 to 95"),
+        ([5, 96], {}, InvalidPrompt, "token id 96; this model has ids 0 to 95"),
         ([5], {"logit_bias": {96: 1.0}}, InvalidSampling, "logit_bias names token id 96"),
     ],
 )
-def test_what_this_model_cannot_do_fails_alone(
+def test_an_invalid_request_fails_alone(
     subject: Subject, prompt: list[int], fields: Any, error: type[Exception], words: str
 ) -> None:
     outcomes = subject.generate(request("good", [5, 6]), request("bad", prompt, **fields))
@@ -131,7 +136,7 @@ def test_what_this_model_cannot_do_fails_alone(
     serves(subject)
 
 
-def test_stop_texts_need_a_tokenizer(fresh: Subject) -> None:
+def test_stop_strings_need_a_tokenizer(fresh: Subject) -> None:
     (failure,) = fresh.generate(request("r", [5], stop=("a",)))
     assert isinstance(failure, Failure) and isinstance(failure.error, InvalidSampling)
     assert "no tokenizer" in str(failure.error) and "stop_token_ids" in str(failure.error)
@@ -143,22 +148,22 @@ def test_too_many_stop_tokens_with_the_models_own() -> None:
     with opened(config, random_params(config)) as subject:
         (failure,) = subject.generate(request("r", [5], stop_token_ids=tuple(range(16)), ignore_eos=False))
         assert isinstance(failure, Failure) and isinstance(failure.error, InvalidSampling)
-        assert "at most 24 stop tokens, the model's own included; got 26" in str(failure.error)
+        assert "at most 24 stop tokens are supported, including the model's own; got 26" in str(failure.error)
         serves(subject)
 
 
-def test_what_cannot_fit_into_the_cache_is_refused_and_what_just_fits_is_not() -> None:
+def test_requests_larger_than_the_kv_cache_are_rejected() -> None:
     with opened(kv_cache_tokens=32) as subject:
         (failure,) = subject.generate(request("r", [5] * 20, max_tokens=13))
         assert isinstance(failure, Failure) and isinstance(failure.error, OutOfPages)
-        assert "need 9 pages" in str(failure.error) and "has 8 of 4 tokens" in str(failure.error)
+        assert "needs 9 pages" in str(failure.error) and "has 8 pages of 4 tokens" in str(failure.error)
         with pytest.raises(OutOfPages, match="sequence 1"):
             subject.score([5, 6], [5] * 33)
         outcomes = subject.generate(*(request(str(i), [5] * 20, max_tokens=12, seed=i) for i in range(4)))
         assert len(outcomes) == 4 and all(isinstance(o, Completion) and len(o.token_ids) == 12 for o in outcomes)
 
 
-def test_a_small_vocabulary_has_fewer_alternatives_to_report() -> None:
+def test_a_small_vocabulary_limits_top_logprobs() -> None:
     config = tiny_config(num_layers=1, vocab_size=12)
     with opened(config, random_params(config)) as subject:
         (failure,) = subject.generate(request("r", [5], top_logprobs=13))
@@ -169,15 +174,15 @@ def test_a_small_vocabulary_has_fewer_alternatives_to_report() -> None:
 
 
 @pytest.mark.parametrize("top_k", [-1, 21])
-def test_scores_with_too_many_alternatives_are_refused(subject: Subject, top_k: int) -> None:
+def test_scores_with_too_many_top_logprobs_are_rejected(subject: Subject, top_k: int) -> None:
     with pytest.raises(InvalidSampling, match="0 to 20"):
         subject.runner.run(subject.engine.score([[5, 6]], top_k))
     serves(subject)
 
 
-def test_directories_that_are_no_models_of_ours(tmp_path: Path) -> None:
+def test_invalid_model_directories(tmp_path: Path) -> None:
     params = random_params(CONFIG)
-    checkpoint.save(tmp_path, params, CONFIG)
+    hf_weights.save(tmp_path, params, CONFIG)
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | {"model_type": "mamba"}))
     with pytest.raises(ConfigError, match="mamba"):
@@ -190,7 +195,7 @@ def test_directories_that_are_no_models_of_ours(tmp_path: Path) -> None:
         EmbeddedEngine.from_directory(tmp_path)
 
 
-def test_a_caller_that_goes_away_frees_what_it_had(fresh: Subject) -> None:
+def test_a_disconnected_caller_frees_its_pages(fresh: Subject) -> None:
     async def scenario() -> None:
         many = [request(str(i), [5 + i] * 9, n=3, max_tokens=50) for i in range(6)]
         calls = [asyncio.create_task(collect(fresh, *many)) for _ in range(2)]
@@ -209,11 +214,11 @@ def test_a_caller_that_goes_away_frees_what_it_had(fresh: Subject) -> None:
     assert_nothing_leaked(fresh)
 
 
-# --- stop texts ---
+# --- stop strings ---
 
 
 def cut(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], min_tokens: int = 0) -> tuple[int, str] | None:
-    """How many tokens there are when the first stop text is complete, and the text before it; one token at a time."""
+    """The number of tokens that complete the first stop string, and the text before it; one token at a time."""
     for count in range(max(1, min_tokens), len(tokens) + 1):
         text = tokenizer.decode(list(tokens[:count]), skip_special_tokens=True)
         places = [text.index(stop) for stop in stops if stop in text]
@@ -222,9 +227,11 @@ def cut(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], min_tokens:
     return None
 
 
-def test_stop_texts_end_a_completion_exactly(subject: Subject, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one and of several tokens, several at once; whether one token is drawn at a time or many."""
-    monkeypatch.setattr(Pace, "steps", lambda self, rows, most: most)  # however slow the machine is
+def test_stop_strings_end_a_completion_exactly(
+    subject: Subject, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop strings of one and several tokens, with one and several decode steps per tick."""
+    monkeypatch.setattr(StepsPerTick, "steps", lambda self, rows, most: most)  # however slow the machine is
     num_cut = 0
     for seed in range(6):
         free = subject.complete([5, 6, 7], max_tokens=50, seed=seed)
@@ -242,11 +249,11 @@ def test_stop_texts_end_a_completion_exactly(subject: Subject, tokenizer: Any, m
             assert (found.token_ids, found.text) == (free.token_ids[:count], before)
             assert found.finish_reason == "stop" and len(found.logprobs) == len(found.raw_logprobs) == count
             assert found.spans[-1].stop == count
-            assert stats(subject)["ticks"] - ticks < max(count, 2)  # several steps in one round trip
+            assert stats(subject)["ticks"] - ticks < max(count, 2)  # several steps in one tick
     assert num_cut >= 24
 
 
-def test_stop_texts_wait_for_the_least_number_of_tokens(subject: Subject, tokenizer: Any) -> None:
+def test_stop_strings_respect_min_tokens(subject: Subject, tokenizer: Any) -> None:
     free = subject.complete([5, 6, 7], max_tokens=50)
     stop = free.text[1]
     found = subject.complete([5, 6, 7], max_tokens=50, stop=stop, min_tokens=20)
@@ -269,7 +276,7 @@ FIELDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("temperature", [0.0, None], ids=["greedy", "sampled"])
-def test_penalties_biases_and_minimum_are_the_naive_ones(subject: Subject, temperature: float | None) -> None:
+def test_penalties_biases_and_min_tokens_equal_the_reference(subject: Subject, temperature: float | None) -> None:
     batch = [
         request(
             str(i), [5, 9, 9, 20 + i], max_tokens=16, **(fields if temperature is None else fields | {"temperature": 0})
@@ -321,11 +328,11 @@ def test_top_logprobs_are_those_of_the_decoder(subject: Subject) -> None:
     assert subject.complete([5, 6, 7]).top_logprobs == ()
 
 
-# --- who goes first ---
+# --- priority and fairness ---
 
 
 async def order_of(subject: Subject, *calls: Sequence[Request]) -> list[str]:
-    """The ids in the order in which they finish, of calls that all wait before the first starts."""
+    """Request ids in the order in which they finish; all calls wait before the first starts."""
     finished: list[str] = []
 
     async def call(requests: Sequence[Request]) -> None:
@@ -344,7 +351,7 @@ async def order_of(subject: Subject, *calls: Sequence[Request]) -> list[str]:
 
 
 def test_the_lower_priority_number_goes_first() -> None:
-    with opened(max_concurrency=1) as subject:
+    with opened(max_num_seqs=1) as subject:
         sampling = SamplingParams(max_tokens=5, ignore_eos=True, seed=0)
         calls = [[Request(str(priority), (5, 6), sampling, priority)] for priority in (3, 0, 7, -2, 1)]
         mixed = [Request(f"m{priority}", (5, 6), sampling, priority) for priority in (9, 8)]
@@ -353,13 +360,13 @@ def test_the_lower_priority_number_goes_first() -> None:
 
 
 def test_two_callers_share_fairly() -> None:
-    with opened(max_concurrency=2) as subject:
+    with opened(max_num_seqs=2) as subject:
         many, few = (
             [request(f"{name}{i}", [5, 6], max_tokens=5) for i in range(n)] for name, n in (("a", 12), ("b", 3))
         )
         found = subject.runner.run(order_of(subject, many, few))
         assert len(found) == 15
-        assert max(found.index(one.id) for one in few) <= 7  # not behind all that came before
+        assert max(found.index(one.id) for one in few) <= 7  # not behind all earlier requests
 
 
 # --- the prefix cache ---
@@ -373,7 +380,7 @@ def test_samples_of_one_prompt_share_it(fresh: Subject) -> None:
     assert counted["prefill_tokens"] == len(prompt) - 1
 
 
-def test_the_next_turn_of_a_conversation_begins_with_the_last(fresh: Subject) -> None:
+def test_the_next_turn_of_a_conversation_reuses_the_last(fresh: Subject) -> None:
     first = fresh.complete(list(range(5, 25)), max_tokens=12)
     fresh.complete([*first.prompt_token_ids, *first.token_ids, 40, 41], max_tokens=2)
     counted = stats(fresh)
@@ -381,10 +388,10 @@ def test_the_next_turn_of_a_conversation_begins_with_the_last(fresh: Subject) ->
     assert counted["prefill_tokens"] == 19 + 2
 
 
-def test_what_was_forgotten_is_computed_anew(fresh: Subject) -> None:
+def test_reset_prefix_cache(fresh: Subject) -> None:
     prompt = list(range(5, 25))
     fresh.complete(prompt, max_tokens=2)
-    fresh.runner.run(fresh.engine.forget_prefixes())
+    fresh.runner.run(fresh.engine.reset_prefix_cache())
     fresh.complete(prompt, max_tokens=2)
     assert stats(fresh)["hit_tokens"] == 0 and stats(fresh)["prefill_tokens"] == 2 * 19
 
@@ -401,26 +408,26 @@ def test_scores_use_and_fill_the_prefix_cache(fresh: Subject) -> None:
         return int(stats(fresh)["prefill_tokens"] - before)
 
     assert computed() == 32
-    assert computed() == 4  # all whole pages but the last: something must be left to compute
+    assert computed() == 4  # all full pages but the last, since something must be left to compute
     fresh.complete(tokens, max_tokens=1)
     assert stats(fresh)["hit_tokens"] == 28 + 32
     fresh.publish(fresh.params)  # another version, another cache
     assert computed() == 32
 
 
-def test_a_score_does_not_take_over_what_followed_a_page_elsewhere(fresh: Subject) -> None:
-    """The last logprob of a page is that of the token after it."""
+def test_a_cached_score_is_not_reused_before_another_token(fresh: Subject) -> None:
+    """The last logprob of a page belongs to the token after it."""
     for successor in (20, 30, 20, 40):
         tokens = [5, 6, 7, 8, successor, 10, 11, 12, 13]
         (score,) = fresh.score(tokens)
         np.testing.assert_allclose(score.logprobs, fresh.logprobs(tokens)[np.arange(8), tokens[1:]], atol=1e-5)
 
 
-# --- few programs ---
+# --- number of programs ---
 
 
 def test_there_are_never_more_programs_than_announced(subject: Subject) -> None:
-    """After all that the tests of this module asked for, and some more."""
+    """After all tests of this module, and some more."""
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(5, 90, rng.integers(1, 60)).tolist()) for _ in range(40)]
     subject.generate(*(request(str(i), p, n=1 + i % 3, top_logprobs=i % 2) for i, p in enumerate(prompts)))

@@ -1,4 +1,4 @@
-"""The sampler against naive arithmetic, one token at a time, and its draws against the distribution they should follow."""
+"""The sampler against naive arithmetic, and its draws against the expected distribution."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from slipstream.engines.embedded import sampling as sampler
-from slipstream.engines.embedded.logits import pick
-from slipstream.engines.embedded.sampling import Counts, Drawn
-from slipstream.engines.embedded.settings import Settings
-from slipstream.engines.embedded.truncation import NEAR
+from slipstream.engines.embedded.sampling import sampler
+from slipstream.engines.embedded.sampling.batch_settings import BatchSettings
+from slipstream.engines.embedded.sampling.logits import weighted_choice
+from slipstream.engines.embedded.sampling.sampler import SampledTokens, TokenCounts
+from slipstream.engines.embedded.sampling.truncation import NEAR
 from slipstream.types import SamplingParams
 from tests.conformance.engines import log_softmax
 from tests.engines.naive import edited
 
 _sample = jax.jit(sampler.sample, static_argnums=4)
-_counts_of = jax.jit(sampler.counts_of, static_argnums=2)
-_pick = jax.jit(pick)
+_count_tokens = jax.jit(sampler.count_tokens, static_argnums=2)
+_weighted_choice = jax.jit(weighted_choice)
 
 STOPS = (1, 4)
 PROMPT, COMPLETION = (3, 7, 7, 2), (7, 9, 9, 9, 0)
 VOCAB, BIG = 24, 2999
-"""The big one has more than one token in a lane, more tokens than top-k looks at first, and is a multiple of nothing."""
+"""The big one has several tokens per lane, more tokens than top-k considers first, and is no round multiple."""
 
 
 def naive(logits: np.ndarray, params: SamplingParams, position: int = 99) -> np.ndarray:
@@ -52,21 +52,21 @@ def naive(logits: np.ndarray, params: SamplingParams, position: int = 99) -> np.
 
 def draw(
     logits: np.ndarray, rows: list[dict[str, Any]], rich: bool = False, num_top: int = 0, positions: Any = 99
-) -> Drawn:
-    """One draw per row, from the same logits or each from its own, always in a batch of 128."""
-    settings = Settings.stack([row(**fields) for fields in rows], 128, rich)
+) -> SampledTokens:
+    """One draw per row in a batch of 128, from shared logits or one set per row."""
+    settings = BatchSettings.stack([row(**fields) for fields in rows], 128, rich)
     padded = np.full(128, -1, np.int32)
     padded[: len(rows)] = positions
     many = np.zeros((128, logits.shape[-1]), np.float32)
     many[: len(rows)] = logits
-    counts = _counts_of(history(128), settings.prompt_length, logits.shape[-1]) if rich else None
+    counts = _count_tokens(history(128), settings.prompt_length, logits.shape[-1]) if rich else None
     drawn = _sample(many, padded, settings, counts, num_top)
-    assert all(np.isfinite(column).all() for column in drawn)  # of padding too
-    return Drawn(*(np.asarray(column)[: len(rows)] for column in drawn))
+    assert all(np.isfinite(column).all() for column in drawn)  # padding included
+    return SampledTokens(*(np.asarray(column)[: len(rows)] for column in drawn))
 
 
 def row(seed: int = 0, sample_index: int = 0, **fields: Any) -> bytes:
-    return Settings.row(SamplingParams(**fields), seed, sample_index, len(PROMPT), STOPS)
+    return BatchSettings.row(SamplingParams(**fields), seed, sample_index, len(PROMPT), STOPS)
 
 
 def history(num_rows: int) -> np.ndarray:
@@ -77,7 +77,7 @@ def logits_of(seed: int, vocab: int = VOCAB) -> np.ndarray:
     return (2 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
 
 
-# --- each step against the naive one ---
+# --- processors against the naive reference ---
 
 PLAIN: list[dict[str, Any]] = [
     {},
@@ -105,7 +105,10 @@ RICH: list[dict[str, Any]] = [
     {"frequency_penalty": 0.8},
     {"frequency_penalty": -0.8, "presence_penalty": 0.3, "repetition_penalty": 1.2},
     {"logit_bias": {5: 3.0, 0: -1.0, 9: 2.0}},
-    {"logit_bias": {7: 4.0}, "repetition_penalty": 2.0},  # the bias first: what it makes positive is divided
+    {
+        "logit_bias": {7: 4.0},
+        "repetition_penalty": 2.0,
+    },  # the bias is added first: a logit that it makes positive is divided
     {"logit_bias": {5: -1e300, 6: -100.0}},
     {"logit_bias": {5: 1e300}},
     {"logit_bias": {i: -1e30 for i in range(VOCAB) if i != 11}},
@@ -115,8 +118,8 @@ RICH: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("rich", "variants"), [(False, PLAIN), (True, PLAIN + RICH)], ids=["plain", "rich"])
 def test_every_processor_equals_the_naive_one(rich: bool, variants: list[dict[str, Any]]) -> None:
-    """Draws lie in what is kept, and their logprobs are those of the naive distribution; over the draws, the whole of it
-    is seen where it is small."""
+    """Draws are among the kept tokens and have the logprobs of the naive distribution. If few tokens are kept, all of them are
+    drawn."""
     for fields, logits_seed in itertools.product(variants, range(2)):
         logits = logits_of(logits_seed)
         expected = naive(logits, SamplingParams(**fields), position=9)
@@ -133,8 +136,8 @@ FAR += [{"top_k": 500, "top_p": 0.95}, {"top_k": 50, "top_p": 0.95}, {"top_k": 2
 
 
 def test_truncation_of_a_large_vocabulary_equals_the_naive_one() -> None:
-    """Some rows find their cut among the likeliest tokens, others by bisection. The size of what is kept shows in the
-    logprob: one token more or less changes it by more than the tolerance."""
+    """Some rows find their cut among the likeliest tokens, others by bisection. One kept token more or less changes the logprob
+    by more than the tolerance."""
     logits = np.stack([logits_of(seed, BIG) / 2 for seed in range(len(FAR))])
     drawn = draw(logits, FAR)
     for values, fields, token, logprob in zip(logits, FAR, drawn.token, drawn.logprob):
@@ -153,7 +156,7 @@ def test_ties_with_the_last_one_kept_stay() -> None:
     np.testing.assert_allclose(np.exp(drawn.logprob), np.exp(many[drawn.token]) / np.exp(many).sum(), rtol=1e-5)
 
 
-def test_where_nothing_is_processed_logprobs_are_the_raw_ones_to_the_bit() -> None:
+def test_unprocessed_logprobs_are_the_raw_ones_to_the_bit() -> None:
     logits = np.stack([logits_of(seed, BIG) for seed in range(100)])
     rows = [{"seed": seed} | ({"top_k": 5, "temperature": 0.7} if seed % 2 else {}) for seed in range(100)]
     for rich in (False, True):
@@ -195,11 +198,11 @@ def test_stop_tokens_stop_and_are_banned_before_the_minimum() -> None:
 
 def test_counts_grow_as_if_counted_anew() -> None:
     prompt_length = np.full(8, len(PROMPT), np.int32)
-    counts = _counts_of(history(8)[:, : len(PROMPT)], prompt_length, VOCAB)
+    counts = _count_tokens(history(8)[:, : len(PROMPT)], prompt_length, VOCAB)
     active = np.arange(8) < 6
     for token in COMPLETION:
-        counts = jax.jit(sampler.counts_with)(counts, np.full(8, token, np.int32), active)
-    anew = _counts_of(history(8), prompt_length, VOCAB)
+        counts = jax.jit(sampler.add_tokens)(counts, np.full(8, token, np.int32), active)
+    anew = _count_tokens(history(8), prompt_length, VOCAB)
     for found, expected in zip(counts, anew):
         np.testing.assert_array_equal(found[:6], expected[:6])
     np.testing.assert_array_equal(np.flatnonzero(anew.completion[0]), sorted(set(COMPLETION)))
@@ -236,13 +239,13 @@ KEYS = 20_000
 )
 @pytest.mark.parametrize("spread", [range(12), (0, 1, 16, 1023, 1024, 1025, 1500, 2046, 2047, 2048, 2049, BIG - 1)])
 def test_draws_follow_the_distribution(spread: Any, fields: dict[str, Any], vary: str) -> None:
-    """Chi-square over draws with fixed keys: the outcome is the same on every run. In the second spread the tokens lie at
-    the ends of lanes and chunks."""
+    """Chi-square over draws with fixed keys, so the outcome is the same in every run. In the second spread the tokens are at the
+    ends of lanes and chunks."""
     batch = 2000
     logits = np.full(max(spread) + 1, -1e9, np.float32)
     logits[list(spread)] = logits_of(3, vocab=12) / 3
     observed = np.zeros(len(logits), np.int64)
-    settings = Settings.stack([row(**fields)] * batch, batch, rich=False)
+    settings = BatchSettings.stack([row(**fields)] * batch, batch, rich=False)
     for start in range(0, KEYS, batch):
         keys = np.arange(start, start + batch, dtype=np.int32)
         changed = {"seed": np.stack([0 * keys, keys], 1).astype(np.uint32)} if vary == "seed" else {}
@@ -254,11 +257,11 @@ def test_draws_follow_the_distribution(spread: Any, fields: dict[str, Any], vary
     expected = KEYS * naive(logits, SamplingParams(**fields))
     assert observed[expected == 0].sum() == 0
     possible = expected > 0
-    assert possible.sum() >= 4 and expected[possible].min() >= 5  # what the chi-square test needs
+    assert possible.sum() >= 4 and expected[possible].min() >= 5  # required by the chi-square test
     assert chisquare(observed[possible], expected[possible]).pvalue > 1e-3
 
 
-def test_pick_keeps_to_its_ends() -> None:
+def test_a_weighted_choice_is_in_range() -> None:
     top = 1 - 2.0**-24
     cases: list[tuple[list[float], float, int]] = [
         ([1, 1, 1, 1], 0.0, 0),
@@ -274,14 +277,14 @@ def test_pick_keeps_to_its_ends() -> None:
         ([0, 0, 0, 0], 0.5, 0),
     ]
     weights, uniform, expected = (np.array(column) for column in zip(*cases))
-    np.testing.assert_array_equal(_pick(weights.astype(np.float32), uniform.astype(np.float32)), expected)
+    np.testing.assert_array_equal(_weighted_choice(weights.astype(np.float32), uniform.astype(np.float32)), expected)
 
 
-def test_pick_never_takes_what_has_no_weight() -> None:
+def test_a_weighted_choice_never_takes_a_zero_weight() -> None:
     rng = np.random.default_rng(0)
     weights = rng.exponential(size=(512, 1024)).astype(np.float32) ** 8 * (rng.random((512, 1024)) < 0.1)
     for uniform in (np.zeros(512), np.full(512, 1 - 2.0**-24), rng.random(512), rng.random(512)):
-        picked = np.asarray(_pick(weights, np.minimum(uniform, 1 - 2.0**-24).astype(np.float32)))
+        picked = np.asarray(_weighted_choice(weights, np.minimum(uniform, 1 - 2.0**-24).astype(np.float32)))
         assert (np.take_along_axis(weights, picked[:, None], 1) > 0).all()
 
 
@@ -304,11 +307,11 @@ def test_every_part_of_the_key_counts() -> None:
     assert len(set(tokens.tolist())) == 6
 
 
-# --- a row depends on nothing else ---
+# --- rows are independent ---
 
 
 def random_params(rng: np.random.Generator, rich: bool) -> SamplingParams:
-    """Most settings of most rows are neutral, so that a row that asks for nothing meets rows that ask for all."""
+    """Most settings of most rows are neutral, so that neutral rows are next to demanding ones."""
 
     def some(neutral: Any, *others: Any) -> Any:
         return neutral if rng.random() < 0.6 else others[rng.integers(len(others))]
@@ -331,19 +334,19 @@ def random_params(rng: np.random.Generator, rich: bool) -> SamplingParams:
 
 
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
-@pytest.mark.parametrize("vocab", [500, 4999])  # of the larger, plain reductions were seen to differ
+@pytest.mark.parametrize("vocab", [500, 4999])  # plain reductions differ for the larger one
 def test_a_row_has_the_same_bits_in_any_batch(vocab: int, rich: bool) -> None:
     rng = np.random.default_rng(0)
     total = 64
     logits = (rng.standard_normal((total, vocab)) * rng.uniform(0.3, 5, (total, 1))).astype(np.float32)
     positions = rng.integers(10, 60, total).astype(np.int32)
     tokens = rng.integers(-1, vocab, (total, 40)).astype(np.int32)
-    packed = [Settings.row(random_params(rng, rich), i, i % 3, 10, STOPS) for i in range(total)]
+    packed = [BatchSettings.row(random_params(rng, rich), i, i % 3, 10, STOPS) for i in range(total)]
 
     def run(ids: list[int], num_rows: int) -> list[np.ndarray]:
         filled = np.resize(ids, num_rows)
-        settings = Settings.stack([packed[i] for i in ids], num_rows, rich)
-        counts = _counts_of(tokens[filled], settings.prompt_length, vocab) if rich else None
+        settings = BatchSettings.stack([packed[i] for i in ids], num_rows, rich)
+        counts = _count_tokens(tokens[filled], settings.prompt_length, vocab) if rich else None
         drawn = _sample(logits[filled], positions[filled], settings, counts, 5 if rich else 0)
         return [np.asarray(column)[: len(ids)] for column in drawn]
 
@@ -351,21 +354,21 @@ def test_a_row_has_the_same_bits_in_any_batch(vocab: int, rich: bool) -> None:
     for num_rows in (8, 16, 32, 128):
         for number in (1, 3, 8, num_rows // 2):
             ids = [int(i) for i in rng.permutation(total)[:number]]
-            for name, found, expected in zip(Drawn._fields, run(ids, num_rows), together):
+            for name, found, expected in zip(SampledTokens._fields, run(ids, num_rows), together):
                 assert found.tobytes() == expected[ids].tobytes(), (name, num_rows, ids)
 
 
 def test_it_runs_inside_a_loop() -> None:
-    """As a program of several decode steps runs it, with counts carried along."""
-    settings = Settings.stack([row(temperature=0, presence_penalty=9.0)] * 8, 8)
+    """As in the decode program, with counts carried along."""
+    settings = BatchSettings.stack([row(temperature=0, presence_penalty=9.0)] * 8, 8)
     logits = jnp.tile(jnp.arange(VOCAB, dtype=jnp.float32) / 2, (8, 1))
 
-    def step(carry: tuple[Counts, jax.Array], _: None) -> tuple[tuple[Counts, jax.Array], jax.Array]:
+    def step(carry: tuple[TokenCounts, jax.Array], _: None) -> tuple[tuple[TokenCounts, jax.Array], jax.Array]:
         counts, positions = carry
         drawn = sampler.sample(logits, positions, settings, counts, 0)
-        return (sampler.counts_with(counts, drawn.token, positions >= 0), positions + 1), drawn.token
+        return (sampler.add_tokens(counts, drawn.token, positions >= 0), positions + 1), drawn.token
 
-    first = _counts_of(history(8)[:, : len(PROMPT)], settings.prompt_length, VOCAB)
+    first = _count_tokens(history(8)[:, : len(PROMPT)], settings.prompt_length, VOCAB)
     start = (first, jnp.full(8, len(PROMPT), jnp.int32))
     _, tokens = jax.jit(functools.partial(jax.lax.scan, step, length=4))(start)
     assert tokens[:, 0].tolist() == [VOCAB - 1, VOCAB - 2, VOCAB - 3, VOCAB - 4]

@@ -1,14 +1,14 @@
-"""What a sample derives from its tokens, and how it takes new ones."""
+"""Samples: derived lengths, appending tokens, version spans, stop strings."""
 
 from __future__ import annotations
 
-from slipstream.engines.sequence import Sample, Ticket
+from slipstream.engines.frontend.sequence import EngineRequest, Sample
 from slipstream.types import SamplingParams, TopLogprobs, VersionSpan
 
 
-def sample_of(prompt: tuple[int, ...] = (5, 6, 7), limit: int = 4, find_stop=None, priority: int = 0) -> Sample:
-    ticket = Ticket("r", prompt, SamplingParams(), 0, limit, (), None, priority, find_stop)
-    (sample,) = ticket.samples()
+def sample_of(prompt: tuple[int, ...] = (5, 6, 7), limit: int = 4, find_stop_string=None, priority: int = 0) -> Sample:
+    request = EngineRequest("r", prompt, SamplingParams(), 0, limit, (), None, priority, find_stop_string)
+    (sample,) = request.samples()
     return sample
 
 
@@ -18,12 +18,12 @@ def extend(sample: Sample, *tokens: int, stopped: bool = False, version: int = 0
     sample.extend(list(tokens), logprobs, [2 * x for x in logprobs], tops, stopped, version)
 
 
-def test_a_ticket_has_n_samples() -> None:
-    ticket = Ticket("r", (1, 2), SamplingParams(n=3), seed=7, limit=4, stop=(), job=None)
-    samples = ticket.samples()
+def test_a_request_has_n_samples() -> None:
+    request = EngineRequest("r", (1, 2), SamplingParams(n=3), seed=7, max_new_tokens=4, stop_ids=(), sink=None)
+    samples = request.samples()
     assert [sample.sample_index for sample in samples] == [0, 1, 2]
-    assert all(sample.ticket is ticket for sample in samples)
-    assert samples[0] != Sample(ticket, 0)  # compared by identity
+    assert all(sample.request is request for sample in samples)
+    assert samples[0] != Sample(request, 0)  # compared by identity
 
 
 def test_lengths() -> None:
@@ -33,7 +33,7 @@ def test_lengths() -> None:
     assert (sample.length, sample.end, sample.prefill_end, sample.ids) == (5, 7, 4, (5, 6, 7, 8, 9))
 
 
-def test_it_ends_at_its_limit_or_where_it_stopped() -> None:
+def test_finish_reason() -> None:
     sample = sample_of(limit=3)
     extend(sample, 1, 2)
     assert sample.finish_reason is None
@@ -46,7 +46,7 @@ def test_it_ends_at_its_limit_or_where_it_stopped() -> None:
 
 def test_a_score_draws_nothing() -> None:
     sample = sample_of(limit=0)
-    assert sample.ticket.is_scoring and sample.prefill_end == 2
+    assert sample.request.is_scoring and sample.prefill_end == 2
 
 
 def test_spans_follow_the_version_of_each_token() -> None:
@@ -57,19 +57,19 @@ def test_spans_follow_the_version_of_each_token() -> None:
     assert sample.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4), VersionSpan(6, 4, 6))
 
 
-def test_what_was_drawn_after_a_stop_text_never_was() -> None:
-    sample = sample_of(limit=9, find_stop=lambda tokens: tokens.index(4) + 1 if 4 in tokens else None)
+def test_tokens_after_a_stop_string_are_dropped() -> None:
+    sample = sample_of(limit=9, find_stop_string=lambda tokens: tokens.index(4) + 1 if 4 in tokens else None)
     extend(sample, 1, 2, version=1)
     assert sample.finish_reason is None
     extend(sample, 3, 4, 5, 6, version=2)
     assert (sample.tokens, sample.finish_reason) == ([1, 2, 3, 4], "stop")
     assert (sample.logprobs, sample.raw_logprobs) == ([-1.0, -2.0, -3.0, -4.0], [-2.0, -4.0, -6.0, -8.0])
-    assert [top.token_ids for top in sample.tops] == [(1,), (2,), (3,), (4,)]
+    assert [top.token_ids for top in sample.top_logprobs] == [(1,), (2,), (3,), (4,)]
     assert sample.spans == (VersionSpan(1, 0, 2), VersionSpan(2, 2, 4))
 
 
-def test_a_stop_text_ends_a_sample_at_its_limit_too() -> None:
-    sample = sample_of(limit=2, find_stop=lambda tokens: len(tokens) if len(tokens) == 2 else None)
+def test_a_stop_string_at_the_limit_counts_as_stop() -> None:
+    sample = sample_of(limit=2, find_stop_string=lambda tokens: len(tokens) if len(tokens) == 2 else None)
     extend(sample, 1, 2)
     assert sample.finish_reason == "stop"
 
@@ -79,12 +79,12 @@ def test_restart_leaves_the_prompt() -> None:
     extend(sample, 1, 2, stopped=True)
     sample.restart()
     assert sample.ids == (5, 6, 7) and sample.finish_reason is None
-    assert sample.logprobs == sample.raw_logprobs == sample.tops == sample.versions == []
+    assert sample.logprobs == sample.raw_logprobs == sample.top_logprobs == sample.versions == []
     extend(sample, 3, version=5)
     assert sample.spans == (VersionSpan(5, 0, 1),)
 
 
-def test_rank_is_by_priority_and_then_by_age() -> None:
+def test_order_is_by_priority_and_then_by_age() -> None:
     first, second, urgent = sample_of(), sample_of(), sample_of(priority=-1)
     first.arrival, second.arrival, urgent.arrival = 0, 1, 2
-    assert sorted([second, first, urgent], key=lambda s: s.rank) == [urgent, first, second]
+    assert sorted([second, first, urgent], key=lambda s: s.order) == [urgent, first, second]

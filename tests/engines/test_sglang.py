@@ -1,5 +1,5 @@
-"""The engine for an SGLang server, against the stand-in: what it refuses, what it asks and in which order, and what it does when
-the server errs, hangs or dies. What it shares with the engine for vLLM's servers is tested in test_remote.py."""
+"""The engine for an SGLang server, against the stand-in: what it refuses, the order of its calls, and what it does when the server
+fails, hangs or dies. test_remote.py tests what it shares with the engine for vLLM servers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import EngineConfig
-from slipstream.engines.local import LocalFleet
-from slipstream.engines.remote import sglang
-from slipstream.engines.remote import sglang_words as words
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import EmbeddedConfig, RemoteConfig, SyncOptions
+from slipstream.deploy.fleet import launch
+from slipstream.engines.frontend.sequence import EngineRequest, Sample
+from slipstream.engines.remote import sglang, sglang_format
 from slipstream.engines.remote.engine import RemoteEngine
-from slipstream.engines.sequence import Sample, Ticket
 from slipstream.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -36,13 +36,14 @@ from slipstream.errors import (
     Unauthorized,
     Unsupported,
 )
-from slipstream.model import checkpoint
-from slipstream.topology import launch
+from slipstream.model.checkpoints import hf_weights
 from slipstream.types import Completion, Failure, Request, SamplingParams, VersionSpan
 from slipstream.weights.checksum import pack_manifest
-from slipstream.weights.publisher import Publisher
-from slipstream.weights.transports import checkpoint as on_disk
-from slipstream.weights.transports import choose, gathering, sglang_gloo
+from slipstream.weights.transports.contract import random_name
+from slipstream.weights.transports.servers import checkpoint_dir as on_disk
+from slipstream.weights.transports.servers import gather, sglang_gloo
+from slipstream.weights.update.publisher import Publisher
+from slipstream.weights.update.transport_choice import choose
 from tests.conformance.engines import Subject, greedy_reference, update_of
 from tests.engines.nonsense import anything, refusal
 from tests.engines.sglang_stand_in import StandIn, standing_in
@@ -57,7 +58,7 @@ PROMPT = (15, 6, 7)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    checkpoint.save(made, params_of(0), CONFIG)
+    hf_weights.save(made, params_of(0), CONFIG)
     return made
 
 
@@ -73,9 +74,9 @@ def server(stand_in: StandIn) -> StandIn:
 
 
 @contextlib.asynccontextmanager
-async def started(server: StandIn, seconds: float = 30.0, **options: Any) -> AsyncIterator[RemoteEngine]:
-    config = EngineConfig(kind="remote", url=server.url, dialect="sglang", **options)
-    engine = await RemoteEngine.start(server.model, options=config, seconds=seconds)
+async def started(server: StandIn, timeout: float = 30.0, **options: Any) -> AsyncIterator[RemoteEngine]:
+    config = RemoteConfig(url=server.url, dialect="sglang", **options)
+    engine = await RemoteEngine.start(server.model, options=config, timeout=timeout)
     try:
         yield engine
     finally:
@@ -117,7 +118,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def publishing(engine: RemoteEngine, transport: str | None = None) -> Iterator[Publisher]:
-    publisher = Publisher(LocalFleet(engine), transport)
+    publisher = Publisher(LocalFleet(engine), SyncOptions(transport))
     try:
         yield publisher
     finally:
@@ -129,7 +130,7 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return sglang_gloo.NAME if request.param == "gloo" else f"disk:{tmp_path}"
 
 
-# --- what the server is ---
+# --- server settings ---
 
 
 @pytest.mark.parametrize(
@@ -140,15 +141,15 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         ({"incremental_streaming_output": False}, ConfigError, "--incremental-streaming-output"),
         ({"dtype": "auto"}, ConfigError, "--dtype bfloat16"),
         ({"dtype": "int8"}, ConfigError, "holds int8"),
-        ({"quantization": "fp8"}, ConfigError, "quantises its weights"),
+        ({"quantization": "fp8"}, ConfigError, "quantizes its weights"),
         ({"speculative_algorithm": "EAGLE"}, ConfigError, "draft"),
-        ({"disaggregation_mode": "decode"}, ConfigError, "one half"),
-        ({"max_req_input_len": 4096}, ConfigError, "is it another model"),
+        ({"disaggregation_mode": "decode"}, ConfigError, "disaggregated"),
+        ({"max_req_input_len": 4096}, ConfigError, "does it serve another model"),
         ({"tp_size": None}, ProtocolMismatch, "int at tp_size"),
         ({"enable_memory_saver": "yes"}, ProtocolMismatch, "true or false at enable_memory_saver"),
     ],
 )
-def test_a_server_that_cannot_serve_is_refused_at_the_start(
+def test_an_unusable_server_is_refused_at_the_start(
     server: StandIn, settings: dict[str, Any], error: type[SlipstreamError], text: str
 ) -> None:
     server.tell(settings=settings)
@@ -158,17 +159,17 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(
     assert server.state["calls"] == []  # nothing was changed
 
 
-def test_another_kind_of_server_is_told_apart(server: StandIn) -> None:
+def test_the_wrong_kind_of_server_is_reported(server: StandIn) -> None:
     with pytest.raises(ConfigError, match="dialect=sglang"):
-        asyncio.run(RemoteEngine.start(server.model, options=EngineConfig(kind="remote", url=server.url)))
+        asyncio.run(RemoteEngine.start(server.model, options=RemoteConfig(url=server.url)))
     server.tell(fail={"/server_info": [404, {"detail": "Not Found"}]})
     with pytest.raises(ConfigError, match=r"Not Found.*is it an SGLang server"):
         with_engine(server, nothing)
-    with pytest.raises(ConfigError, match="dialect is for an engine of kind 'remote'"):
-        EngineConfig(dialect="sglang")
+    with pytest.raises(ConfigError, match="dialect is a setting of RemoteConfig"):
+        EmbeddedConfig(dialect="sglang")
 
 
-def test_the_key_has_a_variable_of_its_own(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_has_its_own_variable(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     server.tell(key="sesame")
     with pytest.raises(Unauthorized, match="SLIPSTREAM_SGLANG_TOKEN"):
         with_engine(server, nothing)
@@ -193,7 +194,7 @@ def test_weights_of_unknown_origin_are_not_served_until_a_sync_brings_all(
         (failure,) = await collected(engine, request())
         assert isinstance(failure, Failure) and isinstance(failure.error, NotReady)
         with publishing(engine) as publisher:
-            part = {"model.norm.weight": checkpoint.flatten(params_of(1))["model.norm.weight"]}
+            part = {"model.norm.weight": hf_weights.flatten(params_of(1))["model.norm.weight"]}
             with pytest.raises(FleetChanged, match="needs every tensor"):
                 await publisher.publish(part, (engine.describe(),), 1, partial=True)
             await publisher.publish(params_of(1), (engine.describe(),), 1)
@@ -204,7 +205,7 @@ def test_weights_of_unknown_origin_are_not_served_until_a_sync_brings_all(
     with_engine(server, scenario)
 
 
-def test_what_it_offers_depends_on_how_it_is_split(server: StandIn, tmp_path: Path) -> None:
+def test_transports_depend_on_the_servers_parallelism(server: StandIn, tmp_path: Path) -> None:
     async def offered(engine: RemoteEngine) -> tuple[str, ...]:
         return engine.describe().transports
 
@@ -217,7 +218,7 @@ def test_what_it_offers_depends_on_how_it_is_split(server: StandIn, tmp_path: Pa
 
     async def refused(engine: RemoteEngine) -> None:
         info = engine.describe()
-        with publishing(engine) as publisher, pytest.raises(TransferError, match="disk works where you say where"):
+        with publishing(engine) as publisher, pytest.raises(TransferError, match="disk works with a directory"):
             await publisher.publish(params_of(1), (info,), 1)
 
     server.fresh(settings={"pp_size": 2})
@@ -227,7 +228,7 @@ def test_what_it_offers_depends_on_how_it_is_split(server: StandIn, tmp_path: Pa
 # --- requests ---
 
 
-def test_requests_are_in_sglangs_words(server: StandIn) -> None:
+def test_requests_have_sglangs_format(server: StandIn) -> None:
     server.tell(settings={"enable_priority_scheduling": True})
 
     async def scenario(engine: RemoteEngine) -> Any:
@@ -248,7 +249,7 @@ def test_requests_are_in_sglangs_words(server: StandIn) -> None:
     assert len(set(seeds)) == 2 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_a_stop_token_of_the_requests_own_ends_it_here_and_there(server: StandIn) -> None:
+def test_a_stop_token_ends_the_completion_and_the_servers_request(server: StandIn) -> None:
     free = greedy(0, 40)
     stop = next(t for i, t in enumerate(free) if i > 2 and t not in free[:i])
 
@@ -261,7 +262,7 @@ def test_a_stop_token_of_the_requests_own_ends_it_here_and_there(server: StandIn
     assert found.token_ids == free[: free.index(stop) + 1] and found.finish_reason == "stop"
 
 
-def test_logprobs_that_the_server_cannot_tell_are_refused_not_guessed(server: StandIn) -> None:
+def test_requests_whose_logprobs_are_unknown_are_refused(server: StandIn) -> None:
     server.tell(original_logprobs=True)
 
     async def scenario(engine: RemoteEngine) -> Any:
@@ -274,7 +275,7 @@ def test_logprobs_that_the_server_cannot_tell_are_refused_not_guessed(server: St
         assert isinstance(found[name].error, Unsupported) and text in str(found[name].error)
 
 
-def test_min_p_is_told_with_the_set_that_was_left_and_never_ends_a_server(server: StandIn) -> None:
+def test_min_p_logprobs_use_the_sampling_mask_and_never_crash_a_server(server: StandIn) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         return await collected(engine, request(min_p=0.3, n=3))
 
@@ -289,8 +290,8 @@ def test_min_p_is_told_with_the_set_that_was_left_and_never_ends_a_server(server
             assert left[token] and logprob == pytest.approx(np.log(row[token] / row[left].sum()), abs=1e-4)
 
 
-def test_both_truncations_are_sglangs_and_the_logprobs_are_of_what_was_sampled(server: StandIn) -> None:
-    """Top-p is measured against all tokens, not those that top-k left."""
+def test_top_k_with_top_p_has_sglangs_meaning_and_matching_logprobs(server: StandIn) -> None:
+    """Top-p applies to the distribution over all tokens, not those that top-k left."""
     outcomes = with_engine(server, lambda engine: collected(engine, request(n=6, top_k=10, top_p=0.5)))
     subject = Subject(None, CONFIG, params_of(0))  # type: ignore[arg-type]
     for one in outcomes:
@@ -301,7 +302,7 @@ def test_both_truncations_are_sglangs_and_the_logprobs_are_of_what_was_sampled(s
             assert token in left and logprob == pytest.approx(np.log(row[token] / row[left].sum()), abs=1e-4)
 
 
-def test_what_the_server_refuses_fails_alone_in_its_words(server: StandIn) -> None:
+def test_a_rejected_request_fails_alone_with_the_servers_message(server: StandIn) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         bad, good = await collected(engine, request("bad", presence_penalty=5.0)), await collected(engine, request())
         server.tell(fail={"/generate": [400, {"error": {"message": "too long"}}]})
@@ -324,8 +325,12 @@ def event(**over: Any) -> dict[str, Any]:
     [
         ({"error": {"message": "boom", "code": 500}}, EngineFailure, "boom"),
         ({"error": {"message": "min_p", "code": 400}}, InvalidSampling, "min_p"),
-        (event(finish_reason={"type": "abort", "message": "Aborted"}), EngineFailure, "gave a request up: Aborted"),
-        (event(finish_reason={"type": "abort", "message": "no", "status_code": 400}), InvalidSampling, "up: no"),
+        (event(finish_reason={"type": "abort", "message": "Aborted"}), EngineFailure, "aborted a request: Aborted"),
+        (
+            event(finish_reason={"type": "abort", "message": "no", "status_code": 400}),
+            InvalidSampling,
+            "aborted a request: no",
+        ),
         (event(finish_reason={"type": "stop", "matched": 9}), EngineFailure, "stopped at token 9"),
         (event(finish_reason={"type": "length", "length": 1}), EngineFailure, "after 1 of 4 tokens"),
         (event(finish_reason={"type": "whim"}), EngineFailure, "whim"),
@@ -337,7 +342,7 @@ def event(**over: Any) -> dict[str, Any]:
         ([], ProtocolMismatch, "an event"),
     ],
 )
-def test_an_answer_that_makes_no_sense_fails_its_request(
+def test_a_malformed_response_fails_its_request(
     server: StandIn, found: Any, error: type[SlipstreamError], text: str
 ) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
@@ -359,26 +364,26 @@ ANYTHING = anything(
 
 
 @given(ANYTHING, st.sampled_from(("event", "reason", "rows", "tops")))
-def test_whatever_an_event_holds_it_is_read_or_refused(found: Any, where: str) -> None:
+def test_any_event_is_read_or_refused(found: Any, where: str) -> None:
     one = {
         "event": found,
         "reason": event(finish_reason=found),
         "rows": event(output_token_logprobs=found, output_top_logprobs=found),
         "tops": event(output_top_logprobs=[found]),
     }[where]
-    sample = Sample(Ticket("r", PROMPT, SamplingParams(), 1, 4, (), None), 0)  # type: ignore[arg-type]
+    sample = Sample(EngineRequest("r", PROMPT, SamplingParams(), 1, 4, (), None), 0)  # type: ignore[arg-type]
     with contextlib.suppress(SlipstreamError):
-        words.take_event(sample, one, 0, 1, refusal)
+        sglang_format.take_event(sample, one, 0, 1, refusal)
         assert all(isinstance(value, float) and -math.inf < value <= 1e-3 for value in sample.logprobs)
 
 
 @given(ANYTHING)
-def test_whatever_a_score_holds_it_is_read_or_refused(found: Any) -> None:
+def test_any_score_is_read_or_refused(found: Any) -> None:
     meta = {"finish_reason": None, "weight_version": "v", "input_token_logprobs": found, "input_top_logprobs": found}
     for answer in (found, {"meta_info": found}, {"meta_info": meta}):
         with contextlib.suppress(SlipstreamError):
-            scores = words.take_score(answer, PROMPT, 1, refusal)
-            assert len(scores.logprobs) == len(scores.tops) == 2
+            scores = sglang_format.take_score(answer, PROMPT, 1, refusal)
+            assert len(scores.logprobs) == len(scores.top_logprobs) == 2
 
 
 def test_leaving_a_generation_aborts_it_in_the_server(server: StandIn) -> None:
@@ -397,7 +402,7 @@ def test_leaving_a_generation_aborts_it_in_the_server(server: StandIn) -> None:
     with_engine(server, scenario)
 
 
-def test_weights_that_somebody_else_changed_are_noticed_by_the_label_of_an_answer(server: StandIn) -> None:
+def test_weights_changed_by_another_client_are_noticed_by_the_label(server: StandIn) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         server.tell(state={"label": "someone else's"})
         (failure,) = await collected(engine, request())
@@ -407,7 +412,7 @@ def test_weights_that_somebody_else_changed_are_noticed_by_the_label_of_an_answe
     assert isinstance(failure.error, EngineLost) and "someone else's" in str(failure.error) and ended
 
 
-def test_a_server_that_dies_in_the_middle_ends_the_engine(server: StandIn) -> None:
+def test_a_server_that_dies_during_generation_ends_the_engine(server: StandIn) -> None:
     async def scenario(engine: RemoteEngine) -> None:
         server.tell(hold_after=2)
         waiting = asyncio.create_task(collected(engine, request(n=2)))
@@ -423,14 +428,14 @@ def test_a_server_that_dies_in_the_middle_ends_the_engine(server: StandIn) -> No
 # --- updates ---
 
 
-def test_an_update_takes_its_steps_in_order_and_every_byte_arrives(
+def test_an_update_makes_its_calls_in_order_and_every_byte_arrives(
     server: StandIn, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang_gloo, "BUCKET_BYTES", 20_000)
-    sizes = [leaf.nbytes for leaf in checkpoint.flatten(params_of(0)).values()]
+    sizes = [leaf.nbytes for leaf in hf_weights.flatten(params_of(0)).values()]
     moves = ["/update_weights_from_disk"]
     if transport == sglang_gloo.NAME:
-        buckets = len(list(gathering.chunks(sizes, sglang_gloo.BUCKET_BYTES)))
+        buckets = len(list(gather.group_by_bytes(sizes, sglang_gloo.BUCKET_BYTES)))
         moves = ["/update_weights_from_distributed"] * buckets + ["/update_weight_version"]
         assert buckets > 1
     steps = ["/pause_generation", "/update_weight_version", *moves, "/flush_cache", "/continue_generation"]
@@ -456,7 +461,7 @@ def test_an_update_takes_its_steps_in_order_and_every_byte_arrives(
     with_engine(server, scenario)
 
 
-def test_only_what_changed_travels_and_nothing_when_nothing_did(server: StandIn, transport: str) -> None:
+def test_only_changed_tensors_are_sent(server: StandIn, transport: str) -> None:
     async def scenario(engine: RemoteEngine) -> None:
         with publishing(engine, transport) as publisher:
             info, params = engine.describe(), params_of(1)
@@ -464,12 +469,12 @@ def test_only_what_changed_travels_and_nothing_when_nothing_did(server: StandIn,
             server.tell(calls=[], loaded=[])
             assert (await publisher.publish(params, (info,), 2)).num_bytes == 0
             assert server.state["calls"] == ["/pause_generation", "/update_weight_version", "/continue_generation"]
-            named = checkpoint.flatten(params)
+            named = hf_weights.flatten(params)
             named["model.norm.weight"] = named["model.norm.weight"] * 2
-            await publisher.publish(checkpoint.unflatten(named), (info,), 3)
+            await publisher.publish(hf_weights.unflatten(named), (info,), 3)
             assert server.state["loaded"] == ["model.norm.weight"]
             (score,) = await engine.score([PROMPT])
-            expected = Subject(None, CONFIG, checkpoint.unflatten(named)).logprobs(PROMPT)  # type: ignore[arg-type]
+            expected = Subject(None, CONFIG, hf_weights.unflatten(named)).logprobs(PROMPT)  # type: ignore[arg-type]
             np.testing.assert_allclose(score.logprobs, expected[[0, 1], PROMPT[1:]], atol=1e-4)
             assert score.version == 3
 
@@ -489,12 +494,12 @@ def test_bfloat16_arrives_as_it_was_sent(server: StandIn, transport: str) -> Non
 
     num_bytes, (score,) = with_engine(server, scenario)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params_of(1))
-    assert num_bytes == sum(leaf.nbytes for leaf in checkpoint.flatten(rounded).values()) // 2
+    assert num_bytes == sum(leaf.nbytes for leaf in hf_weights.flatten(rounded).values()) // 2
     expected = Subject(None, CONFIG, rounded).logprobs(PROMPT)  # type: ignore[arg-type]
     np.testing.assert_allclose(score.logprobs, expected[[0, 1], PROMPT[1:]], atol=1e-4)
 
 
-def test_checkpoints_are_taken_away_again(server: StandIn, tmp_path: Path) -> None:
+def test_checkpoints_are_deleted(server: StandIn, tmp_path: Path) -> None:
     async def scenario(engine: RemoteEngine) -> None:
         with publishing(engine, f"disk:{tmp_path}") as publisher:
             for version in (1, 2):
@@ -506,12 +511,14 @@ def test_checkpoints_are_taken_away_again(server: StandIn, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "requeue"])
-def test_running_requests_know_which_version_drew_what(server: StandIn, in_flight: Any) -> None:
+def test_spans_of_running_requests_name_the_version_of_each_token(server: StandIn, in_flight: Any) -> None:
     async def scenario(engine: RemoteEngine) -> Any:
         with publishing(engine) as publisher:
             server.tell(hold_after=20)
             running = asyncio.create_task(collected(engine, request(max_tokens=30, temperature=0)))
-            await until(lambda: any(len(run.sample.tokens) == 17 for run in engine._runs.running))  # in two events
+            await until(
+                lambda: any(len(attempt.sample.tokens) == 17 for attempt in engine._samples.running)
+            )  # in two events
             update = asyncio.create_task(publisher.publish(params_of(1), (engine.describe(),), 1, in_flight))
             await until(lambda: "/update_weights_from_distributed" in server.state["calls"])
             server.tell(hold_after=10**6)
@@ -527,7 +534,7 @@ def test_running_requests_know_which_version_drew_what(server: StandIn, in_fligh
         assert found.token_ids[17:] == greedy(1, 13, PROMPT + found.token_ids[:17])
 
 
-def test_somebody_elses_requests_do_not_hold_an_update_up_nor_end_the_server(
+def test_requests_of_other_clients_neither_block_an_update_nor_crash_the_server(
     server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang, "FLUSH_SECONDS", 0.05)
@@ -541,7 +548,7 @@ def test_somebody_elses_requests_do_not_hold_an_update_up_nor_end_the_server(
             await until(lambda: server.state["open"] == 1)
             with publishing(engine) as publisher:
                 await publisher.publish(params_of(1), (engine.describe(),), 1)
-            with pytest.raises(EngineFailure, match="somebody else"):
+            with pytest.raises(EngineFailure, match="another client"):
                 await engine.sleep(1)
             assert server.is_alive and server.state["released"] == [] and not server.state["paused"]
             server.tell(hold_after=10**6)
@@ -559,7 +566,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("kind", "step"), [(kind, step) for kind, steps in FAILURES.items() for step in steps])
-def test_a_step_that_fails_leaves_no_weights_until_the_next_sync(
+def test_a_failed_update_leaves_no_weights_until_the_next_sync(
     server: StandIn, tmp_path: Path, kind: str, step: str
 ) -> None:
     async def scenario(engine: RemoteEngine) -> None:
@@ -579,7 +586,7 @@ def test_a_step_that_fails_leaves_no_weights_until_the_next_sync(
     with_engine(server, scenario)
 
 
-def test_what_was_left_half_done_is_known_to_the_next_engine(server: StandIn, tmp_path: Path) -> None:
+def test_the_next_engine_recognizes_an_unfinished_update(server: StandIn, tmp_path: Path) -> None:
     async def broken(engine: RemoteEngine) -> None:
         server.tell(fail={"/update_weights_from_disk": [400, {"success": False, "message": "no"}]})
         with publishing(engine, f"disk:{tmp_path}") as publisher, pytest.raises(EngineFailure):
@@ -593,9 +600,9 @@ def test_what_was_left_half_done_is_known_to_the_next_engine(server: StandIn, tm
     assert with_engine(server, version) == -1
 
 
-def test_a_trainer_that_breaks_off_is_an_update_that_failed(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_disconnects_fails_the_update(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_gloo, "BUCKET_BYTES", 20_000)
-    broadcast, count = sglang_gloo._Group.broadcast, 0
+    broadcast, count = sglang_gloo._GlooGroup.broadcast, 0
 
     def breaks(group: Any, buffer: np.ndarray) -> None:
         nonlocal count
@@ -607,7 +614,7 @@ def test_a_trainer_that_breaks_off_is_an_update_that_failed(server: StandIn, mon
     async def scenario(engine: RemoteEngine) -> None:
         info = engine.describe()
         with publishing(engine) as publisher:
-            monkeypatch.setattr(sglang_gloo._Group, "broadcast", breaks)
+            monkeypatch.setattr(sglang_gloo._GlooGroup, "broadcast", breaks)
             with pytest.raises(EngineFailure, match="Failed to update parameter online"):
                 await publisher.publish(params_of(1), (info,), 1)
             assert engine.describe().version == -1
@@ -619,10 +626,10 @@ def test_a_trainer_that_breaks_off_is_an_update_that_failed(server: StandIn, mon
     with_engine(server, scenario)
 
 
-def test_workers_are_let_go_when_the_trainer_does_not_come(server: StandIn) -> None:
+def test_workers_stop_waiting_when_the_trainer_does_not_come(server: StandIn) -> None:
     class Broken(LocalFleet):
-        async def begun(self) -> Any:
-            await super().begun()
+        async def receive_reports(self) -> Any:
+            await super().receive_reports()
             raise Unsupported("another engine could not begin")
 
     async def scenario(engine: RemoteEngine) -> None:
@@ -631,7 +638,7 @@ def test_workers_are_let_go_when_the_trainer_does_not_come(server: StandIn) -> N
         with pytest.raises(Unsupported, match="another engine"):
             await publisher.publish(params_of(1), (info,), 1)
         publisher.close()
-        (found,) = await collected(engine, request(temperature=0))  # they wait for nobody
+        (found,) = await collected(engine, request(temperature=0))  # the workers wait no longer
         assert isinstance(found, Completion) and found.token_ids == greedy(0, 4)
         with publishing(engine) as again:
             await again.publish(params_of(1), (info,), 1)
@@ -640,7 +647,7 @@ def test_workers_are_let_go_when_the_trainer_does_not_come(server: StandIn) -> N
     with_engine(server, scenario)
 
 
-def test_a_server_that_hangs_in_an_update_is_given_up(
+def test_a_server_that_hangs_in_an_update_ends_the_engine(
     server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang, "UPDATE_SECONDS", 0.2)
@@ -658,7 +665,7 @@ def test_a_server_that_hangs_in_an_update_is_given_up(
     with_engine(server, scenario)
 
 
-def test_offers_that_cannot_be_taken_are_refused_before_anything_moves(server: StandIn) -> None:
+def test_invalid_offers_are_refused_before_any_transfer(server: StandIn) -> None:
     async def scenario(engine: RemoteEngine) -> None:
         info = engine.describe()
         for transport in ("shm", "disk", "sglang-gloo:", "sglang-gloo:127.0.0.1:70000000:slipstream-0123456789abcdef"):
@@ -669,7 +676,7 @@ def test_offers_that_cannot_be_taken_are_refused_before_anything_moves(server: S
             sglang_gloo.withdraw(update.offer.transport)
         update = update_of(info, params_of(1), 1)
         stale = type(update.offer)(update.offer.plan, update.offer.fingerprint, update.offer.transport, fresh=False)
-        with pytest.raises(SlipstreamError, match="offer anew"):
+        with pytest.raises(SlipstreamError, match="a fresh offer"):
             await engine.begin(1, stale)
         await engine.begin(1, update.offer)
         with pytest.raises(SlipstreamError, match="pieces"):
@@ -679,17 +686,17 @@ def test_offers_that_cannot_be_taken_are_refused_before_anything_moves(server: S
     with_engine(server, scenario)
 
 
-def test_a_trainer_on_loopback_is_not_looked_for_from_another_host() -> None:
-    client = type("Client", (), {"url": "https://gpu-host:30000", "who": "the server"})()
+def test_a_trainer_on_loopback_is_refused_by_a_server_on_another_host() -> None:
+    client = type("Client", (), {"url": "https://gpu-host:30000", "name": "the server"})()
     dialect = sglang.SglangDialect(client, type("Server", (), {"can_join": True})())  # type: ignore[arg-type]
     with pytest.raises(TransferError, match="SLIPSTREAM_RENDEZVOUS"):
-        dialect.way("sglang-gloo:127.0.0.1:1234:slipstream-0123456789abcdef")
+        dialect.channel("sglang-gloo:127.0.0.1:1234:slipstream-0123456789abcdef")
 
 
 # --- sleep ---
 
 
-def test_sleep_needs_a_server_that_was_started_for_it(server: StandIn) -> None:
+def test_sleep_needs_a_server_started_with_it(server: StandIn) -> None:
     server.tell(settings={"enable_weights_cpu_backup": False})
 
     async def level_two_only(engine: RemoteEngine) -> None:
@@ -730,28 +737,28 @@ def test_a_deeper_sleep_releases_nothing_twice(server: StandIn) -> None:
 # --- the trainer's half ---
 
 
-def test_where_torch_is_missing_the_trainer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_without_torch_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_gloo, "is_possible", lambda: False)
     with pytest.raises(TransferError, match=r"needs torch.*disk:/directory"):
         choose("e", ("sglang-gloo", "disk"), "elsewhere", 1)
 
 
-def test_an_address_that_is_not_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(sglang_gloo.ADDRESS, "192.0.2.1")
-    with pytest.raises(ConfigError, match="no address of this host"):
-        sglang_gloo.invitation()
+    with pytest.raises(ConfigError, match="not an address of this host"):
+        sglang_gloo.offered_transport()
 
 
 @given(st.binary(max_size=200) | st.just(b'{"transport": "sglang-gloo", "server": "s", "world_size": 1}'))
-def test_a_link_that_makes_no_sense_is_refused(link: bytes) -> None:
+def test_a_malformed_link_is_refused(link: bytes) -> None:
     for sender in (sglang_gloo.SglangGlooSender, on_disk.CheckpointSender):
         with pytest.raises(TransferError):
             sender(link, None, {})  # type: ignore[arg-type]
 
 
-def test_a_directory_that_is_not_there_or_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_or_an_unsafe_name_is_refused(tmp_path: Path) -> None:
     for link in (
-        on_disk.make_link(str(tmp_path / "none"), on_disk.new_name()),
+        on_disk.make_link(str(tmp_path / "none"), random_name()),
         on_disk.make_link(str(tmp_path), "../x"),
     ):
         with pytest.raises(TransferError):
@@ -762,7 +769,7 @@ def test_a_directory_that_is_not_there_or_a_name_that_leads_elsewhere_is_refused
 
 
 def test_a_bridge_syncs_and_generates_through_an_engine_process(server: StandIn, tmp_path: Path) -> None:
-    options = EngineConfig(kind="remote", url=server.url, dialect="sglang")
+    options = RemoteConfig(url=server.url, dialect="sglang")
     with launch(server.model, engine=options, run_dir=tmp_path / "run") as bridge:
         sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
         for version in (1, 2):

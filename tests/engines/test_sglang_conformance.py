@@ -1,4 +1,4 @@
-"""What holds for every engine holds for an SGLang server, as far as the stand-in is one."""
+"""Conformance suite with the engine for SGLang servers, against the stand-in."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import EngineConfig
+from slipstream.config import RemoteConfig
 from slipstream.engines.remote.engine import RemoteEngine
-from slipstream.model import checkpoint
+from slipstream.model.checkpoints import hf_weights
 from tests.conformance.engines import (
     Subject,
     assert_truncated,
     # Those of the suite that need no memory of ours to land in.
     test_a_bad_prompt_fails_alone,  # noqa: F401
-    test_a_bias_makes_tokens_come_or_stay_away,  # noqa: F401
-    test_a_part_of_the_tensors_can_be_updated,  # noqa: F401
-    test_a_paused_engine_holds_and_goes_on_with_the_same_tokens,  # noqa: F401
-    test_a_sleeping_engine_gives_memory_up_and_goes_on_where_it_was,  # noqa: F401
+    test_a_logit_bias_forces_or_bans_tokens,  # noqa: F401
+    test_a_sleeping_engine_releases_memory_and_continues_after_waking,  # noqa: F401
     test_a_stop_token_is_the_last_one,  # noqa: F401
     test_an_update_changes_what_is_generated_and_scored,  # noqa: F401
     test_closing_the_iterator_cancels_the_rest,  # noqa: F401
+    test_commits_with_requests_in_flight,  # noqa: F401
     test_description_fits_the_model,  # noqa: F401
-    test_forgetting_prefixes_changes_no_token,  # noqa: F401
     test_greedy_is_the_argmax_of_the_reference,  # noqa: F401
     test_logprobs_are_those_of_the_reference,  # noqa: F401
     test_no_stop_token_comes_before_the_minimum,  # noqa: F401
     test_nothing_changes_before_commit_nor_after_rollback,  # noqa: F401
     test_one_seed_gives_one_set_of_samples,  # noqa: F401
-    test_progress_is_the_beginning_of_what_comes,  # noqa: F401
+    test_pause_and_resume_do_not_change_tokens,  # noqa: F401
+    test_progress_is_a_prefix_of_the_completion,  # noqa: F401
+    test_resetting_the_prefix_cache_changes_no_token,  # noqa: F401
     test_scores_are_the_raw_logprobs_of_the_reference,  # noqa: F401
+    test_some_of_the_tensors_can_be_updated,  # noqa: F401
     test_the_context_ends_a_completion,  # noqa: F401
     test_tokens_do_not_depend_on_the_batch,  # noqa: F401
     test_top_logprobs_are_the_likeliest_of_the_reference,  # noqa: F401
-    test_what_becomes_of_running_requests,  # noqa: F401
 )
 from tests.engines.sglang_stand_in import standing_in
 from tests.tiny import random_params, tiny_config
@@ -46,10 +46,10 @@ pytest.importorskip("torch")
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     config, directory = tiny_config("llama", num_layers=1), tmp_path_factory.mktemp("model")
-    checkpoint.save(directory, params := random_params(config), config)
+    hf_weights.save(directory, params := random_params(config), config)
     with standing_in(directory, tmp_path_factory.mktemp("server")) as server:
         runner = asyncio.Runner()
-        options = EngineConfig(kind="remote", url=server.url, dialect="sglang", max_concurrency=8)
+        options = RemoteConfig(url=server.url, dialect="sglang", max_num_seqs=8)
         engine = runner.run(RemoteEngine.start(directory, options=options))
         bounded = ("presence_penalty", "frequency_penalty")
         yield Subject(engine, config, params, tolerance=1e-4, bounded=bounded, runner=runner)
@@ -58,7 +58,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.4}])
-def test_truncation_keeps_the_likeliest_and_renormalises(subject: Subject, truncation: dict[str, Any]) -> None:
+def test_truncation_keeps_the_likeliest_and_renormalizes(subject: Subject, truncation: dict[str, Any]) -> None:
     """The suite's also has both at once, which SGLang takes to mean something else: see docs/sglang.md."""
     assert_truncated(subject, truncation)
 

@@ -1,4 +1,4 @@
-"""Weights in memory that a trainer shares: nothing reads them while they are written to, and a version counts or is none."""
+"""Weights in a trainer's shared memory: no step reads them while they are written, and no half-written version serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engines.local import LocalFleet
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import SyncOptions
 from slipstream.errors import (
     ChecksumMismatch,
     FleetChanged,
@@ -26,10 +27,10 @@ from slipstream.errors import (
 )
 from slipstream.model.tree import flatten, unflatten
 from slipstream.types import Completion, Failure, Offer, VersionSpan
-from slipstream.weights.publisher import Publisher
-from slipstream.weights.sharing import Sharing
-from slipstream.weights.transports import shared_cuda
-from slipstream.weights.transports.shared import SharedMemory
+from slipstream.weights.transports.shared import cuda_memory
+from slipstream.weights.transports.shared.host_memory import SharedHostMemory
+from slipstream.weights.update.publisher import Publisher
+from slipstream.weights.update.shared import Sharing
 from tests.conformance.engines import Subject, request
 from tests.engines.subjects import CONFIG, Hold, collect, opened, publish, stats
 from tests.tiny import random_params
@@ -48,7 +49,7 @@ OTHER = numpy_params(seed=1)
 
 @pytest.fixture(params=["host", "device"])
 def memory(request, monkeypatch):
-    """Whose memory is shared: the host's, or what stands in for a GPU's."""
+    """The kind of shared memory: host memory, or a stand-in for GPU memory."""
     driver = stand_in(monkeypatch) if request.param == "device" else None
     yield
     gc.collect()
@@ -56,7 +57,7 @@ def memory(request, monkeypatch):
 
 
 class Trainer:
-    """What a trainer does, step by step."""
+    """A trainer, step by step."""
 
     def __init__(self, subject: Subject, **tensors: np.ndarray) -> None:
         self._engine = subject.engine
@@ -77,14 +78,14 @@ class Trainer:
 
 
 def greedy(subject: Subject, prompt: list[int], weights: dict[str, np.ndarray], count: int) -> tuple[int, ...]:
-    """By the reference."""
+    """Greedy completion of the reference."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(subject.logits(tokens, unflatten(weights))[-1].argmax()))
     return tuple(tokens[len(prompt) :])
 
 
-def test_what_is_written_is_what_serves_and_what_was_cached_is_forgotten(memory):
+def test_written_weights_serve_and_the_prefix_cache_is_cleared(memory):
     with opened() as subject:
         trainer = Trainer(subject)
         assert subject.runner.run(trainer.update()) == 1
@@ -101,12 +102,12 @@ def test_what_is_written_is_what_serves_and_what_was_cached_is_forgotten(memory)
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "requeue"])
-def test_a_running_request_meets_the_new_version_between_two_steps(in_flight):
+def test_a_running_request_switches_versions_between_two_steps(in_flight):
     async def run(subject: Subject, trainer: Trainer) -> None:
         await trainer.update()
         hold = Hold(subject, tick=10)
         generating = asyncio.create_task(collect(subject, GREEDY))
-        await hold.reached()  # in the midst of a step
+        await hold.reached()  # during a step
         beginning = asyncio.create_task(trainer.begin())
         await asyncio.sleep(0)
         assert not beginning.done(), "the step under way reads the weights"
@@ -132,7 +133,7 @@ def test_a_running_request_meets_the_new_version_between_two_steps(in_flight):
         subject.runner.run(run(subject, Trainer(subject)))
 
 
-def test_no_step_runs_while_the_trainer_writes_whoever_resumes_the_engine():
+def test_no_step_runs_while_the_trainer_writes_even_after_resume():
     async def run(subject: Subject, trainer: Trainer) -> None:
         await trainer.update()
         await trainer.begin()
@@ -143,7 +144,7 @@ def test_no_step_runs_while_the_trainer_writes_whoever_resumes_the_engine():
         await subject.engine.wake()
         for _ in range(5):
             await (
-                subject.engine.forget_prefixes()
+                subject.engine.reset_prefix_cache()
             )  # goes through the compute thread, between two steps if there are any
         assert stats(subject)["ticks"] == before
         with pytest.raises(UpdateInProgress):
@@ -161,7 +162,7 @@ def test_no_step_runs_while_the_trainer_writes_whoever_resumes_the_engine():
         subject.runner.run(run(subject, Trainer(subject)))
 
 
-def test_half_a_version_is_none_and_the_next_update_brings_the_engine_back(memory):
+def test_a_half_written_version_never_serves(memory):
     async def run(subject: Subject, trainer: Trainer) -> None:
         await trainer.update()
         hold = Hold(subject, tick=5)
@@ -174,9 +175,9 @@ def test_half_a_version_is_none_and_the_next_update_brings_the_engine_back(memor
         await trainer.sharing.rollback()
         (failed,) = await generating
         assert isinstance(failed, Failure) and isinstance(failed.error, NotReady)
-        assert "version 2 was being written" in str(failed.error)
+        assert "update to version 2 was aborted" in str(failed.error)
         (refused,) = await collect(subject, GREEDY)
-        assert isinstance(refused.error, NotReady) and "version 2 was being written" in str(refused.error)
+        assert isinstance(refused.error, NotReady) and "update to version 2 was aborted" in str(refused.error)
         assert subject.engine.describe().version == -1
         with pytest.raises(UnknownVersion, match="begin one before writing"):
             await trainer.sharing.commit("keep")
@@ -207,7 +208,7 @@ def test_an_engine_that_slept_shares_again(memory, level):
         subject.runner.run(run(subject, Trainer(subject)))
 
 
-def test_a_sync_ends_the_sharing_and_must_bring_everything(memory):
+def test_a_sync_ends_sharing_and_must_send_every_tensor(memory):
     with opened() as subject:
         trainer = Trainer(subject)
         subject.runner.run(trainer.update())
@@ -216,7 +217,7 @@ def test_a_sync_ends_the_sharing_and_must_bring_everything(memory):
             subject.runner.run(publish(subject, part, partial=True))
         assert subject.complete(PROMPT, max_tokens=24, temperature=0.0).version == 1
         subject.publish(unflatten(OTHER))
-        trainer.write(numpy_params(5))  # nobody serves from here any more, so this is nobody's business
+        trainer.write(numpy_params(5))  # no engine serves from this memory any more
         found = subject.complete(PROMPT, max_tokens=24, temperature=0.0)
         assert found.token_ids == greedy(subject, PROMPT, OTHER, 24) and found.version == 2
         with pytest.raises(FleetChanged):
@@ -227,13 +228,13 @@ def test_a_sync_ends_the_sharing_and_must_bring_everything(memory):
         )
 
 
-def test_an_engine_whose_trainer_is_gone_keeps_a_copy_of_what_it_served(memory):
+def test_an_engine_keeps_a_copy_of_its_weights_when_the_trainer_leaves(memory):
     with opened() as subject:
         trainer = Trainer(subject)
         subject.runner.run(trainer.update(OTHER))
         old = subject.complete(PROMPT, max_tokens=24, temperature=0.0)
         subject.runner.run(subject.engine.release())
-        trainer.write(numpy_params(5))  # as one that has closed its bridge, and trains on
+        trainer.write(numpy_params(5))  # as a trainer that closed its bridge and keeps training
         found = subject.complete(PROMPT, max_tokens=24, temperature=0.0)
         assert (found.token_ids, found.version) == (old.token_ids, 1)
         with pytest.raises(FleetChanged):
@@ -246,7 +247,7 @@ def test_an_engine_whose_trainer_is_gone_keeps_a_copy_of_what_it_served(memory):
         assert subject.complete(PROMPT, max_tokens=24, temperature=0.0).token_ids == old.token_ids
 
 
-def test_what_a_new_engine_finds_in_the_memory_is_compared_with_what_the_trainer_has(memory, monkeypatch):
+def test_the_memory_of_a_new_engine_is_verified_against_the_trainers(memory, monkeypatch):
     with opened() as subject:
         trainer = Trainer(subject)
         hashes = Sharing._checksums
@@ -256,8 +257,11 @@ def test_what_a_new_engine_finds_in_the_memory_is_compared_with_what_the_trainer
         assert subject.complete(PROMPT).version == 0, "nothing was overwritten, so the old version goes on"
 
 
-def test_engines_that_cannot_share_say_why():
-    with opened(tp=2) as subject, pytest.raises(Unsupported, match=r"'engine' .*2 rank\(s\).* ranks hold parts"):
+def test_engines_that_cannot_share_name_the_reason():
+    with (
+        opened(tensor_parallel_size=2) as subject,
+        pytest.raises(Unsupported, match=r"'engine' .*2 rank\(s\).* ranks hold parts"),
+    ):
         Trainer(subject)
     with (
         opened(dtype="bfloat16") as subject,
@@ -270,29 +274,29 @@ def test_engines_that_cannot_share_say_why():
         trainer = Trainer(subject)
         for change, words in (
             ({"host": "elsewhere"}, "another host"),
-            ({"transports": ("shm",)}, "on a GPU, with tp=1"),
+            ({"transports": ("shm",)}, "GPU, with tensor_parallel_size=1"),
         ):
             with pytest.raises(Unsupported, match=words):
                 subject.runner.run(trainer.sharing.begin((replace(subject.engine.describe(), **change),), 1))
-        publisher = Publisher(LocalFleet(subject.engine), "shared")
-        with pytest.raises(TransferError, match="'shared' cannot reach engine"):  # it is no way to send
+        publisher = Publisher(LocalFleet(subject.engine), SyncOptions("shared"))
+        with pytest.raises(TransferError, match="'shared' cannot reach engine"):  # it is not a transport for sending
             subject.runner.run(publisher.publish(unflatten(OTHER), (subject.engine.describe(),), 1))
 
 
-def test_an_engine_maps_nothing_but_the_memory_that_is_offered(tmp_path):
-    memory = SharedMemory(1000)
+def test_an_engine_maps_only_the_offered_memory(tmp_path):
+    memory = SharedHostMemory(1000)
     pid, fd, nonce = memory.transport.removeprefix("shared:").split("/")
     (tmp_path / "file").write_bytes(bytes(1 << 16))
     file = os.open(tmp_path / "file", os.O_RDONLY)
     reading, writing = os.pipe()
     offers = {
-        "nonsense": "cannot be read",
-        f"{pid}/{fd}/../{nonce}": "cannot be read",
+        "nonsense": "malformed address",
+        f"{pid}/{fd}/../{nonce}": "malformed address",
         f"{pid}/{fd}/{nonce[::-1]}": "not the memory that the offer describes|holds 1,000 bytes",
         f"{pid}/{fd}/{nonce}": "holds 1,000 bytes, the engine's parameters",
-        f"{pid}/{file}/{nonce}": "is not memory that a trainer shares",
-        f"{pid}/{reading}/{nonce}": "is not memory that a trainer shares",
-        f"{pid}/9999/{nonce}": "cannot open the memory that trainer process",
+        f"{pid}/{file}/{nonce}": "is not the shared memory of a trainer",
+        f"{pid}/{reading}/{nonce}": "is not the shared memory of a trainer",
+        f"{pid}/9999/{nonce}": "cannot open the shared memory of trainer process",
     }
     with opened() as subject:
         trainer = Trainer(subject)
@@ -305,38 +309,38 @@ def test_an_engine_maps_nothing_but_the_memory_that_is_offered(tmp_path):
         with pytest.raises(TransferError, match="not the memory that the offer describes"):
             subject.runner.run(subject.engine.begin(1, Offer(plan.to_bytes(), plan.fingerprint, wrong)))
         trainer.sharing.close()
-        with pytest.raises(TransferError, match="cannot open the memory"):
+        with pytest.raises(TransferError, match="cannot open the shared memory"):
             subject.runner.run(trainer.update())
         assert subject.complete(PROMPT).version == 0
     for number in (file, reading, writing):
         os.close(number)
 
 
-def test_an_engine_maps_no_memory_of_a_device_but_what_is_offered(monkeypatch):
+def test_an_engine_maps_only_the_offered_device_memory(monkeypatch):
     driver = Memfd()
-    monkeypatch.setattr(shared_cuda, "Vmm", lambda device=0: driver)
-    small = shared_cuda.DeviceMemory(1000, 0)
+    monkeypatch.setattr(cuda_memory, "CudaDriver", lambda device=0: driver)
+    small = cuda_memory.SharedCudaMemory(1000, 0)
     door, nonce, device = small.transport.removeprefix("shared-cuda:").split("/")
     offers = {
-        "nonsense": "cannot be read",
-        f"{door}/../{device}": "cannot be read",
-        f"{door}/{nonce}/{1:032x}": "not among those that this process sees",
-        f"{door}/{nonce[::-1]}/{device}": "no longer shares|cannot be reached",
-        f"slipstream-{0:032x}/{nonce}/{device}": "cannot be reached.*is it alive",
-        f"{door}/{nonce}/{device}": "holds 1,000 bytes, the engine's parameters 5,000",
+        "nonsense": "malformed address",
+        f"{door}/../{device}": "malformed address",
+        f"{door}/{nonce}/{1:032x}": "is not visible to this process",
+        f"{door}/{nonce[::-1]}/{device}": "no longer shares|cannot connect to the trainer",
+        f"slipstream-{0:032x}/{nonce}/{device}": "cannot connect to the trainer.*is it alive",
+        f"{door}/{nonce}/{device}": "holds 1,000 bytes, the engine's parameters need 5,000",
     }
     for where, words in offers.items():
         with pytest.raises(TransferError, match=words):
-            shared_cuda.device_landing(where, 5000)
-    assert shared_cuda.device_landing(f"{door}/{nonce}/{device}", 1000).buffer.size == 1000
+            cuda_memory.shared_cuda_receiver(where, 5000)
+    assert cuda_memory.shared_cuda_receiver(f"{door}/{nonce}/{device}", 1000).buffer.size == 1000
     small.close()
     small.close()
-    with pytest.raises(TransferError, match=r"no longer shares|cannot be reached"):
-        shared_cuda.device_landing(f"{door}/{nonce}/{device}", 1000)
-    with opened() as subject:  # on this CPU: a GPU's memory is not for it
+    with pytest.raises(TransferError, match=r"no longer shares|cannot connect to the trainer"):
+        cuda_memory.shared_cuda_receiver(f"{door}/{nonce}/{device}", 1000)
+    with opened() as subject:  # on CPU, so it cannot use GPU memory
         trainer = Trainer(subject)
         plan = trainer.sharing._plan
-        with pytest.raises(Unsupported, match="memory of this kind: it takes the host's on CPU"):
+        with pytest.raises(Unsupported, match="memory of this kind: an engine on CPU serves from host memory"):
             offer = Offer(plan.to_bytes(), plan.fingerprint, small.transport)
             subject.runner.run(subject.engine.begin(1, offer))
 
@@ -351,8 +355,8 @@ def test_engines_of_one_fleet_share_one_kind_of_memory():
             subject.runner.run(trainer.sharing.begin((other,), 1))
 
 
-def test_nobody_else_can_write_to_the_memory():
-    memory = SharedMemory(1000)
+def test_the_memory_is_private_to_its_user():
+    memory = SharedHostMemory(1000)
     pid, fd, _ = memory.transport.removeprefix("shared:").split("/")
     again = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
     with pytest.raises(OSError):

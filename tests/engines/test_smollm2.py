@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded import EmbeddedEngine
-from slipstream.model import checkpoint
-from slipstream.model.config import ModelConfig
-from slipstream.model.decoder import forward
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.hf_config import read_config
+from slipstream.model.transformer.decoder import forward
 from slipstream.types import Completion, Request, SamplingParams
 from tests.real import smollm2_directory
 
@@ -41,10 +41,10 @@ class Reference:
     prompts: list[list[int]]
     completions: list[list[int]]
     logits: list[np.ndarray]
-    """For each prompt with its completion, `[tokens, vocab]`."""
+    """Logits of each prompt with its completion, `[tokens, vocab]`."""
 
     def logprobs(self, index: int) -> np.ndarray:
-        """Of each token but the first."""
+        """Logprobs of each token but the first."""
         tokens = np.asarray(self.prompts[index] + self.completions[index])
         logits = self.logits[index][:-1].astype(np.float64)
         peak = logits.max(-1, keepdims=True)
@@ -76,7 +76,7 @@ def reference(directory: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Iterator[tuple[EmbeddedEngine, asyncio.Runner]]:
-    options = EngineConfig(max_concurrency=4, max_model_len=128)
+    options = EmbeddedConfig(max_num_seqs=4, max_model_len=128)
     with asyncio.Runner() as runner:
         engine = EmbeddedEngine.from_directory(directory, options=options)
         yield engine, runner
@@ -95,16 +95,16 @@ def generate(engine: tuple[EmbeddedEngine, asyncio.Runner], prompts: list[Any], 
 
 
 def test_the_model_is_the_one_it_claims_to_be(directory: Path) -> None:
-    config = ModelConfig.read(directory)
+    config = read_config(directory)
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.vocab_size, config.rope_theta, config.rms_norm_eps) == (49152, 1e5, 1e-5)
     assert config.tie_word_embeddings and config.eos_token_ids == (2,)
-    arrays = checkpoint.read_arrays(directory, config)
+    arrays = hf_weights.read_arrays(directory, config)
     assert sum(array.size for array in arrays.values()) == 134_515_008
     assert all(array.dtype == np.float32 for array in arrays.values())
 
 
-def test_the_tokenizer_cuts_text_as_smollm_does(reference: Reference) -> None:
+def test_the_tokenizer_equals_smollms(reference: Reference) -> None:
     pieces = reference.tokenizer.convert_ids_to_tokens(reference.tokenizer.encode("In 1984, <|im_start|>it's"))
     assert pieces == ["In", "Ġ", "1", "9", "8", "4", ",", "Ġ", "<|im_start|>", "it", "'s"]
     for text in (*PROMPTS, "naïve 東京 🙂\t\n  x"):
@@ -112,7 +112,7 @@ def test_the_tokenizer_cuts_text_as_smollm_does(reference: Reference) -> None:
 
 
 def test_the_decoders_logits_equal_those_of_transformers(directory: Path, reference: Reference) -> None:
-    params, config = checkpoint.load(directory), ModelConfig.read(directory)
+    params, config = hf_weights.load(directory), read_config(directory)
     sequences = [prompt + completion for prompt, completion in zip(reference.prompts, reference.completions)]
     longest = max(map(len, sequences))
     tokens = jnp.asarray([sequence + [0] * (longest - len(sequence)) for sequence in sequences])

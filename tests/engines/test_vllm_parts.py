@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: which one this is, and its answers in our words."""
+"""Parts of the vLLM engine that need no vLLM: compatibility checks, request format, seeded sampling."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.engines.sequence import Sample, Ticket
-from slipstream.engines.vllm import compat, noise
-from slipstream.engines.vllm.words import take_scores, take_tokens
+from slipstream.engines.frontend.sequence import EngineRequest, Sample
+from slipstream.engines.vllm import compat, seeded_sampling
+from slipstream.engines.vllm.request_format import take_scores, take_tokens
 from slipstream.errors import ConfigError, EngineFailure
 from slipstream.types import SamplingParams, TopLogprobs, VersionSpan
 from tests.engines.pretend import pretend
 
-# --- which vLLM ---
+# --- compatibility ---
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -34,7 +34,7 @@ NAMES = {
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A vLLM that has what is needed and nothing else."""
+    """A stand-in for vLLM that has what we need and nothing else."""
 
     class AsyncLLM:
         generate = pause_generation = resume_generation = reset_prefix_cache = collective_rpc = shutdown = None
@@ -43,19 +43,19 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend(monkeypatch, {"vllm": {"__version__": "0.32.1"}, **contents})
 
 
-def test_a_tested_version_passes_without_a_word(modules: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tested_version_passes_without_a_warning(modules: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert compat.check() == "0.32.1"
     assert not caplog.records
 
 
-def test_another_version_is_warned_of(modules: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_untested_version_logs_a_warning(modules: Any, caplog: pytest.LogCaptureFixture) -> None:
     modules["vllm"].__version__ = "0.99.0"
     with caplog.at_level(logging.WARNING):
         assert compat.check() == "0.99.0"
-    assert "0.99.0 was never tested" in caplog.text and "tested are 0.26.x and 0.32.x" in caplog.text
+    assert "0.99.0 is untested" in caplog.text and "tested releases: 0.26.x and 0.32.x" in caplog.text
 
 
-def test_what_is_missing_is_named(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_of_vllm_are_named(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     del modules["vllm.logprobs"].FlatLogprobs
     with pytest.raises(ConfigError, match=r"vLLM 0\.32\.1 has no vllm\.logprobs\.FlatLogprobs"):
         compat.check()
@@ -72,7 +72,7 @@ def test_what_is_missing_is_named(modules: Any, monkeypatch: pytest.MonkeyPatch)
     ("version", "on_cpu", "chosen"),
     [("0.26.0", False, {}), ("0.26.0", True, {RUNNER: "0"}), ("0.32.1", False, {RUNNER: "0"})],
 )
-def test_the_second_model_runner_is_used_where_it_is_known(
+def test_the_v2_runner_is_used_where_it_is_supported(
     monkeypatch: pytest.MonkeyPatch, version: str, on_cpu: bool, chosen: Any
 ) -> None:
     monkeypatch.setattr(compat, "is_cpu", lambda: on_cpu)
@@ -81,18 +81,19 @@ def test_the_second_model_runner_is_used_where_it_is_known(
     monkeypatch.setenv(RUNNER, "1")
     if chosen:
         with pytest.raises(
-            ConfigError, match=rf"{RUNNER} asks for a model runner of vLLM {version} that we know of 0\.26"
+            ConfigError,
+            match=rf"{RUNNER} selects the V2 model runner of vLLM {version}; Slipstream supports that of 0\.26",
         ):
             compat.choose_runner(version)
     else:
         assert compat.choose_runner(version) == {}
 
 
-def test_workers_know_a_request_by_a_longer_name() -> None:
+def test_external_id_strips_the_suffix_of_workers() -> None:
     assert compat.external_id("s17-9f3a0c2e") == compat.external_id("s17") == "s17"
 
 
-# --- its answers ---
+# --- request format ---
 
 
 def columns(*rows: list[tuple[int, float]]) -> Any:
@@ -106,9 +107,9 @@ def columns(*rows: list[tuple[int, float]]) -> Any:
     )
 
 
-def sample_of(limit: int = 9, top: int = 0, find_stop: Any = None) -> Sample:
+def sample_of(limit: int = 9, top: int = 0, find_stop_string: Any = None) -> Sample:
     sampling = SamplingParams(max_tokens=9, top_logprobs=top)
-    return Sample(Ticket("r", (1, 2, 3), sampling, 0, limit, (), None, find_stop=find_stop), 0)  # type: ignore[arg-type]
+    return Sample(EngineRequest("r", (1, 2, 3), sampling, 0, limit, (), None, find_stop_string=find_stop_string), 0)  # type: ignore[arg-type]
 
 
 def drawn(*tokens: int, reason: str | None = "length", tops: tuple[tuple[int, float], ...] = ()) -> Any:
@@ -125,30 +126,30 @@ def test_every_token_gets_the_version_that_drew_it() -> None:
     assert sample.raw_logprobs == [-0.10, -0.11, -0.12, -0.13, -0.14]
 
 
-def test_a_version_that_came_after_the_last_token_drew_none() -> None:
+def test_a_version_after_the_last_token_has_no_span() -> None:
     sample = sample_of()
     take_tokens(sample, drawn(10, 11), [(3, 0), (4, 2)])
     assert sample.spans == (VersionSpan(3, 0, 2),)
 
 
-def test_of_tokens_that_come_again_the_new_ones_are_taken() -> None:
+def test_cumulative_outputs_add_only_new_tokens() -> None:
     sample, tops = sample_of(top=2), ((7, -0.5), (8, -0.6))
     versions = [(3, 0)]
     take_tokens(sample, drawn(10, 11, reason=None, tops=tops), versions)
-    versions.append((4, 3))  # swapped in before tokens that are under way arrived
+    versions.append((4, 3))  # swapped in while tokens were in transit
     take_tokens(sample, drawn(10, 11, 12, 13, reason="stop", tops=tops), versions)
     assert sample.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
     assert sample.stopped and sample.finish_reason == "stop"
-    assert sample.tops == [TopLogprobs((7, 8), (-0.5, -0.6))] * 4
+    assert sample.top_logprobs == [TopLogprobs((7, 8), (-0.5, -0.6))] * 4
 
 
-def test_other_columns_than_were_asked_for_are_not_guessed_at() -> None:
-    with pytest.raises(EngineFailure, match="6 logprobs for 2 tokens; they have 2 each"):
+def test_a_wrong_number_of_logprob_columns_fails() -> None:
+    with pytest.raises(EngineFailure, match="6 logprobs for 2 tokens; expected 2 each"):
         take_tokens(sample_of(), drawn(10, 11, tops=((7, -0.5),)), [(3, 0)])
 
 
-def test_a_stop_text_cuts_what_was_drawn_after_it() -> None:
-    sample = sample_of(find_stop=lambda tokens: 3 if len(tokens) >= 3 else None)
+def test_a_stop_string_drops_the_tokens_after_it() -> None:
+    sample = sample_of(find_stop_string=lambda tokens: 3 if len(tokens) >= 3 else None)
     take_tokens(sample, drawn(10, 11, reason=None), [(3, 0)])
     assert not sample.stopped
     take_tokens(sample, drawn(10, 11, 12, 13, reason=None), [(3, 0)])
@@ -160,15 +161,15 @@ def test_a_score_has_a_logprob_for_every_token_but_the_first() -> None:
     found = columns([], [(2, -0.2), (9, -0.1)], [(3, -0.3), (3, -0.3)])
     take_scores(sample, SimpleNamespace(prompt_logprobs=found), version=6)
     assert sample.raw_logprobs == [-0.2, -0.3]
-    assert sample.tops == [TopLogprobs((9,), (-0.1,)), TopLogprobs((3,), (-0.3,))]
+    assert sample.top_logprobs == [TopLogprobs((9,), (-0.1,)), TopLogprobs((3,), (-0.3,))]
     assert sample.versions == [(6, 0)]
 
 
-# --- who draws --------------------------------------------------------------------------------------------------------
+# --- seeded sampling ---
 
 
 class Runner:
-    """What `Rows` looks at in vLLM's."""
+    """What `SeededBatch` reads of vLLM's model runner."""
 
     def __init__(self) -> None:
         self.input_batch = SimpleNamespace(req_ids=[])
@@ -181,46 +182,46 @@ class Runner:
         self.input_batch.req_ids.append(name)
 
 
-def draws_of(rows: noise.Rows, count: int) -> dict[int, float] | None:
-    found = rows.generators(count)
+def draws_of(batch: seeded_sampling.SeededBatch, count: int) -> dict[int, float] | None:
+    found = batch.generators(count)
     return None if found is None else {row: float(torch.rand(1, generator=g)) for row, g in found.items()}
 
 
-def test_what_a_row_draws_is_its_seeds_and_positions_whoever_is_beside_it() -> None:
+def test_a_draw_depends_only_on_seed_and_position() -> None:
     runner = Runner()
-    rows = noise.Rows(runner)
-    runner.add("a", 3, **{noise.SEED: 11})
-    runner.add("b", 5, **{noise.SEED: 12})
-    before = draws_of(rows, 2)
-    assert before is not None and draws_of(rows, 2) == before
+    batch = seeded_sampling.SeededBatch(runner)
+    runner.add("a", 3, **{seeded_sampling.SEED: 11})
+    runner.add("b", 5, **{seeded_sampling.SEED: 12})
+    before = draws_of(batch, 2)
+    assert before is not None and draws_of(batch, 2) == before
     runner.requests["a"].output_token_ids.append(7)  # the next step
-    after = draws_of(rows, 2)
+    after = draws_of(batch, 2)
     assert after is not None and after[1] == before[1] and after[0] != before[0]
-    runner.input_batch.req_ids = ["b", "a"]  # vLLM moves rows about
-    assert draws_of(rows, 2) == {0: after[1], 1: after[0]}
+    runner.input_batch.req_ids = ["b", "a"]  # vLLM reorders rows
+    assert draws_of(batch, 2) == {0: after[1], 1: after[0]}
     runner.input_batch.req_ids = ["b"]
-    assert draws_of(rows, 1) == {0: after[1]}
+    assert draws_of(batch, 1) == {0: after[1]}
 
 
-def test_a_batch_with_a_row_that_has_no_seed_is_drawn_in_vllms_way() -> None:
+def test_a_batch_with_an_unseeded_row_uses_vllms_sampling() -> None:
     runner = Runner()
-    rows = noise.Rows(runner)
-    runner.add("a", **{noise.SEED: 11, noise.PLAIN: True})
-    assert rows.are_plain(1) and draws_of(rows, 1) is not None
+    batch = seeded_sampling.SeededBatch(runner)
+    runner.add("a", **{seeded_sampling.SEED: 11, seeded_sampling.PLAIN: True})
+    assert batch.is_plain(1) and draws_of(batch, 1) is not None
     runner.add("warm-up")
-    assert not rows.are_plain(2) and draws_of(rows, 2) is None
+    assert not batch.is_plain(2) and draws_of(batch, 2) is None
     runner.input_batch.req_ids = ["a", "gone"]
-    assert draws_of(rows, 2) is None
+    assert draws_of(batch, 2) is None
     runner.input_batch.req_ids = ["a"]
-    assert draws_of(rows, 2) is None, "other rows than it knows of"
-    assert rows.are_plain(1)
+    assert draws_of(batch, 2) is None, "the number of rows does not match"
+    assert batch.is_plain(1)
 
 
-def test_one_row_that_is_not_plain_makes_a_batch_that_is_not() -> None:
+def test_a_batch_is_plain_only_if_all_rows_are() -> None:
     runner = Runner()
-    rows = noise.Rows(runner)
-    runner.add("a", **{noise.SEED: 11, noise.PLAIN: True})
-    runner.add("b", **{noise.SEED: 12})
-    assert not rows.are_plain(2)
+    batch = seeded_sampling.SeededBatch(runner)
+    runner.add("a", **{seeded_sampling.SEED: 11, seeded_sampling.PLAIN: True})
+    runner.add("b", **{seeded_sampling.SEED: 12})
+    assert not batch.is_plain(2)
     runner.input_batch.req_ids = ["a"]
-    assert rows.are_plain(1)
+    assert batch.is_plain(1)

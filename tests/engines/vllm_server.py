@@ -1,7 +1,7 @@
-"""A scripted `vllm serve`: the calls that an engine makes, in vLLM's schemas, and faults where a test wants them.
+"""A scripted `vllm serve`: the endpoints that an engine calls, in vLLM's schemas, with faults on demand.
 
-It draws token `(sum of the sequence) % vocabulary` and says that each has logprob -0.5. Weights come by `tests/engines/sockets.py`
-in place of NCCL, cut into chunks as vLLM cuts them."""
+It generates token `(sum of the sequence) % vocabulary`, with a logprob of -0.5 each. Weights arrive over
+`tests/engines/sockets.py` instead of NCCL, in the same chunks as vLLM's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLL = 0.005
 
 @dataclass
 class Script:
-    """What the server is, what it was asked, and what it does wrong."""
+    """The server's settings, the calls it received, and the faults it injects."""
 
     version: str = "0.32.0"
     logprobs_mode: str = "processed_logprobs"
@@ -47,7 +47,7 @@ class Script:
     paused: bool = False
     packages: str = ""
     fail: dict[str, tuple[int, Any]] = field(default_factory=dict)
-    """By path: a status and a body instead of an answer, each once."""
+    """By path: a status and a body to answer with, once."""
     hang: set[str] = field(default_factory=set)
     """Paths that are never answered."""
     event: Any = None
@@ -55,13 +55,13 @@ class Script:
     hold_after: int = 10**6
     """Tokens after which a completion waits until this is changed."""
     calls: list[str] = field(default_factory=list)
-    """What changes the server, in order; of updates with what they did."""
+    """Calls that change the server, in order."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    """Of completions."""
+    """Bodies of completion requests."""
     open: int = 0
-    """Completions under way."""
+    """Completions in progress."""
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    """As they arrived."""
+    """Received tensors."""
     init: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     stop: Any = None
@@ -87,7 +87,7 @@ class Script:
 
 @contextlib.contextmanager
 def serving(script: Script, **tls: Any) -> Iterator[Script]:
-    """`tls` is uvicorn's: `ssl_certfile`, `ssl_keyfile`."""
+    """`tls` are uvicorn's options `ssl_certfile` and `ssl_keyfile`."""
     config = uvicorn.Config(_application(script), host="127.0.0.1", port=0, log_level="error", lifespan="off", **tls)
     server = uvicorn.Server(config)
     dead = threading.Event()
@@ -106,7 +106,7 @@ def serving(script: Script, **tls: Any) -> Iterator[Script]:
     script.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
 
     def die() -> None:
-        """As a killed process would: connections break, nothing is answered."""
+        """Like a killed process: break connections, answer nothing."""
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         for listening in server.servers:
@@ -211,7 +211,7 @@ class _Worker:
         return {"message": "Weight transfer initialized"}
 
     def update(self, request: Request, body: Any) -> Any:
-        """vLLM's own way to cut the stream, one tensor at a time."""
+        """Split the stream into chunks as vLLM does."""
         info, script = body["update_info"], self._script
         chunk: list[tuple[str, Any, list[int], int]] = []
         for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):

@@ -1,4 +1,4 @@
-"""A hand-written engine for tests of the gateway alone: it counts instead of computing, and misbehaves on demand."""
+"""A scripted engine for gateway tests: it counts instead of computing, and fails on demand."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import contextlib
 import os
 
 from slipstream.errors import TransferError, Unsupported, VersionError
-from slipstream.gateway.attach import serve_engine
+from slipstream.gateway.engine_stream import serve_engine
 from slipstream.types import (
-    Berths,
     Checksums,
     CommitReport,
     Completion,
+    Destinations,
     EngineInfo,
     MemoryReport,
     Parameter,
     ParameterChecksums,
-    Part,
+    ParameterPart,
     Progress,
     Score,
     StageReport,
@@ -48,8 +48,8 @@ class ScriptedEngine:
     def describe(self):
         return EngineInfo(
             name=self.name, kind="scripted", model="m", dtype="float32", num_ranks=1, tensors=(TensorSpec("w", (2,)),),
-            parameters=(Parameter("w", 0, (2,), (Part("w", BOX, BOX),)),), transports=("memory",), host="h",
-            max_model_len=64, max_concurrency=8, version=self.version, pid=os.getpid(),
+            parameters=(Parameter("w", 0, (2,), (ParameterPart("w", BOX, BOX),)),), transports=("memory",), host="h",
+            max_model_len=64, max_num_seqs=8, version=self.version, pid=os.getpid(),
         )  # fmt: skip
 
     async def generate(self, requests):
@@ -96,7 +96,7 @@ class ScriptedEngine:
             raise VersionError("old")
         self.history.append(("begin", version))
         self.begun = version
-        return Berths(((b"link", b""),), b"\x00")
+        return Destinations(((b"link", b""),), b"\x00")
 
     async def stage(self, version, manifests):
         if self.hang_stage:
@@ -125,7 +125,7 @@ class ScriptedEngine:
     async def release(self):
         self.history.append(("release",))
 
-    async def forget_prefixes(self):
+    async def reset_prefix_cache(self):
         await self._control("forget")
 
     async def pause(self):

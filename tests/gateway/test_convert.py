@@ -1,4 +1,4 @@
-"""What goes into a message comes out of it, and whatever else comes is a typed error."""
+"""Message conversion: round trips, and typed errors for invalid messages."""
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -9,11 +9,13 @@ from slipstream import errors
 from slipstream.errors import EngineFailure, SlipstreamError
 from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.model import families
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
-    Berths,
     Checksums,
+    CommitReport,
     Completion,
+    Destinations,
     EngineInfo,
     Failure,
     FleetStatus,
@@ -26,9 +28,10 @@ from slipstream.types import (
     Score,
     StageReport,
     TopLogprobs,
+    UpdateReports,
+    UpdateSteps,
     VersionSpan,
 )
-from slipstream.weights import families
 
 tokens = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5).map(tuple)
 float32s = st.lists(st.floats(width=32, allow_nan=False), max_size=5).map(tuple)
@@ -179,11 +182,31 @@ def test_engine_info_with_and_without_layout():
 def test_offers_and_reports():
     offer = Offer(b"\x00plan", "f", "disk:/x", fresh=False, hashed=False)
     assert convert.offer_from_pb(convert.offer_to_pb(offer)) == offer
-    berths = Berths(((b"a", b""), (b"\xff", b"b")), b"\x00\x01")
-    assert convert.berths_from_pb(convert.berths_to_pb(berths)) == berths
-    assert convert.manifests_from_pb(convert.manifests_to_pb([[b"a", b"b"], []])) == [(b"a", b"b"), ()]
-    report = StageReport(10, 0.25, 0.125)
-    assert convert.stage_report_from_pb(convert.stage_report_to_pb(report)) == report
+    destinations = Destinations(((b"a", b""), (b"\xff", b"b")), b"\x00\x01")
+    assert convert.destinations_from_pb(convert.destinations_to_pb(destinations)) == destinations
+
+
+OFFER = Offer(b"plan", "fingerprint", "shm", False, True)
+DESTINATIONS = Destinations(((b"link", b""),), b"\x01")
+
+
+@pytest.mark.parametrize("begin", [(None, None), (OFFER, None), (OFFER, DESTINATIONS)])
+@pytest.mark.parametrize("manifests", [None, [], [(b"a", b"b"), ()]])
+@pytest.mark.parametrize("in_flight", [None, "keep", "finish"])
+def test_update_steps(begin, manifests, in_flight):
+    """A step that is absent stays absent, and one without content stays present."""
+    steps = UpdateSteps(3, *begin, manifests, in_flight)
+    wire = convert.steps_to_pb(steps).SerializeToString()
+    assert convert.steps_from_pb(pb.UpdateSteps.FromString(wire)) == steps
+
+
+@pytest.mark.parametrize("destinations", [None, DESTINATIONS])
+@pytest.mark.parametrize("stage", [None, StageReport(10, 0.25, 0.125)])
+@pytest.mark.parametrize("commit", [None, CommitReport(0.0, 0.0), CommitReport(0.5, 0.25, 0.125)])
+def test_update_reports(destinations, stage, commit):
+    reports = UpdateReports(destinations, stage, commit)
+    wire = convert.reports_to_pb(reports).SerializeToString()
+    assert convert.reports_from_pb(pb.UpdateReports.FromString(wire)) == reports
 
 
 @given(st.binary(max_size=80))
@@ -231,6 +254,6 @@ def test_errors_cross_the_wire_by_name():
 
 def test_words_out_of_place_are_refused():
     with pytest.raises(errors.ProtocolMismatch, match="'maybe'"):
-        convert.in_flight_from_pb("maybe")
+        convert.steps_from_pb(pb.UpdateSteps(commit=pb.Commit(in_flight="maybe")))
     with pytest.raises(errors.ProtocolMismatch, match="'tea'"):
         convert.tags_from_pb(["weights", "tea"])

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from slipstream import errors, portal
+from slipstream import errors
 from slipstream.config import GatewayConfig
 from slipstream.errors import (
     DeadlineExceeded,
@@ -37,10 +37,12 @@ from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.client import GatewayFleet
 from slipstream.gateway.server import SERVICE, running
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
+from slipstream.runtime import event_loop
 from slipstream.types import (
-    Berths,
     Checksums,
+    CommitReport,
     Completion,
+    Destinations,
     Failure,
     InFlight,
     Offer,
@@ -49,8 +51,10 @@ from slipstream.types import (
     Request,
     SamplingParams,
     StageReport,
+    UpdateReports,
+    UpdateSteps,
 )
-from slipstream.weights.publisher import Publisher
+from slipstream.weights.update.publisher import Publisher
 from tests.gateway.scripted import ScriptedEngine, attached
 
 TOKEN = "secret"
@@ -72,7 +76,7 @@ def on_the_loop(test):
                 finally:
                     await fleet.close()
 
-        portal.run(main())
+        event_loop.run(main())
 
     run.__name__ = test.__name__
     return run
@@ -101,25 +105,27 @@ async def states(fleet):
 OFFER = Offer(b"p", "f", "memory")
 
 
+async def send(fleet, names, steps, drop_failed=False):
+    await fleet.send_steps(dict.fromkeys(names, steps), drop_failed)
+    return await fleet.receive_reports()
+
+
 async def begin(fleet, version, names, drop_failed=False):
-    await fleet.begin(version, dict.fromkeys(names, OFFER), drop_failed)
-    return await fleet.begun()
+    return await send(fleet, names, UpdateSteps(version, OFFER), drop_failed)
 
 
 async def stage(fleet, version, names):
-    await fleet.stage(version, {name: [[b"m"]] for name in names})
-    return await fleet.staged()
+    return await send(fleet, names, UpdateSteps(version, manifests=[[b"m"]]))
 
 
-async def commit(fleet, version, in_flight="keep"):
-    await fleet.commit(version, in_flight)
-    return await fleet.committed()
+async def commit(fleet, version, names, in_flight="keep"):
+    return await send(fleet, names, UpdateSteps(version, in_flight=in_flight))
 
 
 async def update(fleet, version, names, drop_failed=False):
+    """The steps of an update, one message each."""
     begun = await begin(fleet, version, names, drop_failed)
-    await stage(fleet, version, begun)
-    return await commit(fleet, version)
+    return await commit(fleet, version, await stage(fleet, version, begun))
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ async def test_sleeping_engines_get_no_requests_while_others_are_awake_but_take_
         assert set(await update(fleet, 1, ["a", "b"])) == {"a", "b"}
         notes = {e.note for e in (await fleet.status()).engines}  # the update has brought the weights back
         assert await states(fleet) == {"a": "asleep", "b": "asleep"} and notes == {
-            "gave up its kv_cache; bridge.wake brings it back"
+            "asleep: kv_cache released; bridge.wake brings them back"
         }
         await fleet.wake()
         assert await states(fleet) == {"a": "ready", "b": "ready"}
@@ -296,7 +302,7 @@ async def test_a_fleet_is_known_to_be_paused(address, fleet):
         a.fail_control = False
         await fleet.resume()
         assert not any(e.is_paused for e in (await fleet.status()).engines)
-        await fleet.forget_prefixes()
+        await fleet.reset_prefix_cache()
         assert ("forget",) in a.history and ("forget",) in b.history
 
 
@@ -353,7 +359,7 @@ async def test_control_has_a_deadline_that_names_the_engine(address, fleet):
 async def test_control_of_engines_that_are_not_there(address, fleet):
     with pytest.raises(NotReady, match="no engine has registered"):
         await fleet.pause()
-    assert "no engine has registered, so there is nobody to ask" in str((await fleet.status()).nobody("to ask"))
+    assert "there is no engine to ask: none has registered" in str((await fleet.status()).no_engines("to ask"))
     async with attached(ScriptedEngine("a", version=-1), address, TOKEN):
         await fleet.pause()  # needs no weights
         with pytest.raises(UnknownEngine, match="'zebra'"):
@@ -364,7 +370,7 @@ async def test_control_of_engines_that_are_not_there(address, fleet):
             await asyncio.sleep(0.02)
     with pytest.raises(EngineLost, match="'a' is lost"):
         await fleet.sleep(engine="a")
-    assert re.search("all engines are lost.*a: .*nobody to ask", str((await fleet.status()).nobody("to ask")))
+    assert re.search("there is no engine to ask: all are lost .*a: ", str((await fleet.status()).no_engines("to ask")))
 
 
 @on_the_loop
@@ -431,7 +437,7 @@ async def test_one_engine_that_cannot_stage_rolls_all_back(address, fleet):
     async with pair(address) as (a, b):
         b.fail_stage = True
         await fleet.refresh()
-        with pytest.raises(TransferError, match=r"goes on with version 0.*\[b\].*tensor w is torn"):
+        with pytest.raises(TransferError, match=r"stays at version 0.*\[b\].*tensor w is torn"):
             await update(fleet, 1, ["a", "b"])
         assert ("rollback", 1) in a.history and ("rollback", 1) in b.history and ("commit", 1) not in a.history
         assert await states(fleet) == {"a": "ready", "b": "ready"}
@@ -498,7 +504,7 @@ async def test_every_policy_for_running_requests_reaches_the_engine(address, fle
         for version, policy in enumerate(get_args(InFlight), start=1):
             await fleet.refresh()
             await stage(fleet, version, await begin(fleet, version, ["a"]))
-            await commit(fleet, version, policy)
+            await commit(fleet, version, ["a"], policy)
         assert a.policies == ["keep", "finish", "recompute", "requeue"]
 
 
@@ -517,17 +523,16 @@ async def test_a_trainer_that_vanishes_is_rolled_back(address, fleet):
         assert a.history[-2:] == [("rollback", 1), ("release",)] and a.version == 0
 
 
-BERTHS = Berths(((b"link", b""),), b"\x00")
+DESTINATIONS = Destinations(((b"link", b""),), b"\x00")
 
 
-async def swap(fleet, version, names, expected=BERTHS, in_flight="keep"):
-    offers, manifests = dict.fromkeys(names, OFFER), {name: [[b"m"]] for name in names}
-    await fleet.swap(version, offers, dict.fromkeys(names, expected), manifests, in_flight)
-    return await fleet.swapped()
+def bundle(version, expected=DESTINATIONS, in_flight="keep"):
+    """All steps of an update in one message."""
+    return UpdateSteps(version, OFFER, expected, [[b"m"]], in_flight)
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
-def test_a_swap_is_begin_stage_and_commit(names):
+def test_a_bundle_runs_begin_stage_and_commit(names):
     @on_the_loop
     async def check(address, fleet):
         async with contextlib.AsyncExitStack() as stack:
@@ -536,8 +541,9 @@ def test_a_swap_is_begin_stage_and_commit(names):
                 await stack.enter_async_context(attached(engine, address, TOKEN))
             await fleet.refresh()
             for version in (1, 2):
-                stages, commits = await swap(fleet, version, names, in_flight="requeue")
-                assert stages == dict.fromkeys(names, StageReport(8, 0.002)) and set(commits) == set(names)
+                reports = await send(fleet, names, bundle(version, in_flight="requeue"))
+                expected = UpdateReports(None, StageReport(8, 0.002), CommitReport(0.0, 0.0))
+                assert reports == dict.fromkeys(names, expected)
             for engine in engines:
                 assert engine.history == [(step, v) for v in (1, 2) for step in ("begin", "stage", "commit")]
                 assert engine.policies == ["requeue"] * 2
@@ -547,33 +553,33 @@ def test_a_swap_is_begin_stage_and_commit(names):
 
 
 @on_the_loop
-async def test_of_several_engines_that_swap_none_commits_before_all_have_staged(address, fleet):
+async def test_with_several_engines_none_commits_a_bundle_before_all_have_staged(address, fleet):
     async with pair(address) as (a, b):
         b.fail_stage = True
         await fleet.refresh()
-        with pytest.raises(TransferError, match=r"goes on with version 0.*\[b\].*tensor w is torn"):
-            await swap(fleet, 1, ["a", "b"])
+        with pytest.raises(TransferError, match=r"stays at version 0.*\[b\].*tensor w is torn"):
+            await send(fleet, ["a", "b"], bundle(1))
         assert a.history == [("begin", 1), ("stage", 1), ("rollback", 1)] and ("commit", 1) not in b.history
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
-def test_a_swap_of_bytes_that_are_not_where_the_engine_wants_them_commits_nothing(names):
+def test_unexpected_destinations_commit_nothing(names):
     @on_the_loop
     async def check(address, fleet):
         async with pair(address) as (a, b):
             await fleet.refresh()
             with pytest.raises(FleetChanged, match=r"engine '[ab]' wants its weights elsewhere"):
-                await swap(fleet, 1, names, Berths(((b"link", b""),), b"\x01"))
+                await send(fleet, names, bundle(1, Destinations(((b"link", b""),), b"\x01")))
             for engine in (a, b)[: len(names)]:
                 assert engine.history == [("begin", 1), ("rollback", 1)]
-            await swap(fleet, 1, names)
+            await send(fleet, names, bundle(1))
             assert a.version == 1
 
     check()
 
 
 @pytest.mark.parametrize("step", ["stage", "commit"])
-def test_an_engine_that_cannot_swap_forgets_the_update(step):
+def test_an_engine_that_fails_a_bundle_forgets_the_update(step):
     @on_the_loop
     async def check(address, fleet):
         a = ScriptedEngine("a")
@@ -581,27 +587,29 @@ def test_an_engine_that_cannot_swap_forgets_the_update(step):
         async with attached(a, address, TOKEN):
             await fleet.refresh()
             with pytest.raises(errors.SlipstreamError, match=r"version 1 was not committed.*version 0\. \[a\]"):
-                await swap(fleet, 1, ["a"])
+                await send(fleet, ["a"], bundle(1))
             assert a.history[-1] == ("rollback", 1) and a.version == 0
             setattr(a, f"fail_{step}", False)
-            await swap(fleet, 1, ["a"])
+            await send(fleet, ["a"], bundle(1))
             assert await states(fleet) == {"a": "ready"} and a.version == 1
 
     check()
 
 
 @on_the_loop
-async def test_a_swap_has_a_deadline(address, fleet):
+async def test_a_bundle_has_a_deadline(address, fleet):
     a = ScriptedEngine("a")
     a.hang_stage = True
     async with attached(a, address, TOKEN):
         await fleet.refresh()
-        with pytest.raises(DeadlineExceeded, match="engine 'a' did not swap to version 1 within 3 s"):
-            await swap(fleet, 1, ["a"])
+        with pytest.raises(
+            DeadlineExceeded, match="engine 'a' did not begin and stage and commit version 1 within 3 s"
+        ):
+            await send(fleet, ["a"], bundle(1))
 
 
 @on_the_loop
-async def test_a_swap_that_has_started_ends_even_if_the_trainer_vanishes(address, fleet):
+async def test_a_bundle_that_has_started_ends_even_if_the_trainer_vanishes(address, fleet):
     """Else the fleet's version and the engine's might disagree."""
     a = ScriptedEngine("a")
     going = asyncio.Event()
@@ -613,7 +621,7 @@ async def test_a_swap_that_has_started_ends_even_if_the_trainer_vanishes(address
     a.commit = slow
     async with attached(a, address, TOKEN):
         await fleet.refresh()
-        await fleet.swap(1, {"a": OFFER}, {"a": BERTHS}, {"a": [[b"m"]]}, "keep")
+        await fleet.send_steps({"a": bundle(1)})
         while ("stage", 1) not in a.history:
             await asyncio.sleep(0.01)
         fleet._drop_updates()
@@ -650,24 +658,24 @@ async def test_a_second_trainer_must_wait(address, fleet):
         await stage(fleet, 1, ["a"])
         with pytest.raises(UpdateInProgress, match="another trainer"):
             await update(other, 1, ["a"])
-        await commit(fleet, 1)
+        await commit(fleet, 1, ["a"])
     await other.close()
 
 
 @on_the_loop
 async def test_a_second_trainer_hears_why_though_it_is_still_writing(address, fleet):
     """Its steps are more than gRPC sends before the gateway has read some of it, and all of them are taken."""
-    other, large = GatewayFleet(address, TOKEN, 5.0, CAP), {"a": replace(OFFER, plan=b"p" * (CAP - 1000))}
+    other, large = GatewayFleet(address, TOKEN, 5.0, CAP), replace(OFFER, plan=b"p" * (CAP - 1000))
     async with attached(ScriptedEngine("a"), address, TOKEN):
         await fleet.refresh(), await other.refresh()
         await begin(fleet, 1, ["a"])
         for _ in range(5):
-            await other.begin(1, large, False)
-            await other.stage(1, {"a": [[b"m" * (CAP - 1000)]]})
+            await other.send_steps({"a": UpdateSteps(1, large)})
+            await other.send_steps({"a": UpdateSteps(1, manifests=[[b"m" * (CAP - 1000)]])})
             with pytest.raises(UpdateInProgress, match="another trainer"):
-                await other.begun()
+                await other.receive_reports()
         await stage(fleet, 1, ["a"])
-        await commit(fleet, 1)
+        await commit(fleet, 1, ["a"])
     await other.close()
 
 
@@ -683,10 +691,17 @@ async def test_wrong_steps_of_an_update_are_typed_errors(address, fleet):
         with pytest.raises(UnknownVersion, match="version 2 was not begun"):
             await stage(fleet, 2, ["a"])
         await begin(fleet, 1, ["a"])
-        with pytest.raises(UnknownVersion, match="no checksums came for engine 'a'"):
-            await stage(fleet, 1, [])
+        with pytest.raises(UnknownVersion, match="engine 'a' began version 1, and this message has no step for it"):
+            await stage(fleet, 1, ["b"])
+        for steps in (UpdateSteps(1), UpdateSteps(1, OFFER, in_flight="keep")):
+            await begin(fleet, 1, ["a"])
+            with pytest.raises(ProtocolMismatch, match="consecutive steps"):
+                await send(fleet, ["a"], steps)
+        with pytest.raises(ProtocolMismatch, match="same version and steps for every engine"):
+            await fleet.send_steps({"a": UpdateSteps(1, OFFER), "b": UpdateSteps(2, OFFER)})
+            await fleet.receive_reports()
         with pytest.raises(SlipstreamError):
-            await commit(fleet, 1)
+            await commit(fleet, 1, ["a"])
         await fleet.rollback(1)
         await update(fleet, 1, ["a"])
 
@@ -837,7 +852,7 @@ def test_an_engine_looks_for_a_gateway_that_restarts():
                 await fleet.close()
             assert not task.done()
 
-    portal.run(asyncio.wait_for(main(), 60))
+    event_loop.run(asyncio.wait_for(main(), 60))
 
 
 def test_an_engine_gives_up_on_a_gateway_that_is_gone():
@@ -848,7 +863,7 @@ def test_an_engine_gives_up_on_a_gateway_that_is_gone():
         with pytest.raises(GatewayLost, match="gives up"):
             await asyncio.wait_for(task, 30)
 
-    portal.run(main())
+    event_loop.run(main())
 
 
 def test_a_gateway_that_is_not_there():
@@ -858,7 +873,7 @@ def test_a_gateway_that_is_not_there():
             await fleet.status()
         await fleet.close()
 
-    portal.run(main())
+    event_loop.run(main())
 
 
 # --- trainers of several processes ------------------------------------------------------------------------------------
@@ -866,7 +881,9 @@ def test_a_gateway_that_is_not_there():
 
 @contextlib.asynccontextmanager
 async def trainers(address, count, timeout=DEADLINE):
-    fleets = [GatewayFleet(address, TOKEN, timeout, CAP, trainer=(rank, count)) for rank in range(count)]
+    fleets = [
+        GatewayFleet(address, TOKEN, timeout, CAP, process_index=rank, process_count=count) for rank in range(count)
+    ]
     try:
         for one in fleets:
             await one.refresh()
@@ -889,7 +906,7 @@ async def test_the_processes_of_a_trainer_step_together(address, fleet):
 
 
 @on_the_loop
-async def test_the_processes_of_a_trainer_swap_together(address, fleet):
+async def test_the_processes_of_a_trainer_send_a_bundle_together(address, fleet):
     a = ScriptedEngine("a")
     seen = []
 
@@ -899,8 +916,8 @@ async def test_the_processes_of_a_trainer_swap_together(address, fleet):
 
     a.stage = staging
     async with attached(a, address, TOKEN), trainers(address, 2) as ranks:
-        answers = await asyncio.gather(*(swap(one, 1, ["a"]) for one in ranks))
-        assert [set(commits) for _, commits in answers] == [{"a"}] * 2
+        answers = await asyncio.gather(*(send(one, ["a"], bundle(1)) for one in ranks))
+        assert [set(reports) for reports in answers] == [{"a"}] * 2
         assert a.history == [("begin", 1), ("stage", 1), ("commit", 1)] and seen == [[[b"m", b"m"]]]
 
 
@@ -908,7 +925,7 @@ async def test_the_processes_of_a_trainer_swap_together(address, fleet):
 async def test_a_process_that_does_not_come_is_named(address, fleet):
     a = ScriptedEngine("a")
     async with attached(a, address, TOKEN), trainers(address, 2) as ranks:
-        with pytest.raises(DeadlineExceeded, match=r"trainer rank\(s\) \[1\] of 2 did not come to begin"):
+        with pytest.raises(DeadlineExceeded, match=r"trainer process\(es\) \[1\] of 2 did not send the same step"):
             await update(ranks[0], 1, ["a"])
         assert a.history == []
         await asyncio.gather(*(update(one, 1, ["a"]) for one in ranks))
@@ -923,7 +940,7 @@ async def test_a_process_that_dies_in_mid_update_ends_it_for_all(address, fleet)
         waiting = asyncio.create_task(stage(ranks[0], 1, ["a"]))
         await asyncio.sleep(0.1)
         await ranks[1].close()
-        with pytest.raises(errors.PeerError, match="trainer rank 1 of 2 is gone"):
+        with pytest.raises(errors.PeerError, match="trainer process 1 of 2 is gone"):
             await waiting
         assert a.history == [("begin", 1), ("rollback", 1)]
 
@@ -935,8 +952,7 @@ async def test_processes_that_disagree_are_told(address, fleet):
         other = Offer(b"p", "another plan", "memory")
 
         async def wrong():
-            await ranks[1].begin(1, {"a": other}, False)
-            return await ranks[1].begun()
+            return await send(ranks[1], ["a"], UpdateSteps(1, other))
 
         outcomes = await asyncio.gather(begin(ranks[0], 1, ["a"]), wrong(), return_exceptions=True)
         assert all(isinstance(o, errors.PlanMismatch) and "sharded alike" in str(o) for o in outcomes)

@@ -1,10 +1,10 @@
-"""Affinity as real engines see it: tokens of prompts that they need not compute again."""
+"""`PrefixAffinity` with real engines: the number of prompt tokens served from their caches."""
 
 import asyncio
 import contextlib
 from collections import defaultdict
 
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.types import Request, SamplingParams
 from tests.gateway.scripted import attached
@@ -17,7 +17,7 @@ CONVERSATIONS = {str(i): (*SYSTEM, *[30 + i] * 16) for i in range(12)}
 
 @contextlib.asynccontextmanager
 async def engines(address):
-    config, options = tiny_config(), EngineConfig(max_concurrency=8, kv_cache_tokens=2048, page_size=8)
+    config, options = tiny_config(), EmbeddedConfig(max_num_seqs=8, kv_cache_tokens=2048, block_size=8)
     params = random_params(config)
     async with contextlib.AsyncExitStack() as stack:
         found = [EmbeddedEngine(config, params, name=name, options=options) for name in "ab"]

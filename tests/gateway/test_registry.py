@@ -5,15 +5,15 @@ from hypothesis import strategies as st
 from slipstream.errors import NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
 from slipstream.gateway.registry import FORGET_SECONDS, Registry
 from slipstream.gateway.router import route, weight
-from slipstream.types import EngineInfo, Parameter, Part, SamplingParams, TensorSpec
+from slipstream.types import EngineInfo, Parameter, ParameterPart, SamplingParams, TensorSpec
 
 
 def info(name="e0", **over):
     box = ((0, 2),)
     facts = dict(
         name=name, kind="embedded", model="llama-1", dtype="float32", num_ranks=1, tensors=(TensorSpec("w", (2,)),),
-        parameters=(Parameter("w", 0, (2,), (Part("w", box, box),)),), transports=("shm",), host="h",
-        max_model_len=64, max_concurrency=8, version=-1, pid=1,
+        parameters=(Parameter("w", 0, (2,), (ParameterPart("w", box, box),)),), transports=("shm",), host="h",
+        max_model_len=64, max_num_seqs=8, version=-1, pid=1,
     )  # fmt: skip
     return EngineInfo(**{**facts, **over})
 
@@ -32,7 +32,7 @@ def test_life_of_an_engine():
     registry.commit(1, ["a"])
     assert states(registry) == {"a": "ready", "b": "stale"}
     registry.commit(2, ["a", "b"])
-    registry.heard("a", now=11)
+    registry.touch("a", now=11)
     assert registry.expire(now=12) == ["b"] and registry.expire(now=12) == []
     assert states(registry) == {"a": "ready", "b": "lost"}
     registry.register(info("b", version=2), now=13)
@@ -54,7 +54,7 @@ def test_faults_are_remembered_of_an_engine_that_comes_back_under_its_name():
     registry.register(info("a", version=0), now=0)
     for _ in range(3):
         registry.get("a").breaker.faulted(1.0, "it broke")
-    registry.counted("a", 40, 30)
+    registry.set_prefix_hits("a", 40, 30)
     (row,) = registry.statuses(2.0)
     assert (row.state, row.circuit, row.num_faults, row.looked_up_tokens, row.hit_tokens) == (
         "ready",
@@ -74,18 +74,18 @@ def test_an_engine_that_has_lost_its_policy_is_asked_why_only_when_nobody_serves
     registry = Registry(10)
     registry.register(info("a"), now=0)
     registry.register(info("b"), now=0)
-    registry.emptied("a")  # it never had one
+    registry.set_empty("a")  # it never had one
     with pytest.raises(NotReady, match="a: empty"):
-        registry.takers()
+        registry.available()
     registry.commit(3, ["a", "b"])
-    registry.emptied("a")
+    registry.set_empty("a")
     assert states(registry) == {"a": "empty", "b": "ready"} and registry.version == 3
-    assert [m.info.name for m in registry.takers()] == ["b"]
+    assert [m.info.name for m in registry.available()] == ["b"]
     registry.lose("b", "gone")
-    assert [m.info.name for m in registry.takers()] == ["a"]  # which refuses
+    assert [m.info.name for m in registry.available()] == ["a"]  # which refuses
     registry.lose("a", "gone")
     with pytest.raises(NotReady):
-        registry.takers()
+        registry.available()
     registry.register(info("a"), now=1)
     registry.check_version(3, ["a"])  # the fleet's own may be brought to it
     registry.commit(3, ["a"])
@@ -133,8 +133,8 @@ def test_a_checkpoint_sets_the_first_version_and_a_latecomer_is_stale():
         (info("e0", pid=2), RequestError, "registered already"),
         (info("e1", model="qwen3-2"), RequestError, "one gateway serves one model"),
         (info("e1", protocol=99), ProtocolMismatch, "protocol 99"),
-        (info(""), ProtocolMismatch, "did not say"),
-        (info("e1", parameters=()), ProtocolMismatch, "did not say"),
+        (info(""), ProtocolMismatch, "registered without a name"),
+        (info("e1", parameters=()), ProtocolMismatch, "registered without a name"),
     ],
 )
 def test_engines_that_do_not_fit_are_refused(other, error, said):
@@ -151,17 +151,17 @@ def test_sleeping_engines_get_requests_only_where_all_sleep():
     registry.register(info("b", version=0), 0)
 
     def names(only=""):
-        return [m.info.name for m in registry.takers(only)]
+        return [m.info.name for m in registry.available(only)]
 
-    registry.slept("a", ("weights", "kv_cache"))
+    registry.set_asleep("a", ("weights", "kv_cache"))
     assert states(registry) == {"a": "asleep", "b": "ready"}
     assert "weights and kv_cache" in registry.statuses(0.0)[0].note
     assert names() == ["b"] and names("a") == ["a"]
-    registry.slept("b", ("kv_cache",))
+    registry.set_asleep("b", ("kv_cache",))
     assert names() == ["a", "b"]
     registry.commit(1, ["a"])
     assert states(registry) == {"a": "asleep", "b": "stale"} and names() == ["a"]
-    registry.slept("a", ())
+    registry.set_asleep("a", ())
     assert states(registry)["a"] == "ready"
     with pytest.raises(NotReady, match="b: stale"):
         names("b")
@@ -181,9 +181,9 @@ def test_versions_only_grow_and_unknown_names_are_named():
 
 def test_why_no_engine_can_take_requests():
     registry = Registry(10)
-    assert "no engine has registered" in str(registry.why_not_ready())
+    assert "no engine has registered" in str(registry.not_ready())
     registry.register(info("a"), 0)
-    reason = registry.why_not_ready()
+    reason = registry.not_ready()
     assert isinstance(reason, NotReady) and "a: empty" in str(reason) and "bridge.sync" in str(reason)
 
 

@@ -1,4 +1,4 @@
-"""Engines that fail without dying: what is repeated elsewhere, what is not, and who is left alone for a while."""
+"""Engines that fail without dying: which requests are retried elsewhere, which engines are excluded for a while."""
 
 import asyncio
 import contextlib
@@ -7,8 +7,8 @@ import pytest
 
 from slipstream.errors import EngineFailure, InvalidPrompt, NotReady
 from slipstream.gateway import dispatch
-from slipstream.gateway.breaker import FAULTS
-from slipstream.gateway.staleness import Bound
+from slipstream.gateway.circuit_breaker import FAULTS
+from slipstream.gateway.staleness import RolloutBound
 from slipstream.observe.doctor import examine_fleet
 from slipstream.types import Failure, Score
 from tests.gateway.scripted import ScriptedEngine, attached
@@ -208,7 +208,7 @@ async def test_prompts_of_a_run_that_start_together_are_shared_out(address, flee
     """Each is a call of its own, and all are made in one turn of the gateway's event loop."""
     async with pair(address) as (a, b):
         await fleet.refresh()
-        bound = Bound(max_staleness=0, batch=8)
+        bound = RolloutBound(max_staleness=0, batch=8)
         await fleet.submit(bound, [request(f"prompt-{i}", n=2) for i in range(8)])
         groups = await fleet.take(bound, 0, 8, 10.0)
         assert sorted(g.id for g in groups) == [f"prompt-{i}" for i in range(8)]

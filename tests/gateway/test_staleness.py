@@ -1,4 +1,4 @@
-"""The bound on staleness as a state machine: whatever engines and trainer do, nothing too old is taken, and nobody waits for ever."""
+"""Stateful test of the staleness limit: no sequence of events yields a sample that is too old, or a deadlock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.errors import ConfigError, StaleRollouts
-from slipstream.gateway.staleness import Bound, Staleness
+from slipstream.gateway.staleness import RolloutBound, StalenessTracker
 
 
 class Run(RuleBasedStateMachine):
@@ -20,8 +20,8 @@ class Run(RuleBasedStateMachine):
     )
     def begin(self, bound: int, batch: int, surplus: int | None, crashes: bool) -> None:
         self.crashes = crashes
-        self.bound = Bound(bound, batch, surplus=surplus if bound else None)
-        self.staleness = Staleness(self.bound, version=7)
+        self.bound = RolloutBound(bound, batch, surplus=surplus if bound else None)
+        self.staleness = StalenessTracker(self.bound, version=7)
         self.running: dict[int, int] = {}
         """By group: the version under which it was really begun."""
         self.finished: dict[int, int] = {}
@@ -135,7 +135,7 @@ test_run = Run.TestCase
 
 def test_on_policy_by_hand() -> None:
     """K = 0: a batch, and nothing more before the sync."""
-    staleness = Staleness(Bound(0, 2), version=0)
+    staleness = StalenessTracker(RolloutBound(0, 2), version=0)
     assert staleness.room == 2
     staleness.start(1)
     staleness.start(2)
@@ -143,13 +143,13 @@ def test_on_policy_by_hand() -> None:
     staleness.take(1, 0)
     staleness.take(2, 0)
     assert staleness.room == 0
-    with pytest.raises(StaleRollouts, match=r"2 groups were taken since the last sync.*sync, say a larger batch"):
+    with pytest.raises(StaleRollouts, match=r"2 groups were taken since the last sync.*Sync, raise batch"):
         staleness.check_can_take()
     assert staleness.synced(1) == [] and staleness.room == 2
 
 
 def test_more_than_a_batch_is_begun_for_who_asks_for_it() -> None:
-    staleness = Staleness(Bound(0, 2), version=0)
+    staleness = StalenessTracker(RolloutBound(0, 2), version=0)
     for group in (1, 2):
         staleness.start(group)
         staleness.take(group, 0)
@@ -166,7 +166,7 @@ def test_more_than_a_batch_is_begun_for_who_asks_for_it() -> None:
 
 
 def test_a_straggler_that_is_overtaken_is_waited_for_in_the_end() -> None:
-    staleness = Staleness(Bound(1, 2), version=0)
+    staleness = StalenessTracker(RolloutBound(1, 2), version=0)
     for group in (1, 2, 3, 4):
         staleness.start(group)
     assert not staleness.lacking({2, 3}, 2, 0)
@@ -182,7 +182,7 @@ def test_a_straggler_that_is_overtaken_is_waited_for_in_the_end() -> None:
 
 
 def test_what_is_taken_ahead_is_of_the_next_version() -> None:
-    staleness = Staleness(Bound(1, 2), version=0)
+    staleness = StalenessTracker(RolloutBound(1, 2), version=0)
     for group in (1, 2, 3, 4):
         staleness.start(group)
     staleness.take(1, 0)
@@ -197,7 +197,7 @@ def test_what_is_taken_ahead_is_of_the_next_version() -> None:
 
 def test_the_old_are_not_passed_over_until_there_are_too_many_of_them() -> None:
     """Of three that are equally old one can still wait for two syncs, another for one; then nobody else may be taken."""
-    staleness = Staleness(Bound(3, 1), version=0)
+    staleness = StalenessTracker(RolloutBound(3, 1), version=0)
     for group in (1, 2, 3):
         staleness.start(group)
     assert staleness.synced(1) == []  # as if another had been taken
@@ -207,7 +207,7 @@ def test_the_old_are_not_passed_over_until_there_are_too_many_of_them() -> None:
 
 
 def test_a_batch_is_the_first_of_a_few_more_to_finish() -> None:
-    staleness = Staleness(Bound(2, 4, surplus=1), version=0)
+    staleness = StalenessTracker(RolloutBound(2, 4, surplus=1), version=0)
     assert staleness.room == 5
     for group in range(5):
         staleness.start(group)
@@ -218,7 +218,7 @@ def test_a_batch_is_the_first_of_a_few_more_to_finish() -> None:
 
 
 def test_what_is_late_may_be_delivered_with_its_age() -> None:
-    staleness = Staleness(Bound(0, 1, "deliver"), version=0)
+    staleness = StalenessTracker(RolloutBound(0, 1, "deliver"), version=0)
     staleness.start(1)
     assert staleness.synced(4) == [] and staleness.fits(1, 4)
 
@@ -226,11 +226,11 @@ def test_what_is_late_may_be_delivered_with_its_age() -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: Bound(-1, 1), "max_staleness must be 0 or more"),
-        (lambda: Bound(0, 0), "batch 1 or more"),
-        (lambda: Bound(1, 1, surplus=-1), "surplus must be 0 or more"),
-        (lambda: Bound(0, 1, surplus=1), "max_staleness must be at least 1"),
-        (lambda: Bound(0, 1, "ignore"), "late must be 'renew' or 'deliver'"),  # type: ignore[arg-type]
+        (lambda: RolloutBound(-1, 1), "max_staleness must be 0 or more"),
+        (lambda: RolloutBound(0, 0), "batch 1 or more"),
+        (lambda: RolloutBound(1, 1, surplus=-1), "surplus must be 0 or more"),
+        (lambda: RolloutBound(0, 1, surplus=1), "needs max_staleness of at least 1"),
+        (lambda: RolloutBound(0, 1, "ignore"), "late must be 'renew' or 'deliver'"),  # type: ignore[arg-type]
     ],
 )
 def test_bounds_that_make_no_sense(make, what) -> None:

@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cuda python -m pytest -s tests/gpu
 
-Elsewhere they are skipped, unless SLIPSTREAM_REQUIRE_GPU=1 says that there must be one: then they fail."""
+Without a GPU they are skipped, or fail if SLIPSTREAM_REQUIRE_GPU=1."""
 
 from __future__ import annotations
 

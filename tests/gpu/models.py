@@ -1,4 +1,4 @@
-"""Models that the GPU's kernels can take, engines over them, and bits to compare."""
+"""Models with shapes that the GPU kernels support, engines for them, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded import EmbeddedEngine
-from slipstream.model import decoder
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.model.config import ModelConfig
+from slipstream.model.transformer import decoder
 from slipstream.types import Completion, Request
 from tests.conformance.engines import Subject
 
@@ -40,7 +40,7 @@ def lively(config: ModelConfig, dtype: Any = jnp.bfloat16, seed: int = 0, size: 
 def serving(config: ModelConfig, params: Any, draft: Any = None, **options: Any) -> Iterator[Subject]:
     """`draft`: weights of a draft model of the same shape."""
     drafted = {} if draft is None else {"draft": config, "draft_params": draft}
-    engine = EmbeddedEngine(config, params, options=EngineConfig(**options), **drafted)
+    engine = EmbeddedEngine(config, params, options=EmbeddedConfig(**options), **drafted)
     subject = Subject(engine, config, params, tolerance=1e-4)
     try:
         yield subject

@@ -1,7 +1,7 @@
 """One side of the `nccl` transport as a process, for test_nccl_gpu.py: `python -m tests.gpu.nccl_peer sender|receiver`.
 
-Lines of JSON in, one line of JSON out for each: `{"error": …}` for a `TransferError`. A command with `"die_at": n` ends the
-process by SIGKILL when it is about to begin its n-th group of messages, of which the header is the first."""
+Reads commands as lines of JSON, and answers each with a line of JSON: `{"error": …}` for a `TransferError`. A command
+with `"die_at": n` kills the process (SIGKILL) just before its n-th group of messages; the first group is the header."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import sys
 
 from slipstream.errors import TransferError
 from slipstream.model.config import ModelConfig
-from slipstream.weights.transports.nccl import NcclReceiver, NcclSender
-from slipstream.weights.transports.nccl_pair import NcclPair
+from slipstream.weights.transports.nccl.communicator import NcclPair
+from slipstream.weights.transports.nccl.transport import NcclReceiver, NcclSender
 from tests.weights.nccl_by_hand import Model, staged
 
 CONFIG = ModelConfig(
@@ -38,7 +38,7 @@ class Receiver:
     def open(self, facts):
         self.model = model(facts)
         self.half = NcclReceiver(
-            self.model.plan, 0, [0], 0, self.model.parameters, facts["deadline"], facts.get("how", "send")
+            self.model.plan, 0, [0], 0, self.model.parameters, facts["deadline"], facts.get("primitive", "send")
         )
         self.half.start()
         return {"link": self.half.links[0].decode()}

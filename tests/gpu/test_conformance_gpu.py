@@ -1,4 +1,4 @@
-"""The conformance suite over the embedded engine on a GPU."""
+"""Conformance suite with the embedded engine on a GPU."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
     config = tiny_config("qwen2", max_position_embeddings=60, head_dim=16)
-    with serving(config, random_params(config), max_concurrency=4) as subject:
+    with serving(config, random_params(config), max_num_seqs=4) as subject:
         yield subject

@@ -1,4 +1,4 @@
-"""The embedded engine where it is fast: its kernels, its memory, and its bits on a GPU."""
+"""The embedded engine on a GPU: kernels, memory, bitwise reproducibility."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded.attention import NaiveAttention
-from slipstream.engines.embedded.attention_gpu import PallasAttention
-from slipstream.engines.embedded.executor import shared_pages
-from slipstream.engines.embedded.programs import Cache, Chunk, Programs, Rows
-from slipstream.engines.embedded.settings import Settings
-from slipstream.engines.embedded.setup import programs_for, shapes_for
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.assembly import programs_for, shapes_for
+from slipstream.engines.embedded.compute.attention import NaiveAttention
+from slipstream.engines.embedded.compute.attention_gpu import PallasAttention
+from slipstream.engines.embedded.compute.executor import shared_prefixes
+from slipstream.engines.embedded.compute.programs import Cache, DecodeBatch, PrefillBatch, Programs
+from slipstream.engines.embedded.sampling.batch_settings import BatchSettings
 from slipstream.errors import ConfigError, NotReady
 from slipstream.model.config import LayerAttention
 from slipstream.types import Completion, MemoryReport, Request
@@ -88,7 +88,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_t
 def test_greedy_is_the_argmax_of_the_reference(name: str) -> None:
     """Float32, so that there are no ties: the reference multiplies at the highest precision, and so must the engine."""
     config = variant(name, head_dim=16)
-    with serving(config, random_params(config), max_concurrency=8) as subject:
+    with serving(config, random_params(config), max_num_seqs=8) as subject:
         asked = [request(str(i), p, temperature=0, max_tokens=12) for i, p in enumerate(subject.prompts)]
         asked.append(request("long", [9 + i % 80 for i in range(70)], temperature=0, max_tokens=12))
         found = completions(subject, asked)
@@ -113,7 +113,7 @@ def large() -> Iterator[Any]:
 
 
 def test_asleep_it_leaves_the_device_and_awake_it_is_the_same(large: Any) -> None:
-    options = {"max_concurrency": 64, "dtype": "bfloat16", "page_size": 64}
+    options = {"max_num_seqs": 64, "dtype": "bfloat16", "block_size": 64}
     with serving(models.LARGE, large, **options) as subject:
         run, engine = subject.runner.run, subject.engine
         rng = np.random.default_rng(0)
@@ -156,7 +156,7 @@ def tokens(found: dict[str, Completion]) -> dict[str, tuple[int, ...]]:
 
 # --- the same bits ---
 
-BITS: dict[str, Any] = {"max_concurrency": 64, "dtype": "bfloat16", "page_size": 16}
+BITS: dict[str, Any] = {"max_num_seqs": 64, "dtype": "bfloat16", "block_size": 16}
 WATCHED = {5: "5 tokens", 63: "63 tokens", 130: "130 tokens, three chunks", 200: "200 tokens, four chunks"}
 """Requests that are looked at, by the length of their prompt; 64 tokens are computed at a time in deterministic mode."""
 LENGTH = 32
@@ -195,7 +195,7 @@ def situations(params: Any, deterministic: bool) -> Iterator[tuple[str, dict[str
         half = LENGTH // 2
         return [drawn(one.id, (*one.prompt, *alone[one.id].token_ids[:half]), half) for one in watched]
 
-    with serving(models.SMALL, params, prefix_cache=False, **options) as subject:
+    with serving(models.SMALL, params, enable_prefix_caching=False, **options) as subject:
         alone = one_by_one(subject, watched)
         yield "alone", alone, 0
         yield "alone again", one_by_one(subject, watched), 0
@@ -234,24 +234,24 @@ def by_prefill(programs: Programs, params: Any, ids: np.ndarray, table: np.ndarr
         at = np.full((size, 1), -1, np.int32)
         count = len(ids[start : start + size])
         part[:count, 0], at[:count, 0] = ids[start : start + size], np.arange(start, start + count)
-        _, cache = programs.prefill(params, cache, Chunk(part, at, np.tile(table, (size, 1))))
+        _, cache = programs.prefill(params, cache, PrefillBatch(part, at, np.tile(table, (size, 1))))
     return cache
 
 
 def by_decode(programs: Programs, params: Any, ids: np.ndarray, table: np.ndarray) -> Cache:
     cache, size = programs.new_cache(), programs.shapes.max_rows
-    settings = Settings.stack([], size, rich=False)
+    settings = BatchSettings.stack([], size, rich=False)
     for position, id in enumerate(ids):
         token, at, room = np.zeros(size, np.int32), np.full(size, -1, np.int32), np.zeros(size, np.int32)
         token[0], at[0], room[0] = id, position, 1
-        rows = Rows(token, at, room, np.tile(table, (size, 1)), shared_pages([], size))
+        rows = DecodeBatch(token, at, room, np.tile(table, (size, 1)), shared_prefixes([], size))
         _, cache = programs.decode(params, cache, rows, settings, 1, None)
     return cache
 
 
 def test_prefill_writes_the_bits_that_decode_writes(small: Any) -> None:
     """Where bits part if they do: the first layer whose keys or values differ."""
-    options = EngineConfig(deterministic=True, **BITS)
+    options = EmbeddedConfig(deterministic=True, **BITS)
     shapes = shapes_for(models.SMALL, options)
     programs = programs_for(models.SMALL, options, shapes)
     params = programs.placement.place(small)
@@ -290,7 +290,7 @@ def test_speculation_changes_no_token(speculation: str) -> None:
         draft, more = models.lively(models.SMALL, jnp.float32, size=2.45), more | {"draft_model": "given"}
     with serving(models.SMALL, params, draft, **options, **more) as subject:
         guessed, stats = completions(subject, asked), subject.engine.stats()
-    print(f"\n{speculation}: {stats['accepted_tokens']} of {stats['guessed_tokens']} guesses right")
+    print(f"\n{speculation}: {stats['accepted_tokens']} of {stats['drafted_tokens']} guesses right")
     for one in asked:
         print(f"request {one.id}: {difference(plain[one.id], guessed[one.id])}")
     assert stats["accepted_tokens"] > 0
@@ -299,7 +299,7 @@ def test_speculation_changes_no_token(speculation: str) -> None:
 
 def test_deterministic_speculation_is_refused() -> None:
     with pytest.raises(ConfigError, match="speculation"):
-        shapes_for(models.SMALL, EngineConfig(deterministic=True, speculation="prompt_lookup", **BITS))
+        shapes_for(models.SMALL, EmbeddedConfig(deterministic=True, speculation="prompt_lookup", **BITS))
 
 
 # --- weights ---
@@ -307,7 +307,7 @@ def test_deterministic_speculation_is_refused() -> None:
 
 def test_an_update_from_arrays_on_the_device_changes_what_is_generated() -> None:
     config = variant("llama", head_dim=16)
-    with serving(config, random_params(config), max_concurrency=8) as subject:
+    with serving(config, random_params(config), max_num_seqs=8) as subject:
         new, prompt = other_params(subject), subject.prompts[4]
         assert all(next(iter(leaf.devices())).platform == "gpu" for leaf in jax.tree.leaves(new))
         before = subject.complete(prompt, temperature=0)

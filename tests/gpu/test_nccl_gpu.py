@@ -68,10 +68,10 @@ def peers():
         peer.end()
 
 
-def met(peers, dtype="bfloat16", source="bfloat16", deadline=LONG, how="send"):
+def met(peers, dtype="bfloat16", source="bfloat16", deadline=LONG, primitive="send"):
     receiver, sender = peers("receiver"), peers("sender")
     sender.call("warm")
-    link = receiver.call("open", dtype=dtype, source=source, deadline=deadline, how=how)["link"]
+    link = receiver.call("open", dtype=dtype, source=source, deadline=deadline, primitive=primitive)["link"]
     assert sender.call("open", link=link, dtype=dtype, source=source, deadline=deadline) == {}
     return receiver, sender
 
@@ -84,12 +84,12 @@ def update(receiver, sender, version):
     assert found["wrong"] == [] and found["num_bytes"] == found["planned"]
 
 
-@pytest.mark.parametrize("how", ["send", "broadcast"])
+@pytest.mark.parametrize("primitive", ["send", "broadcast"])
 @pytest.mark.parametrize(
     ("source", "dtype"), [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")]
 )
-def test_bits_over_ten_updates(peers, source, dtype, how):
-    receiver, sender = met(peers, dtype, source, how=how)
+def test_bits_over_ten_updates(peers, source, dtype, primitive):
+    receiver, sender = met(peers, dtype, source, primitive=primitive)
     for version in range(10):
         update(receiver, sender, version)
     assert sender.call("close") == receiver.call("close") == {}

@@ -1,4 +1,4 @@
-"""A PyTorch module and the embedded engine on one copy of the weights, in a GPU's memory."""
+"""A PyTorch module and the embedded engine that share one copy of the weights in GPU memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig
 from slipstream.errors import Unsupported
 from slipstream.model.config import ModelConfig
 from slipstream.types import SamplingParams
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 PROMPT = (5, 7, 11, 13, 17)
 COUNT = 12
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
-OPTIONS = EngineConfig(max_concurrency=8, max_model_len=64, kv_cache_tokens=1024)
+OPTIONS = EmbeddedConfig(max_num_seqs=8, max_model_len=64, kv_cache_tokens=1024)
 LARGE = {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 4096}
 """About 0.8 GB in float32: enough to be seen."""
 
@@ -70,7 +70,7 @@ def test_a_step_of_the_optimiser_is_what_the_engine_serves(torch: Any, tmp_path:
     config = small()
     module = hf_model(config, seed=1).to("cuda", getattr(torch, dtype))
     optimiser = torch.optim.SGD(module.parameters(), lr=0.5)
-    options = EngineConfig(max_concurrency=8, max_model_len=64, dtype=dtype)
+    options = EmbeddedConfig(max_num_seqs=8, max_model_len=64, dtype=dtype)
     with slipstream.launch(write_config(tmp_path / "m", config), engine=options, run_dir=tmp_path / "run") as bridge:
         shared = share_weights(bridge, module)
         before = by_engine(bridge)
@@ -159,7 +159,7 @@ def test_a_module_elsewhere_is_refused(torch: Any, tmp_path: Path) -> None:
     model, run = write_config(tmp_path / "m", config), tmp_path / "run"
     with (
         slipstream.launch(model, engine=OPTIONS, run_dir=run) as bridge,
-        pytest.raises(Unsupported, match=r"serve from memory on cuda:0, and .* is on cpu"),
+        pytest.raises(Unsupported, match=r"serve from memory on cuda:0, but .* is on cpu"),
     ):
         share_weights(bridge, hf_model(config, seed=1))
 

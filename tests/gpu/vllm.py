@@ -1,4 +1,4 @@
-"""Real vLLM on the GPU, in an interpreter that has it."""
+"""Real vLLM on the GPU, with the interpreter of its environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import EngineConfig
+from slipstream.config import VllmConfig
 
 PYTHON = os.environ.get("SLIPSTREAM_VLLM_PYTHON") or sys.executable
 needs_vllm = pytest.mark.skipif(
@@ -18,12 +18,12 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def engine_options(**over: Any) -> EngineConfig:
+def engine_options(**over: Any) -> VllmConfig:
     """Small, and quick to start."""
     settings: dict[str, Any] = dict(
-        kind="vllm", python=PYTHON, max_concurrency=8, max_model_len=96, kv_cache_tokens=4096, eager=True
+        python=PYTHON, max_num_seqs=8, max_model_len=96, kv_cache_tokens=4096, enforce_eager=True
     )
-    return EngineConfig(**(settings | over))
+    return VllmConfig(**(settings | over))
 
 
 def memory_in_use() -> int:

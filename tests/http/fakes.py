@@ -1,4 +1,4 @@
-"""A fleet that is a script, behind a front without a socket."""
+"""A scripted fleet behind the HTTP application, without sockets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from slipstream.config import HttpConfig
-from slipstream.http.app import application
-from slipstream.http.front import Front
+from slipstream.http.app import create_app
+from slipstream.http.state import Front
 from slipstream.types import Completion, EngineInfo, EngineStatus, FleetStatus, Progress, VersionSpan
 
 TOKEN = "a-token"
@@ -32,8 +33,8 @@ def progress(request_id: str, start: int, tokens: Sequence[int]) -> Progress:
 
 
 class FakeFleet:
-    """Answers `results(request_id)` to a request: lists are yielded, errors raised. Control calls are written down, with the
-    engine where one is named."""
+    """Answers a request with `results(request_id)`: lists are yielded, errors raised. Records control calls, with the engine
+    if one is named."""
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class FakeFleet:
         self._fail("sleep")
         return {}
 
-    async def forget_prefixes(self) -> None:
-        self._fail("forget_prefixes")
+    async def reset_prefix_cache(self) -> None:
+        self._fail("reset_prefix_cache")
 
     async def wake(self, tags: Any = None, engine: str = "") -> dict[str, Any]:
         self._fail("wake", engine)
@@ -87,10 +88,22 @@ class FakeFleet:
             raise self._failing[call]
 
 
+def fake_app(fleet: Any, **config: Any) -> FastAPI:
+    return create_app(Front.create(fleet, lambda: fleet, HttpConfig(**config)), TOKEN)
+
+
+def endpoints() -> list[tuple[str, str, dict[str, Any]]]:
+    """Method, path and OpenAPI description of every endpoint."""
+    return [
+        (method.upper(), path, operation)
+        for path, operations in fake_app(FakeFleet()).openapi()["paths"].items()
+        for method, operation in operations.items()
+    ]
+
+
 @contextlib.asynccontextmanager
 async def front(fleet: Any, **config: Any) -> AsyncIterator[httpx.AsyncClient]:
-    made = Front.of(fleet, lambda: fleet, HttpConfig(**config))
-    transport = httpx.ASGITransport(application(made, TOKEN))
+    transport = httpx.ASGITransport(fake_app(fleet, **config), raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://front", headers=headers, timeout=60) as client:
         yield client

@@ -1,4 +1,4 @@
-"""A small model behind a gateway that speaks HTTP, and a client for it that knows the token."""
+"""A small model behind a gateway with HTTP, and an authenticated client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 import slipstream
-from slipstream.bridge import Bridge
+from slipstream.bridge.bridge import Bridge
 from tests.tiny import hf_directory
 
 TEMPLATE = (
@@ -27,7 +27,7 @@ class Served:
     bridge: Bridge
     model: Path
     weights: Path
-    """Where checkpoints may lie."""
+    """Directory of checkpoints."""
 
     @property
     def url(self) -> str:
@@ -54,7 +54,7 @@ def answer(response: httpx.Response, status: int) -> Any:
 
 
 def make_model(path: Path, seed: int = 0) -> Path:
-    """With a tokenizer that transformers can read, and a chat template."""
+    """Write a model with a chat template and a tokenizer that transformers can read."""
     hf_directory(path, seed=seed, tokenizer=True, vocab_size=64)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -79,5 +79,5 @@ def serve(tmp_path: Path, engines: int = 1, **http: Any) -> Iterator[Served]:
 def eventually(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not holds():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)

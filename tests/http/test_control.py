@@ -1,4 +1,4 @@
-"""vLLM's calls for RL and the plain ones, over a fleet of two."""
+"""vLLM's RL endpoints and the bridge dialect, with a fleet of two engines."""
 
 import json
 import tempfile
@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 import slipstream
-from slipstream.model import checkpoint
-from slipstream.model.config import ModelConfig
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.hf_config import read_config
 from tests.http.served import eventually, make_model, serve
 from tests.tiny import random_params, tiny_config
 
@@ -24,7 +24,7 @@ def fleet(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def awake(request):
-    """Whatever a test did, the next finds engines that run."""
+    """Leave running engines for the next test."""
     yield
     if "fleet" in request.fixturenames:
         fleet = request.getfixturevalue("fleet")
@@ -45,8 +45,8 @@ def requests_of(fleet):
     return sum(engine.num_requests for engine in fleet.bridge.status().engines)
 
 
-def test_a_paused_fleet_lets_requests_wait(fleet):
-    for _ in range(2):  # may be repeated
+def test_requests_wait_while_the_fleet_is_paused(fleet):
+    for _ in range(2):  # repeating is allowed
         assert fleet.post("/pause?mode=keep") == {"status": "paused"}
     assert fleet.get("/is_paused") == fleet.get("/bridge/is_paused") == {"is_paused": True}
     assert all(engine.is_paused for engine in fleet.bridge.status().engines)
@@ -59,14 +59,14 @@ def test_a_paused_fleet_lets_requests_wait(fleet):
     assert fleet.get("/is_paused") == {"is_paused": False}
 
 
-def test_a_pause_of_the_trainers_is_known(fleet):
+def test_a_pause_by_the_trainer_is_reported(fleet):
     fleet.bridge.pause()
     assert fleet.get("/is_paused") == {"is_paused": True}
     fleet.bridge.resume()
     assert fleet.get("/is_paused") == {"is_paused": False}
 
 
-def test_a_pause_that_aborts_says_so_to_who_waits(fleet):
+def test_pause_with_abort_answers_waiting_clients_with_409(fleet):
     fleet.post("/pause?mode=keep")
     thread, answers = in_background(fleet, "/v1/completions", {"prompt": "abc"})
     eventually(lambda: requests_of(fleet) == 1)
@@ -76,7 +76,7 @@ def test_a_pause_that_aborts_says_so_to_who_waits(fleet):
     eventually(lambda: requests_of(fleet) == 0)
 
 
-def test_requests_are_aborted_by_name_or_all(fleet):
+def test_abort_by_id_and_abort_all(fleet):
     fleet.post("/pause?mode=keep")
     assert fleet.post("/abort_requests", {}) == {"status": "aborted", "aborted": 0}
     mine, others = (
@@ -93,7 +93,7 @@ def test_requests_are_aborted_by_name_or_all(fleet):
     assert others[1][0].status_code == 409
 
 
-def test_a_pause_that_waits_lets_requests_finish(fleet):
+def test_pause_with_wait_lets_requests_finish(fleet):
     threads = [in_background(fleet, "/v1/completions", {"prompt": "abc", "max_tokens": 100}) for _ in range(4)]
     assert fleet.post("/pause?mode=wait") == {"status": "paused"}
     fleet.post("/resume")
@@ -121,7 +121,7 @@ def test_sleep_and_wake(fleet):
     assert fleet.post("/wake_up?tags=all", status=400)["error"]["param"] == "tags"
 
 
-def test_what_the_server_is(fleet):
+def test_server_info_and_world_size(fleet):
     assert fleet.get("/get_world_size") == {"world_size": 2}
     assert fleet.get("/get_world_size?include_dp=false") == {"world_size": 1}
     assert fleet.post("/reset_prefix_cache") == {"success": True}
@@ -129,7 +129,7 @@ def test_what_the_server_is(fleet):
     assert config["model_config"]["dtype"] == "torch.float32" and config["parallel_config"]["data_parallel_size"] == 2
 
 
-def test_a_checkpoint_becomes_the_policy_of_all(fleet):
+def test_notify_update_loads_a_checkpoint_into_every_engine(fleet):
     make_model(fleet.weights / "step-1", seed=1)
     before = fleet.get("/bridge/info")
     found = fleet.post(
@@ -142,17 +142,17 @@ def test_a_checkpoint_becomes_the_policy_of_all(fleet):
     assert {engine["version"] for engine in after["engines"]} == {found["policy_version"]}
     (completion,) = fleet.post("/v1/completions", {"prompt": "abc"})["choices"]
     assert completion["policy_version"] == found["policy_version"]
-    # Told again, or told by another process of the trainer, nothing is loaded again.
+    # A repeated notice, or one from another process of the trainer, loads nothing.
     assert not fleet.post("/bridge/notify_update", {"update_count": 1, "path": "step-1"})["loaded"]
     assert not fleet.post("/bridge/notify_update", {"update_count": 2, "trainer_rank": 1, "path": "step-1"})["loaded"]
     gateway = next(p for p in psutil.Process().children() if "gateway" in p.cmdline())
     assert "jaxlib" not in Path(f"/proc/{gateway.pid}/maps").read_text()
 
 
-def test_a_part_of_a_checkpoint_leaves_the_rest(fleet):
+def test_a_partial_checkpoint_keeps_the_other_tensors(fleet):
     whole = make_model(fleet.weights / "whole", seed=2)
     fleet.post("/bridge/notify_update", {"path": "whole"})
-    config = ModelConfig.read(whole)
+    config = read_config(whole)
     other = random_params(tiny_config(vocab_size=64), seed=3)
     part = fleet.weights / "part"
     part.mkdir()
@@ -163,7 +163,7 @@ def test_a_part_of_a_checkpoint_leaves_the_rest(fleet):
     refused = fleet.post("/bridge/notify_update", {"path": "part"}, status=400)
     assert refused["error"]["code"] == "MappingError"
     assert fleet.post("/bridge/notify_update", {"path": "part", "partial": True})["loaded"]
-    merged = checkpoint.load(whole, config)
+    merged = hf_weights.load(whole, config)
     merged["model"]["norm"]["weight"] = other["model"]["norm"]["weight"]
     assert fleet.bridge.verify(merged).is_same
 
@@ -177,7 +177,7 @@ def test_an_update_in_vllms_four_steps(fleet):
     for _ in range(2):
         fleet.post("/update_weights", {"update_info": {"path": "step-2"}})
     assert fleet.get("/weight_info")["policy_version"] == version, "nothing before the end"
-    for _ in range(2):  # an answer that was lost is asked for again
+    for _ in range(2):  # a client repeats a call whose answer was lost
         done = fleet.post("/finish_weight_update", {"weight_version": "epoch 3"})
         assert done["policy_version"] == version + 1
     assert fleet.get("/weight_info") == {"weight_version": "epoch 3", "policy_version": version + 1}
@@ -206,12 +206,12 @@ def test_weight_checksums(fleet):
     fleet.post("/weight_checker", {"action": "reset"}, status=400)
 
 
-def test_what_a_checkpoint_must_hold(fleet):
+def test_state_dict_info(fleet):
     found = fleet.get("/bridge/state_dict_info")
     assert found["model.embed_tokens.weight"] == {"shape": [64, 32], "dtype": "float32"}
 
 
-def test_the_mapping_file_says_where_tensors_lie(fleet):
+def test_the_mapping_file_describes_every_tensor(fleet):
     file = Path(fleet.bridge.run_dir) / "vllm_bridge_config.json"
     file.unlink(missing_ok=True)
     assert fleet.get("/bridge/info")["enabled"]
@@ -226,8 +226,8 @@ def test_the_mapping_file_says_where_tensors_lie(fleet):
     assert rows["model.embed_tokens.weight"] == wanted | {"engine_name": "model.embed_tokens.weight"}
 
 
-def test_weights_that_a_trainer_left_in_shared_memory(tmp_path):
-    """No disk is touched: safetensors in /dev/shm are mapped."""
+def test_a_checkpoint_in_shared_memory(tmp_path):
+    """Safetensors in /dev/shm are mapped; no disk is involved."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared, serve(tmp_path, weights=shared) as other:
         left = make_model(Path(shared) / "step-1", seed=7)
         assert other.post("/bridge/notify_update", {"path": "step-1", "update_count": 1})["loaded"]
@@ -237,7 +237,7 @@ def test_weights_that_a_trainer_left_in_shared_memory(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["..", "../tiny", "/etc", "link", "nowhere", "a\x00b", "x" * 5000, "files"])
-def test_only_checkpoints_of_the_directory_are_loaded(fleet, path):
+def test_only_checkpoints_under_the_directory_are_loaded(fleet, path):
     link, files = fleet.weights / "link", fleet.weights / "files"
     if not link.exists():
         link.symlink_to(fleet.model)
@@ -248,7 +248,7 @@ def test_only_checkpoints_of_the_directory_are_loaded(fleet, path):
     assert fleet.bridge.status().version == version
 
 
-def test_a_checkpoint_that_is_none_changes_nothing(fleet):
+def test_an_invalid_checkpoint_changes_nothing(fleet):
     torn = fleet.weights / "torn"
     torn.mkdir()
     version = fleet.bridge.status().version
@@ -258,7 +258,7 @@ def test_a_checkpoint_that_is_none_changes_nothing(fleet):
     assert fleet.bridge.status().version == version
 
 
-def test_another_trainer_that_holds_the_updates_is_not_disturbed(fleet):
+def test_a_trainer_that_holds_the_update_lease_is_not_affected(fleet):
     make_model(fleet.weights / "step-3", seed=5)
     with slipstream.connect(fleet.bridge.run_dir) as trainer:
         trainer.sync(str(fleet.weights / "step-3"))
@@ -273,7 +273,7 @@ def test_another_trainer_that_holds_the_updates_is_not_disturbed(fleet):
     )
 
 
-def test_plain_generation(fleet):
+def test_bridge_generate(fleet):
     body = {"prompt": "abc", "n": 2, "max_tokens": 5, "seed": 1, "logprobs": True, "return_token_ids": True}
     found = fleet.post("/generate", body)
     wanted = fleet.bridge.generate(["abc"], slipstream.SamplingParams(n=2, max_tokens=5, seed=1))
@@ -283,6 +283,6 @@ def test_plain_generation(fleet):
     assert found["finish_reasons"] == [c.finish_reason for c in wanted]
 
 
-def test_plain_control(fleet):
+def test_bridge_control(fleet):
     for path in ("pause", "resume", "sleep", "wake_up"):
         assert fleet.post(f"/bridge/{path}") == {"status": "ok"}

@@ -1,4 +1,4 @@
-"""lm-eval against the fleet gives what it gives on transformers with the same weights."""
+"""lm-eval gives the same scores with the fleet as with transformers."""
 
 import json
 
@@ -33,7 +33,7 @@ def tasks(tmp_path):
     return TaskManager(include_path=str(tmp_path), include_defaults=False)
 
 
-def test_scores_are_those_of_transformers(served, tasks, monkeypatch, tmp_path):
+def test_scores_match_transformers(served, tasks, monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", served.token)
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))

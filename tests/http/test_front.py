@@ -1,4 +1,4 @@
-"""The front over a scripted fleet: what it answers when things go wrong behind it, and before it."""
+"""The HTTP application over a scripted fleet: authentication, validation, errors and streams."""
 
 import asyncio
 import json
@@ -6,14 +6,13 @@ import json
 import pytest
 
 from slipstream.errors import DeadlineExceeded, EngineFailure, EngineLost, GatewayLost, MessageTooLarge, NotReady
-from slipstream.http import exchange
-from slipstream.http.app import CALLS
+from slipstream.http import event_stream
 from slipstream.types import Failure, FleetStatus
-from tests.http.fakes import TOKEN, FakeFleet, completion, front, progress
+from tests.http.fakes import TOKEN, FakeFleet, completion, endpoints, front, progress
 
 
 def run(fleet, *calls, **config):
-    """Answers to `(method, path, body)`, one after the other."""
+    """Return the answers to `(method, path, arguments)`, called in order."""
 
     async def main():
         async with front(fleet, **config) as client:
@@ -31,24 +30,24 @@ def events(response):
     return [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
 
 
-# --- who may come in -------------------------------------------------------------------------------------------------
+# --- authentication and routing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.method} {call.path}")
+@pytest.mark.parametrize("method, path", [endpoint[:2] for endpoint in endpoints()])
 @pytest.mark.parametrize(
     "header",
     [None, "", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", TOKEN, f"Token {TOKEN}", "Basic !", "Basic eDp5"],
 )
-def test_no_call_without_the_token(call, header):
+def test_every_endpoint_needs_the_token(method, path, header):
     headers = {} if header is None else {"Authorization": header}
 
     async def main():
         async with front(FakeFleet()) as client:
             del client.headers["Authorization"]
-            return await client.request(call.method, call.path, headers=headers)
+            return await client.request(method, path, headers=headers)
 
     response = asyncio.run(main())
-    if call.path == "/health":
+    if path == "/health":
         assert response.status_code == 200
     else:
         assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
@@ -56,19 +55,19 @@ def test_no_call_without_the_token(call, header):
 
 
 @pytest.mark.parametrize("path", ["/", "/nowhere", "/v1", "/health/x", "//health", "/docs"])
-def test_a_path_that_is_not_there_is_not_told_to_strangers(path):
+def test_unknown_paths_need_the_token_too(path):
     async def main():
         async with front(FakeFleet()) as client:
-            known = await client.get(path)
+            with_token = await client.get(path)
             del client.headers["Authorization"]
-            return known, await client.get(path)
+            return with_token, await client.get(path)
 
-    known, stranger = asyncio.run(main())
-    assert (known.status_code, stranger.status_code) == (404, 401)
-    assert known.json()["error"]["code"] == "not_found"
+    with_token, without = asyncio.run(main())
+    assert (with_token.status_code, without.status_code) == (404, 401)
+    assert with_token.json()["error"]["code"] == "not_found"
 
 
-def test_the_token_may_be_a_password():
+def test_the_token_is_accepted_as_a_password():
     async def main():
         async with front(FakeFleet()) as client:
             del client.headers["Authorization"]
@@ -80,13 +79,13 @@ def test_the_token_may_be_a_password():
     assert (right.status_code, wrong.status_code) == (200, 401)
 
 
-def test_a_wrong_method_says_which_is_right():
+def test_a_wrong_method_names_the_right_one():
     get, put = run(FakeFleet(), ("GET", "/v1/completions", {}), ("PUT", "/pause", {}))
     assert get.status_code == put.status_code == 405
-    assert "takes POST, not GET" in get.json()["error"]["message"] and get.headers["allow"] == "POST"
+    assert "takes POST" in get.json()["error"]["message"] and get.headers["allow"] == "POST"
 
 
-# --- what comes in ---------------------------------------------------------------------------------------------------
+# --- validation ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,39 +96,63 @@ def test_a_wrong_method_says_which_is_right():
         (b"[]", "a JSON object"),
         (b'"x"', "a JSON object"),
         (b"null", "a JSON object"),
-        (b'{"prompt": NaN}', "NaN"),
+        (b'{"prompt": NaN}', "not JSON"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
         (b'{"prompt": "\\ud800"}', "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b'{"prompt": ' + b"9" * 5000 + b"}", "not JSON"),
         (b"", "prompt is missing"),
         (b'{"prompt": null}', "prompt"),
-        (b'{"prompt": {}}', "prompt must be"),
+        (b'{"prompt": {}}', "prompt: Input should be"),
         (b'{"prompt": []}', "1 to 4096 prompts"),
-        (b'{"prompt": [[]]}', "prompt must be"),
-        (b'{"prompt": [1, "a"]}', "prompt must be"),
-        (b'{"prompt": [-1]}', "prompt must be"),
-        (b'{"prompt": [4294967296]}', "prompt must be"),
-        (b'{"prompt": [true]}', "prompt must be"),
+        (b'{"prompt": [[]]}', "prompt: Input should be"),
+        (b'{"prompt": [1, "a"]}', "prompt: Input should be"),
+        (b'{"prompt": [-1]}', "prompt: Input should be"),
+        (b'{"prompt": [4294967296]}', "prompt: Input should be"),
+        (b'{"prompt": [true]}', "prompt: Input should be"),
         (b'{"prompt": ""}', "the prompt is empty"),
-        (b'{"prompt": "a", "n": 0}', "n must be at least 1"),
-        (b'{"prompt": "a", "n": 4097}', "n must be at most 4096"),
+        (b'{"prompt": "a", "n": 0}', "n: Input should be greater than or equal to 1, got 0"),
+        (b'{"prompt": "a", "n": 4097}', "n: Input should be less than or equal to 4096"),
         (b'{"prompt": ["a", "b"], "n": 4000}', "at most 4096 choices"),
-        (b'{"prompt": "a", "n": 2.5}', "n must be an integer"),
-        (b'{"prompt": "a", "top_p": 0}', "top_p must be more than 0"),
-        (b'{"prompt": "a", "stop": [""]}', "stop must be texts"),
+        (b'{"prompt": "a", "n": 2.5}', "n: Input should be a valid integer"),
+        (b'{"prompt": "a", "top_p": 0}', "top_p must be greater than 0"),
+        (b'{"prompt": "a", "stop": [""]}', "stop must be"),
         (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
         (b'{"prompt": "a", "logit_bias": {"99999999999": 1}}', "logit_bias"),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
         (b'{"prompt": "a", "stream": true, "echo": true}', "not streamed"),
         (b'{"prompt": "a", "best_of": 3}', "best_of"),
-        (b'{"prompt": "a", "logprobs": 21}', "logprobs must be at most 20"),
-        (b'{"prompt": "a", "stream": true, "stream_options": {"all": true}}', "stream_options"),
+        (b'{"prompt": "a", "logprobs": 21}', "logprobs: Input should be less than or equal to 20"),
+        (b'{"prompt": "a", "stream": true, "stream_options": {"all": true}}', "stream_options: unknown field 'all'"),
+        (b'{"prompt": "a", "temprature": 1}', "unknown field 'temprature'; did you mean 'temperature'?"),
+        (b'{"prompt": "a", "suffix": "b"}', "suffix is not supported"),
+        (b'{"prompt": "a", "stream": 1}', "stream: Input should be a valid boolean"),
+        (b'{"prompt": "a", "temperature": "1"}', "temperature: Input should be a valid number"),
+        (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", "temperature: Input should be a valid number"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(body, says):
+def test_invalid_bodies_are_refused_with_the_reason(body, says):
     (response,) = run(FakeFleet(), ("POST", "/v1/completions", {"content": body}))
     assert response.status_code == 400 and says in response.json()["error"]["message"]
+
+
+def test_null_integral_floats_and_ignored_fields_are_accepted():
+    fleet = FakeFleet(lambda name: [[completion(name, [5, 6])]])
+    fields = {"n": 1.0, "stop": None, "temperature": None, "user": "me", "metadata": {"a": 1}, "logit_bias": {"5": 1}}
+    (response,) = run(fleet, complete(**fields))
+    assert response.status_code == 200, response.text
+
+
+def test_query_strings_are_checked():
+    wrong, unknown, right = run(
+        FakeFleet(),
+        ("POST", "/pause?mode=later", {}),
+        ("POST", "/pause?mod=keep", {}),
+        ("POST", "/pause?mode=keep&clear_cache=false", {}),
+    )
+    assert wrong.status_code == unknown.status_code == 400 and right.status_code == 200
+    assert wrong.json()["error"]["param"] == "mode" and unknown.json()["error"]["param"] == "mod"
+    assert "did you mean 'mode'" in unknown.json()["error"]["message"]
 
 
 def test_a_body_that_is_too_large():
@@ -148,7 +171,7 @@ def test_a_body_that_is_too_large():
     assert fits.status_code == 400
 
 
-def test_chats_without_a_template_or_with_what_is_not_text():
+def test_unsupported_chats_are_refused():
     def chat(*messages, **more):
         return "POST", "/v1/chat/completions", {"json": {"messages": list(messages), **more}}
 
@@ -164,7 +187,7 @@ def test_chats_without_a_template_or_with_what_is_not_text():
     assert empty.json()["error"]["param"] == "messages"
 
 
-# --- what goes wrong behind it ---------------------------------------------------------------------------------------
+# --- errors and streams ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,7 +201,7 @@ def test_chats_without_a_template_or_with_what_is_not_text():
         (EngineFailure("broken"), 500),
     ],
 )
-def test_errors_keep_their_kind(error, status):
+def test_errors_map_to_status_and_code(error, status):
     raised, failed, streamed = run(
         FakeFleet(lambda _: [error]), complete(), complete(stream=True), ("GET", "/v1/models", {})
     )
@@ -189,17 +212,17 @@ def test_errors_keep_their_kind(error, status):
         "param": None,
         "code": type(error).__name__,
     }
-    (told,) = run(FakeFleet(lambda name: [[Failure(name, error)]]), complete())
-    assert told.status_code == status
+    (failure,) = run(FakeFleet(lambda name: [[Failure(name, error)]]), complete())
+    assert failure.status_code == status
 
 
-def test_what_nobody_meant_to_raise_stays_in_the_log():
+def test_unexpected_errors_stay_in_the_log():
     (response,) = run(FakeFleet(lambda _: [ZeroDivisionError("secret")]), complete())
     assert response.status_code == 500 and "secret" not in response.text
     assert response.json()["error"]["code"] == "internal_error"
 
 
-def test_an_error_in_the_midst_of_a_stream_is_its_last_event():
+def test_an_error_during_a_stream_is_its_last_event():
     script = [[progress("cmpl/0", 0, [5, 6])], EngineLost("gone")]
     (response,) = run(FakeFleet(lambda name: [[progress(name, 0, [5, 6])], *script[1:]]), complete(stream=True))
     first, last = events(response)
@@ -207,7 +230,7 @@ def test_an_error_in_the_midst_of_a_stream_is_its_last_event():
     assert json.loads(last)["error"]["code"] == "EngineLost"
 
 
-def test_a_sample_that_began_anew_with_the_same_tokens_goes_on():
+def test_a_sample_that_restarts_with_the_same_tokens_continues():
     def script(name):
         told = [progress(name, 0, [5, 6]), progress(name, 0, [5]), progress(name, 1, [6, 7])]
         return [[one] for one in told] + [[completion(name, [5, 6, 7, 8])]]
@@ -219,7 +242,7 @@ def test_a_sample_that_began_anew_with_the_same_tokens_goes_on():
 
 
 @pytest.mark.parametrize("after", [progress, completion])
-def test_a_sample_that_began_anew_with_other_tokens_ends_the_stream(after):
+def test_a_sample_that_restarts_with_other_tokens_ends_the_stream(after):
     def script(name):
         other = progress(name, 0, [5, 9]) if after is progress else completion(name, [5])
         return [[progress(name, 0, [5, 6])], [other]]
@@ -228,8 +251,8 @@ def test_a_sample_that_began_anew_with_other_tokens_ends_the_stream(after):
     assert json.loads(events(response)[-1])["error"]["code"] == "began_anew"
 
 
-def test_a_stream_that_waits_says_that_it_is_alive(monkeypatch):
-    monkeypatch.setattr(exchange, "PING_SECONDS", 0.01)
+def test_a_waiting_stream_sends_keep_alive_comments(monkeypatch):
+    monkeypatch.setattr(event_stream, "PING_SECONDS", 0.01)
 
     class Slow(FakeFleet):
         async def stream(self, requests):
@@ -240,7 +263,7 @@ def test_a_stream_that_waits_says_that_it_is_alive(monkeypatch):
     assert response.text.startswith(": waiting\n\n") and events(response)[-1] == "[DONE]"
 
 
-def test_a_generation_that_takes_too_long_has_failed():
+def test_a_generation_past_its_deadline_fails():
     class Never(FakeFleet):
         async def stream(self, requests):
             await asyncio.Event().wait()
@@ -259,13 +282,13 @@ def test_a_pause_that_fails_on_one_engine_is_undone():
     assert response.status_code == 503 and fleet.calls == ["sleep", "wake a", "wake b"]
     fleet = FakeFleet(engines="ab", failing={"pause": EngineLost("one is gone")}, paused="a")
     run(fleet, ("POST", "/pause", {}))
-    assert fleet.calls == ["pause", "resume b"], "the other was paused before, and stays so"
+    assert fleet.calls == ["pause", "resume b"], "an engine that was paused before stays paused"
     fleet = FakeFleet(engines="ab", failing={"pause": EngineLost("one is gone"), "resume": EngineLost("one is gone")})
     (response,) = run(fleet, ("POST", "/pause", {}))
-    assert response.status_code == 503 and fleet.calls == ["pause", "resume a", "resume b"], "each is tried"
+    assert response.status_code == 503 and fleet.calls == ["pause", "resume a", "resume b"], "each engine must be tried"
 
 
-def test_ready_is_not_alive():
+def test_ready_and_health():
     empty = FakeFleet()
     empty.status_value = FleetStatus(-1, 1.0, 0, ())
     alive, ready, models, size = run(

@@ -1,11 +1,11 @@
-"""What Prometheus reads of a fleet."""
+"""Prometheus metrics of a fleet."""
 
 from slipstream.http.metrics import Metrics
 from slipstream.types import EngineStatus, FleetStatus
 from tests.gateway.test_registry import info
 
 
-def test_every_engine_tells_its_circuit_faults_and_cached_tokens():
+def test_metrics_per_engine():
     engines = (
         EngineStatus(info("a"), "ready", 3, 0.1, hit_tokens=30, looked_up_tokens=40),
         EngineStatus(info("b"), "ready", 0, 0.1, circuit="open", num_faults=7),

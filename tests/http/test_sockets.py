@@ -1,4 +1,4 @@
-"""Clients that go, dawdle, or come again; and where the front listens."""
+"""Clients that disconnect, send slowly or do not read; and where the server listens."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from slipstream.config import HttpConfig
-from slipstream.http.server import _bound
+from slipstream.http.server import _bind
 from tests.http.served import eventually, serve
 
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory):
-    """Waits for bodies for half a second."""
+    """A server that waits half a second for a body."""
     with serve(tmp_path_factory.mktemp("impatient"), body_seconds=0.5) as found:
         yield found
 
@@ -50,7 +50,7 @@ def request_of(served, path, body):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-def test_a_client_that_goes_takes_its_generation_with_it(served, path, stream):
+def test_a_disconnect_cancels_the_generation(served, path, stream):
     body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "abc"}
     if path != "/generate":
         body["stream"] = stream
@@ -67,7 +67,7 @@ def test_a_client_that_goes_takes_its_generation_with_it(served, path, stream):
     )
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(served):
+def test_a_client_that_does_not_read_does_not_block_others(served):
     with opened(served) as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         body = {"prompt": ["abc"] * 60, "n": 4, "max_tokens": 40, "logprobs": 20, "stream": True}
@@ -77,19 +77,19 @@ def test_a_client_that_does_not_read_holds_up_nobody(served):
     eventually(lambda: requests_of(served) == 0)
 
 
-def test_a_client_that_sends_too_slowly_is_sent_away(impatient):
+def test_a_slow_body_is_answered_with_408(impatient):
     with opened(impatient) as slow:
         slow.sendall(request_of(impatient, "/v1/completions", {"prompt": "abc"})[:-5])
         answer = http.client.HTTPResponse(slow)
         answer.begin()
         assert answer.status == 408 and "body_seconds" in json.loads(answer.read())["error"]["message"]
-        assert slow.recv(1) == b"", "and the connection is closed"
-    with opened(impatient) as half:  # gone in the midst of it
+        assert slow.recv(1) == b"", "the connection must be closed"
+    with opened(impatient) as half:  # disconnects before the end of the body
         half.sendall(request_of(impatient, "/v1/completions", {"prompt": "abc"})[:-5])
     assert impatient.get("/health")
 
 
-def test_a_connection_is_used_again(served):
+def test_connections_are_kept_alive(served):
     where = urlsplit(served.url)
     client = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
     client.request("GET", "/health")
@@ -102,7 +102,7 @@ def test_a_connection_is_used_again(served):
     client.close()
 
 
-def test_junk_does_not_hurt_it(served):
+def test_malformed_requests_do_no_harm(served):
     for junk in (
         os.urandom(4096),
         b"GET /health HTTP/9.9\r\n\r\n",
@@ -112,7 +112,7 @@ def test_junk_does_not_hurt_it(served):
         with opened(served) as peer:
             peer.sendall(junk)
             peer.shutdown(socket.SHUT_WR)
-    with opened(served) as peer:  # headers without end
+    with opened(served) as peer:  # endless headers
         peer.sendall(b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"a" * 200_000)
         with contextlib.suppress(ConnectionResetError):
             while peer.recv(4096):
@@ -138,7 +138,7 @@ def facts_of(run_dir, process):
     return json.loads(file.read_text())
 
 
-def test_it_listens_on_loopback_and_comes_back_at_the_same_port(tmp_path):
+def test_the_server_listens_on_loopback_and_restarts_on_the_same_port(tmp_path):
     process = start(tmp_path, "--http", "0")
     try:
         url = facts_of(tmp_path, process)["http"]
@@ -160,17 +160,17 @@ def test_it_listens_on_loopback_and_comes_back_at_the_same_port(tmp_path):
         process.wait()
 
 
-def test_what_it_is_not_started_with(tmp_path):
+def test_invalid_settings_are_refused_at_the_start(tmp_path):
     def refused(*options):
         command = [sys.executable, "-m", "slipstream.cli", "gateway", "--run-dir", str(tmp_path), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2, done.stderr
         return done.stderr
 
-    assert "needs TLS" in refused("--http", "0", "host=0.0.0.0")
-    assert "without --http" in refused("model=x")
+    assert "TLS is required" in refused("--http", "0", "host=0.0.0.0")
+    assert "needs --http" in refused("model=x")
     assert "did you mean 'model'" in refused("--http", "0", "modle=x")
-    assert "is no directory" in refused("--http", "0", f"model={tmp_path / 'nowhere'}")
+    assert "is not a directory" in refused("--http", "0", f"model={tmp_path / 'nowhere'}")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -178,10 +178,10 @@ def test_what_it_is_not_started_with(tmp_path):
     assert not (tmp_path / "token").exists()
 
 
-def test_what_is_sent_does_not_wait_for_the_client_to_acknowledge_what_came_before():
+def test_accepted_sockets_have_tcp_nodelay():
     async def of_a_connection():
         found = asyncio.get_running_loop().create_future()
-        listening = _bound(HttpConfig(), 0)
+        listening = _bind(HttpConfig(), 0)
 
         async def accepted(_, writer):
             found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))

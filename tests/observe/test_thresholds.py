@@ -1,4 +1,4 @@
-"""`diagnose` and `Watch` over made-up tokens: where thresholds lie, and that nothing but the numbers moves them."""
+"""Thresholds of `diagnose` and `MismatchWatch` on synthetic tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slipstream.errors import RequestError, Unsupported
 from slipstream.observe import mismatch
-from slipstream.observe.mismatch import MIN_TOKENS, NEGLIGIBLE, TOLERANCE, Diagnosis, diagnose
-from slipstream.observe.watch import HISTORY, LIMITS, Watch
+from slipstream.observe.mismatch import MIN_TOKENS, NEGLIGIBLE, TOLERANCE, MismatchDiagnosis, diagnose
+from slipstream.observe.mismatch_watch import HISTORY, LIMITS, MismatchWatch
 from slipstream.types import Difference, Unchecked, VerifyReport
 
 N = 400
@@ -31,7 +31,7 @@ def step(
     processing: float = 0.0,
     count: int = N,
 ) -> tuple[np.ndarray, ...]:
-    """A step's arrays. Gaps are normal, of these deviations; `drift` is per version, and adds up as a random walk does."""
+    """Arrays of a step with normally distributed gaps; `drift` per version adds up as in a random walk."""
     rng = np.random.default_rng(seed)
     trainer = -rng.exponential(2.0, count)
     age = np.resize(np.array(ages), count)
@@ -40,15 +40,13 @@ def step(
     return trainer, raw + processing * np.abs(rng.standard_normal(count)), raw, age, np.ones(count)
 
 
-def causes(found: Diagnosis) -> set[str]:
+def causes(found: MismatchDiagnosis) -> set[str]:
     return {f.cause for f in found.findings}
 
 
 @settings(deadline=None)
 @given(seeds, dtypes, st.floats(0, 0.9), st.booleans())
-def test_noise_below_the_tolerance_is_never_called_wrong_weights(
-    seed: int, dtype: str, part: float, aged: bool
-) -> None:
+def test_noise_below_the_tolerance_is_never_wrong_weights(seed: int, dtype: str, part: float, aged: bool) -> None:
     noise = part * TOLERANCE[dtype]
     found = diagnose(*step(seed, noise, ages=(0, 1, 2) if aged else (0,)), dtype=dtype)
     assert causes(found) <= {"numerics"} and not found.suspects_weights
@@ -71,7 +69,7 @@ def test_fresh_tokens_beyond_the_tolerance_are_always_suspect(seed: int, dtype: 
     st.floats(2, 100),
     st.lists(st.integers(1, 8), min_size=1, max_size=3, unique=True),
 )
-def test_what_only_old_tokens_have_is_staleness(
+def test_gaps_of_old_tokens_only_are_staleness(
     seed: int, dtype: str, noise: float, times: float, ages: list[int]
 ) -> None:
     unit = TOLERANCE[dtype]
@@ -81,7 +79,7 @@ def test_what_only_old_tokens_have_is_staleness(
 
 @settings(deadline=None)
 @given(seeds, dtypes, st.floats(2, 20), st.floats(0.05, 3), st.floats(3, 10))
-def test_every_combination_is_told(seed: int, dtype: str, weights: float, processing: float, drift: float) -> None:
+def test_combined_causes_are_all_found(seed: int, dtype: str, weights: float, processing: float, drift: float) -> None:
     unit = TOLERANCE[dtype]
     one = step(seed, weights=weights * unit, drift=drift * weights * unit, ages=(0, 2), processing=processing)
     found = diagnose(*one, dtype=dtype)
@@ -103,9 +101,7 @@ def test_sizes_are_bounded_by_the_gaps_they_explain(seed: int, noise: float, dri
 
 @settings(deadline=None)
 @given(seeds, st.floats(0, 0.3), st.floats(0, 0.3), st.floats(0, 1))
-def test_order_layout_and_what_is_masked_do_not_matter(
-    seed: int, noise: float, drift: float, processing: float
-) -> None:
+def test_order_layout_and_masked_values_do_not_matter(seed: int, noise: float, drift: float, processing: float) -> None:
     one = step(seed, noise, drift=drift, ages=(0, 1, 3), processing=processing)
     found = diagnose(*one)
     order = np.random.default_rng(seed).permutation(N)
@@ -120,7 +116,7 @@ def test_order_layout_and_what_is_masked_do_not_matter(
 @settings(deadline=None)
 @given(seeds, st.lists(st.integers(1, 4), min_size=2, max_size=4, unique=True), st.floats(0.1, 1))
 def test_without_fresh_tokens_a_gap_that_does_not_grow_is_suspect(seed: int, ages: list[int], size: float) -> None:
-    assume(max(ages) >= 2 * min(ages))  # between ages 3 and 4 there is too little to grow to be sure
+    assume(max(ages) >= 2 * min(ages))  # between ages 3 and 4 the growth is too small to be significant
     assert diagnose(*step(seed, weights=2 * size, ages=tuple(ages), count=4000)).suspects_weights
     grown = diagnose(*step(seed, drift=0.05, ages=tuple(ages), count=4000), dtype="bfloat16")
     assert grown.cause == "staleness" and "weights" not in causes(grown)
@@ -133,7 +129,7 @@ def test_without_fresh_tokens_and_with_one_age_only_a_gross_gap_is_suspect() -> 
     assert diagnose(*step(drift=2.0, ages=(1,)), report=OTHER).cause == "weights"
 
 
-def test_a_few_tokens_far_off_are_suspect_though_the_mean_is_small() -> None:
+def test_outliers_are_suspect_even_if_the_mean_is_small() -> None:
     trainer, _, raw, age, mask = step(noise=1e-3, count=4000)
     raw = raw.copy()
     raw[::80] += 1.5
@@ -142,22 +138,22 @@ def test_a_few_tokens_far_off_are_suspect_though_the_mean_is_small() -> None:
     assert found.cause == "weights" and found.evidence.outlier_share > mismatch.OUTLIER_SHARE
 
 
-def test_a_gap_that_goes_one_way_is_suspect_though_small() -> None:
+def test_a_one_sided_gap_is_suspect_even_if_small() -> None:
     trainer, _, raw, age, mask = step(noise=5e-3)
     assert diagnose(trainer, raw, raw, age, mask).cause == "numerics"
     found = diagnose(trainer, raw + 0.02, raw + 0.02, age, mask)
     assert found.cause == "weights" and found.evidence.bias > mismatch.LOPSIDED
 
 
-def test_checksums_have_the_last_word() -> None:
+def test_checksums_overrule_the_numbers() -> None:
     quiet, loud = step(noise=1e-3), step(weights=1.0)
     assert diagnose(*quiet, report=OTHER).cause == "weights" and diagnose(*quiet, report=OTHER).tensors == ("q",)
     assert diagnose(*loud, report=SAME).cause == "numerics"
     partly = VerifyReport((("e", 1),), 10, unchecked=(Unchecked("e", "experts", "cannot be read"),))
-    assert diagnose(*loud, report=partly).cause == "weights"  # what was not compared may be wrong
+    assert diagnose(*loud, report=partly).cause == "weights"  # parts that were not compared may be wrong
 
 
-def test_no_number_is_a_gap_as_large_as_any() -> None:
+def test_nan_counts_as_the_largest_gap() -> None:
     trainer, processed, raw, age, mask = step(noise=1e-3)
     trainer = trainer.copy()
     trainer[::3], trainer[1::3] = np.nan, -np.inf
@@ -166,28 +162,28 @@ def test_no_number_is_a_gap_as_large_as_any() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, MIN_TOKENS - 1])
-def test_too_few_tokens_tell_nothing_but_checksums_do(count: int) -> None:
+def test_checksums_suffice_with_too_few_tokens(count: int) -> None:
     one = step(weights=3.0, count=count)
     assert diagnose(*one).cause == "unknown" and not diagnose(*one).findings
     assert diagnose(*one, report=OTHER).cause == "weights"
 
 
-def test_arrays_that_do_not_fit_are_refused() -> None:
+def test_invalid_arrays_are_rejected() -> None:
     trainer, processed, raw, age, mask = step()
-    with pytest.raises(RequestError, match="one shape"):
+    with pytest.raises(RequestError, match="same shape"):
         diagnose(trainer[1:], processed, raw, age, mask)
-    with pytest.raises(RequestError, match="0 or more"):
+    with pytest.raises(RequestError, match="at least 0"):
         diagnose(trainer, processed, raw, age - 1, mask)
     with pytest.raises(RequestError, match="int8"):
         diagnose(trainer, processed, raw, age, mask, dtype="int8")
 
 
-def watched(**options: Any) -> tuple[Watch, list[str]]:
+def watched(**options: Any) -> tuple[MismatchWatch, list[str]]:
     told: list[str] = []
-    return Watch(warn=lambda cause, _: told.append(cause), **options), told
+    return MismatchWatch(warn=lambda cause, _: told.append(cause), **options), told
 
 
-def test_a_watch_warns_once_until_it_is_over() -> None:
+def test_a_watch_warns_once_per_episode() -> None:
     watch, told = watched()
     for seed in range(10):
         watch.see(*step(seed, processing=1.0))
@@ -200,14 +196,14 @@ def test_a_watch_warns_once_until_it_is_over() -> None:
     assert told == ["sampling", "sampling"]
 
 
-def test_a_cause_that_hovers_at_its_limit_is_warned_of_once() -> None:
+def test_a_cause_near_its_limit_triggers_one_warning() -> None:
     watch, told = watched()
     for seed in range(40):
         watch.see(*step(seed, processing=LIMITS["sampling"] * (1.4 if seed % 2 else 1.1)))
     assert told == ["sampling"]
 
 
-def test_one_bad_step_among_good_ones_is_no_trend() -> None:
+def test_a_single_bad_step_triggers_no_warning() -> None:
     watch, told = watched()
     for seed in range(HISTORY):
         watch.see(*step(seed))
@@ -215,7 +211,7 @@ def test_one_bad_step_among_good_ones_is_no_trend() -> None:
     assert told == []
 
 
-def test_a_comparison_that_cannot_be_made_ends_nothing_and_is_not_tried_again() -> None:
+def test_a_failed_comparison_is_not_retried() -> None:
     tried = []
 
     def verify() -> VerifyReport:
@@ -228,13 +224,13 @@ def test_a_comparison_that_cannot_be_made_ends_nothing_and_is_not_tried_again() 
     assert tried == [1] and told == ["weights"]
 
 
-def test_weights_that_the_comparison_clears_are_not_warned_of() -> None:
+def test_weights_cleared_by_the_comparison_trigger_no_warning() -> None:
     watch, told = watched(verify=lambda: SAME)
     assert watch.see(*step(weights=1.0)).cause == "numerics"
     assert told == ["numerics"]
 
 
-def test_steps_without_tokens_change_nothing() -> None:
+def test_steps_without_tokens_have_no_effect() -> None:
     watch, told = watched()
     watch.see(*step(weights=1.0))
     for _ in range(2 * HISTORY):

@@ -1,4 +1,4 @@
-"""A PyTorch trainer: its module's parameters as the engine's own memory, held against transformers' own generation."""
+"""A PyTorch trainer that shares its parameters' memory with the engine, compared with generation in transformers."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig
 from slipstream.errors import MappingError, NotReady, Unsupported, VersionError
 from slipstream.plugins.torch_trainer import share_weights, update_weights
 from slipstream.types import SamplingParams
@@ -21,9 +21,9 @@ from tests.weights.memfd import stand_in
 PROMPT = (5, 7, 11, 13, 17)
 COUNT = 12
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
-OPTIONS = EngineConfig(max_concurrency=8, max_model_len=64)
+OPTIONS = EmbeddedConfig(max_num_seqs=8, max_model_len=64)
 LARGE = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024}
-"""45 MB: enough to be seen."""
+"""45 MB: large enough to measure."""
 
 
 def by_transformers(module):
@@ -35,13 +35,13 @@ def by_engine(bridge):
     return found.token_ids
 
 
-def learn(module, optimiser, shared):
-    """One step towards repeating the prompt."""
+def learn(module, optimizer, shared):
+    """Take one step towards repeating the prompt."""
     ids = torch.tensor([PROMPT * 4])
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     module(ids, labels=ids).loss.backward()
     with shared.updating():
-        optimiser.step()
+        optimizer.step()
 
 
 @pytest.fixture
@@ -64,16 +64,16 @@ def test_a_step_of_the_optimiser_is_what_the_engine_serves(opened, monkeypatch, 
     if memory == "device":
         stand_in(monkeypatch)
     bridge, module = opened(name)
-    optimiser = torch.optim.AdamW(module.parameters(), lr=0.05)  # made before the parameters move
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)  # created before the parameters move
     before = by_transformers(module)
     shared = share_weights(bridge, module)
     assert by_engine(bridge) == by_transformers(module) == before
-    learn(module, optimiser, shared)
+    learn(module, optimizer, shared)
     after = by_transformers(module)
     (found,) = bridge.generate([PROMPT], GREEDY)
     assert found.token_ids == after != before
     assert found.version == shared.version == bridge.version == 1
-    learn(module, optimiser, shared)
+    learn(module, optimizer, shared)
     assert by_engine(bridge) == by_transformers(module)
     assert bridge.verify(dict(module.named_parameters())).differences == ()
 
@@ -85,7 +85,7 @@ def test_a_block_that_raises_leaves_no_policy_until_the_next_one_ends(opened):
         with torch.no_grad():
             module.model.norm.weight.mul_(0.5)
         1 / 0
-    with pytest.raises(NotReady, match="version 1 was being written"):
+    with pytest.raises(NotReady, match="the update to version 1 was aborted"):
         by_engine(bridge)
     with shared.updating(), torch.no_grad():
         module.model.norm.weight.mul_(2.0)
@@ -108,7 +108,7 @@ def test_writing_outside_of_an_update_is_noticed(opened):
         shared.hold()
     with pytest.raises(VersionError), shared.updating():
         pass
-    assert by_engine(bridge) == by_transformers(module)  # it is one memory, for better or worse
+    assert by_engine(bridge) == by_transformers(module)  # the memory is shared
     shared = share_weights(bridge, module)
     with pytest.raises(VersionError, match="not held"):
         shared.notify_update()
@@ -119,11 +119,11 @@ def test_writing_outside_of_an_update_is_noticed(opened):
 def test_a_parameter_that_gets_other_memory_is_noticed(opened):
     bridge, module = opened()
     shared = share_weights(bridge, module)
-    with pytest.raises(MappingError, match=r"model.norm.weight has got memory of its own"), shared.updating():
+    with pytest.raises(MappingError, match=r"model.norm.weight was moved to memory"), shared.updating():
         module.model.norm.weight.data = module.model.norm.weight.data.clone()
     with pytest.raises(NotReady):
         by_engine(bridge)
-    with pytest.raises(MappingError, match="share_weights anew"):
+    with pytest.raises(MappingError, match="share_weights again"):
         shared.hold()
     share_weights(bridge, module)
     assert by_engine(bridge) == by_transformers(module)
@@ -139,7 +139,7 @@ def test_modules_that_cannot_be_shared_are_refused_by_name(opened):
     with pytest.raises(Unsupported, match="is on the meta device and has no value"):
         share_weights(bridge, hf_model(variant("llama")).to("meta"))
     tied, head = opened("llama-tied")[1], torch.nn.Linear(1, 1)
-    head.weight = torch.nn.Parameter(tied.model.embed_tokens.weight.data)  # the same memory, and another parameter
+    head.weight = torch.nn.Parameter(tied.model.embed_tokens.weight.data)  # the same memory, but another parameter
     tied.lm_head = head
     with pytest.raises(MappingError, match=r"lm_head.weight .*tie_weights"):
         share_weights(bridge, tied)
@@ -151,7 +151,7 @@ def test_modules_that_cannot_be_shared_are_refused_by_name(opened):
 def test_bfloat16_is_shared_as_it_is(opened, monkeypatch, memory):
     if memory == "device":
         stand_in(monkeypatch)
-    bridge, module = opened(engine=EngineConfig(max_concurrency=8, max_model_len=64, dtype="bfloat16"))
+    bridge, module = opened(engine=EmbeddedConfig(max_num_seqs=8, max_model_len=64, dtype="bfloat16"))
     module.bfloat16()
     shared = share_weights(bridge, module)
     with shared.updating(), torch.no_grad():
@@ -195,7 +195,7 @@ def is_shared(name):
 
 
 def copies_elsewhere(pid, signatures):
-    """How many of these bytes lie somewhere in a process's memory, other than in what is shared."""
+    """Count how many of these bytes are in a process's private memory."""
     count = 0
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for start, stop, name, facts in smaps(pid):
@@ -222,7 +222,7 @@ def test_there_is_one_copy_of_the_parameters(tmp_path):
     config = tiny_config(**LARGE)
     module = hf_model(config, seed=1)
     size = sum(p.numel() * p.element_size() for p in module.parameters())
-    optimiser = torch.optim.SGD(module.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     with slipstream.launch(
         write_config(tmp_path / "model", config), engine=OPTIONS, run_dir=tmp_path / "run"
     ) as bridge:
@@ -235,12 +235,12 @@ def test_there_is_one_copy_of_the_parameters(tmp_path):
         )
 
         shared = share_weights(bridge, module)
-        learn(module, optimiser, shared)
+        learn(module, optimizer, shared)
         assert by_engine(bridge) == by_transformers(module)
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts anew
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # reset the peak
         resident = peak_bytes(pid)
         for _ in range(3):
-            learn(module, optimiser, shared)
+            learn(module, optimizer, shared)
             assert by_engine(bridge) == by_transformers(module)
         assert peak_bytes(pid) < resident + size / 2, "an update made a copy for a moment"
 

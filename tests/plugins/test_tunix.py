@@ -1,4 +1,4 @@
-"""Tunix with our rollouts, against Tunix with its own."""
+"""Tunix with our rollouts, compared with its own."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig
 from slipstream.errors import ConfigError, InvalidPrompt, MappingError
 from slipstream.plugins.tunix import SlipstreamRollout
 from slipstream.plugins.tunix_models import model_config
@@ -39,7 +39,7 @@ def test_grpo_learns_with_engines_in_another_process_and_begins_where_tunix_alon
     assert len(run.rewards) == run.version == steps
     assert np.mean(run.rewards[-3:]) > np.mean(run.rewards[:3]) + 0.15, run.rewards
     vowels = [np.isin(t, example.Letters().encode("aeiou")).mean() for t in run.after]
-    assert np.mean(vowels) > 0.8  # the engines have the weights that were trained
+    assert np.mean(vowels) > 0.8  # the engines have the trained weights
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def rollout_of(actor, **options):
         tokenizer=TOKENIZER,
         mesh=None,
         rollout_config=GREEDY,
-        engine=EngineConfig(max_concurrency=8),
+        engine=EmbeddedConfig(max_num_seqs=8),
         **({"start": slipstream.inprocess} | options),
     )
 
@@ -135,7 +135,7 @@ def test_logprobs_are_those_after_temperature(actor, rollout):
         temperature=0.7,
     )
     for row, (tokens, own) in enumerate(zip(output.tokens, output.logprobs, strict=True)):
-        if 0 not in tokens:  # Tunix does not see those again
+        if 0 not in tokens:  # Tunix masks padding
             np.testing.assert_allclose(own, expected[row, : len(tokens)], atol=1e-4)
     assert rollout.generate(PROMPTS, replace(SAMPLED, return_logprobs=False)).logprobs is None
 
@@ -158,7 +158,7 @@ def test_of_an_actor_with_lora_only_adapters_come_and_kernels_change():
         whole = made.last_sync.num_bytes
         nnx.update(adapted, tunix_tiny.shaken(nnx.state(adapted, nnx.LoRAParam), seed=9))
         made.update_params(nnx.state(adapted, nnx.LoRAParam), (nnx.LoRAParam,))
-        assert 0 < made.last_sync.num_bytes < whole  # what has no adapters stays where it is
+        assert 0 < made.last_sync.num_bytes < whole  # kernels without adapters are not sent again
         theirs, ours = vanilla(adapted).generate(PROMPTS, GREEDY), made.generate(PROMPTS, GREEDY)
         assert [t.tolist() for t in ours.tokens] == [t.tolist() for t in theirs.tokens]
     finally:
@@ -169,7 +169,7 @@ def test_of_an_actor_with_lora_only_adapters_come_and_kernels_change():
 
 def test_a_fleet_that_is_up_is_joined_and_left_running(actor, rollout, tmp_path):
     model = write_config(tmp_path / "model", model_config(actor, 32))
-    with slipstream.launch(model, engine=EngineConfig(max_concurrency=8), run_dir=tmp_path / "run") as fleet:
+    with slipstream.launch(model, engine=EmbeddedConfig(max_num_seqs=8), run_dir=tmp_path / "run") as fleet:
         joined = rollout_of(actor, fleet=fleet.run_dir)
         rollout.update_params(nnx.state(actor, nnx.Param))
         assert [t.tolist() for t in joined.generate(PROMPTS, GREEDY).tokens] == [

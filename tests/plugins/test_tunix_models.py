@@ -1,4 +1,4 @@
-"""What engines compute of Tunix's models is what Tunix computes."""
+"""Engines compute the same logits as Tunix's models."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 
 from slipstream.errors import ConfigError
-from slipstream.model import decoder
+from slipstream.model.transformer import decoder
 from slipstream.model.tree import unflatten
 from slipstream.plugins.tunix_models import model_config, with_adapters
-from slipstream.weights.source import named_tensors
-from slipstream.weights.trainers import tunix as tunix_mapping
+from slipstream.weights.sources.known_trees import tunix as tunix_mapping
+from slipstream.weights.sources.named_tensors import named_tensors
 from tests.plugins import tunix_tiny
 
 TOKENS = jnp.asarray(np.random.default_rng(5).integers(3, 96, (2, 12)), jnp.int32)
@@ -61,7 +61,9 @@ def test_adapters_are_added_to_kernels_as_qwix_applies_them(kind):
     assert sum(name.endswith("_lora_b") for name in leaves) >= 6
     merged = with_adapters(model, leaves, alpha=5.0)
     assert merged.keys() == named_tensors(nnx.state(plain, nnx.Param)).keys()
-    assert sum(not np.allclose(merged[name], leaves[name], atol=0.05) for name in merged) >= 6  # they do something
+    assert (
+        sum(not np.allclose(merged[name], leaves[name], atol=0.05) for name in merged) >= 6
+    )  # adapters have an effect
     np.testing.assert_allclose(ours(model, merged), theirs(model), rtol=1e-3, atol=1e-3)
     with pytest.raises(ConfigError, match="lora_alpha"):
         with_adapters(model, leaves, alpha=None)
@@ -69,7 +71,7 @@ def test_adapters_are_added_to_kernels_as_qwix_applies_them(kind):
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3"])
 def test_a_rotary_base_is_the_one_that_tunix_computes_with(kind):
-    """The attention of these two ignores its config's; should a later Tunix heed it, so do we."""
+    """The attention of these two ignores the config's rotary base; if a later Tunix uses it, so do we."""
     model = tunix_tiny.make(kind)
     assert model_config(model, 64).rope_theta == 1_000_000 != model.config.rope_theta
 
@@ -89,11 +91,11 @@ def test_what_engines_cannot_compute_is_refused():
         def __init__(self, config):
             self.config = config
 
-    with pytest.raises(ConfigError, match="first generation"):
+    with pytest.raises(ConfigError, match="first-generation"):
         model_config(Model(tunix_tiny.gemma2_config(use_post_attn_norm=False)), 64)
     with pytest.raises(ConfigError, match="local_scale_factor is 2"):
         model_config(Model(tunix_tiny.gemma3_config(local_scale_factor=2.0)), 64)
     with pytest.raises(ConfigError, match="text_only"):
         model_config(Model(dataclasses.replace(tunix_tiny.gemma3_config(), vision_config=object())), 64)
-    with pytest.raises(ConfigError, match=r"known are Tunix's llama3, .*mapping="):
+    with pytest.raises(ConfigError, match=r"supported are Tunix's llama3, .*mapping="):
         model_config(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 64)

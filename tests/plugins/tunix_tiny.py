@@ -1,4 +1,4 @@
-"""Tiny Tunix models of every kind that we know, with random weights, and a tokenizer."""
+"""Tiny Tunix models of all supported kinds, with random weights, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOCAL, _GLOBAL = gemma2.AttentionType.LOCAL_SLIDING, gemma2.AttentionType.GLOBA
 
 
 def make(kind: str, seed: int = 0, **over: Any) -> nnx.Module:
-    # Shapes only: JAX would compile a program for each of them to draw what is replaced here.
+    # Shapes only: random weights replace them, and JAX would compile a program for each.
     kinds = {
         "llama3": lambda: llama3.Llama3(llama3.ModelConfig(**(_SHAPE | _ROPE | over)), rngs=nnx.Rngs(0)),
         "qwen2": lambda: qwen2.Qwen2(qwen2.ModelConfig(**(_SHAPE | _ROPE | over)), rngs=nnx.Rngs(0)),
@@ -38,7 +38,7 @@ def make(kind: str, seed: int = 0, **over: Any) -> nnx.Module:
 
 
 def with_lora(model: nnx.Module, rank: int, alpha: float) -> nnx.Module:
-    """The model with random adapters on every kernel but the embedding's."""
+    """Return the model with random adapters on every kernel except the embedding."""
     provider = qwix.LoraProvider(module_path=".*(proj|einsum)", rank=rank, alpha=alpha)
 
     @nnx.jit
@@ -65,7 +65,7 @@ def gemma2_config(**over: Any) -> Any:
 
 
 def gemma3_config(**over: Any) -> Any:
-    """With one layer that sees everything: the sixth."""
+    """Return a model whose sixth layer has full attention."""
     own = dict(
         num_embed=96,
         num_layers=6,
@@ -80,7 +80,7 @@ def gemma3_config(**over: Any) -> Any:
 
 
 def shaken(state: Any, seed: int) -> Any:
-    """Random weights, large enough that logits differ; norms and biases, too."""
+    """Draw random weights, including norms and biases, large enough for distinct logits."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape) + (x.ndim == 1), x.dtype), state)
 

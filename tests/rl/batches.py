@@ -1,8 +1,8 @@
-"""Batches for tests: random numbers in the shape of completions, and completions made by hand."""
+"""Batches and completions for tests."""
 
 import numpy as np
 
-from slipstream.rl.batch import Batch
+from slipstream.rl.algorithm.batch import Batch
 from slipstream.types import Completion, VersionSpan
 
 
@@ -13,7 +13,7 @@ def completion(prompt, tokens, logprobs=None, spans=None):
 
 
 def random_batch(seed=0, rows=6, length=9, extras=True):
-    """A batch with all its optional columns (`extras`), and log π_θ that differ enough for some tokens to be clipped."""
+    """A batch with all optional columns (`extras`), and log π_θ that differ enough for some tokens to be clipped."""
     rng = np.random.default_rng(seed)
     shape = (rows, length - 1)
     mask = np.zeros(shape, np.float32)

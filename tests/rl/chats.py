@@ -1,11 +1,11 @@
-"""Models that are asked in chats: SmolLM2's template, and a tiny model with a tokenizer that can spell it."""
+"""Chat models for tests: SmolLM2's template, and a tiny model with a matching tokenizer."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from slipstream.rl.tokens import write_small_model
+from slipstream.model.checkpoints.sample_model import write_sample_config
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
@@ -18,7 +18,7 @@ SMOLLM2 = (
 def write_chat_model(directory: Path, template: str = SMOLLM2) -> Path:
     """The demo's decoder over characters, two of whose special tokens are those of ChatML. The end of a turn is not the
     model's end of sequence."""
-    config = write_small_model(directory)
+    config = write_sample_config(directory)
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     renamed = {"<bos>": "<|im_start|>", "<unk>": "<|im_end|>"}
     text = json.dumps(tokenizer)

@@ -1,4 +1,4 @@
-"""Stand-ins for the reasoning-gym package, which is large: two of its tasks, with its interface."""
+"""A fake of the reasoning-gym package with two of its tasks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def create_dataset(name: str, **settings: Any) -> Dataset:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`import reasoning_gym` finds these until the test ends."""
+    """Make `import reasoning_gym` return the fake until the test ends."""
     module = ModuleType("reasoning_gym")
     module.create_dataset = create_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "reasoning_gym", module)

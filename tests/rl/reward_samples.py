@@ -1,4 +1,4 @@
-"""Reward functions of every kind, for tests that run them here and in worker processes."""
+"""Reward functions for tests."""
 
 import asyncio
 import contextlib
@@ -78,7 +78,7 @@ def numpy_scalar(prompt, completion):
 
 
 def by_completion(prompt, completion):
-    """What to do is the completion's text; a number is the reward."""
+    """Does what the completion says; a number is the reward."""
     match completion:
         case "raise":
             raise ValueError("no digits in it")
@@ -97,7 +97,7 @@ def by_completion(prompt, completion):
             os.kill(os.getpid(), 9)
         case "hang":
             time.sleep(3600)
-        case "regex":  # holds the GIL for longer than anyone waits
+        case "regex":  # holds the GIL beyond any timeout
             re.match(r"(a+)+$", "a" * 60 + "b")
         case "memory":
             return float(len(bytearray(64 << 30)))

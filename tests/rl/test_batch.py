@@ -3,12 +3,12 @@ import numpy as np
 import pytest
 
 from slipstream.errors import ConfigError, VersionError
-from slipstream.rl.batch import at_tokens, make_batch, sequence_sums
+from slipstream.rl.algorithm.batch import at_tokens, make_batch, sequence_sums
 from slipstream.types import VersionSpan
 from tests.rl.batches import completion
 
 
-def test_a_batch_says_of_each_next_token_whether_the_policy_sampled_it():
+def test_make_batch_aligns_columns_with_the_next_token():
     rows = [completion([7, 8, 9], [5, 2], [-1.0, -2.0]), completion([7], [6, 6, 2], [-3.0, -4.0, -5.0])]
     batch = make_batch(rows, version=0, max_tokens=4, advantages=np.array([[0.5, -0.5]]))
     assert batch.tokens.tolist() == [[7, 8, 9, 5, 2, 0, 0, 0], [7, 6, 6, 2, 0, 0, 0, 0]]
@@ -18,16 +18,16 @@ def test_a_batch_says_of_each_next_token_whether_the_policy_sampled_it():
     assert not batch.ages.any() and batch.ages.dtype == np.int32
 
 
-def test_ages_count_versions_back_from_the_trainers():
+def test_ages_are_relative_to_the_trainers_version():
     row = completion([7, 8], [5, 9, 2], spans=(VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)))
     assert make_batch([row], version=6, max_tokens=4).ages.tolist() == [[0, 3, 3, 2, 0, 0, 0]]
-    with pytest.raises(VersionError, match="version 4, but the trainer is at 3"):
+    with pytest.raises(VersionError, match="version 4, newer than the trainer's version 3"):
         make_batch([row], version=3, max_tokens=4)
-    with pytest.raises(VersionError, match="its token 2"):
+    with pytest.raises(VersionError, match="version of token 2"):
         make_batch([completion([7], [5, 9, 2], spans=(VersionSpan(0, 0, 2),))], version=0, max_tokens=4)
 
 
-def test_the_shape_of_a_batch_does_not_depend_on_what_was_sampled():
+def test_the_shape_of_a_batch_does_not_depend_on_the_samples():
     short = make_batch([completion([7, 8], [5])], version=0, max_tokens=9)
     full = make_batch([completion([7, 8], [5] * 9)], version=0, max_tokens=9)
     assert short.tokens.shape == full.tokens.shape == (1, 16)
@@ -37,13 +37,13 @@ def test_the_shape_of_a_batch_does_not_depend_on_what_was_sampled():
     ("rows", "advantages", "said"),
     [
         ([], None, "at least one completion"),
-        ([completion([7], [5])], np.zeros(2), "1 completions need as many advantages, got 2"),
+        ([completion([7], [5])], np.zeros(2), "one advantage for each of 1 completions, got 2"),
         ([completion([7], [5] * 5)], None, "completion 0 has 5 tokens, more than max_tokens"),
         ([completion([7], [5, 6], [-1.0])], None, "2 tokens but 1 logprobs"),
         ([completion([], [5])], None, "no prompt tokens"),
     ],
 )
-def test_what_does_not_fit_is_named(rows, advantages, said):
+def test_invalid_completions_are_rejected(rows, advantages, said):
     with pytest.raises(ConfigError, match=said):
         make_batch(rows, version=0, max_tokens=4, advantages=advantages)
 

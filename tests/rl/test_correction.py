@@ -1,4 +1,4 @@
-"""Corrections against loops in float64, and what must hold exactly."""
+"""Corrections compared with loops in float64, and exact properties."""
 
 import math
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.rl import correction
+from slipstream.rl.algorithm import correction
 from slipstream.rl.config import CorrectionConfig
 from tests.rl.batches import random_batch
 
@@ -35,12 +35,12 @@ def naive_weights(old, batch, config):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_equal_the_naive_ones(kind, level):
-    config = CorrectionConfig(kind, level, cap=1.1, low=0.9, high=1.2)
+def test_weights_match_the_naive_implementation(kind, level):
+    config = CorrectionConfig(kind=kind, level=level, cap=1.1, low=0.9, high=1.2)
     batch, _ = random_batch(rows=20)
     expected = naive_weights(batch.old, batch, config)
     np.testing.assert_allclose(correction.weights(jnp.asarray(batch.old), batch, config), expected, rtol=1e-5)
-    if kind != "decoupled":  # some tokens are cut off, some are not
+    if kind != "decoupled":  # some tokens are truncated, some are not
         assert 0 < np.isin(expected[batch.mask > 0], (0, 1.1)).mean() < 1
 
 
@@ -52,9 +52,11 @@ def test_weights_equal_the_naive_ones(kind, level):
     st.floats(1, 10),
     st.integers(0, 99),
 )
-def test_where_trainer_and_engine_agree_every_weight_is_exactly_one(kind, level, cap, low, high, seed):
+def test_weights_are_exactly_one_if_trainer_and_engine_agree(kind, level, cap, low, high, seed):
     batch, _ = random_batch(seed)
-    found = correction.weights(jnp.asarray(batch.logprobs), batch, CorrectionConfig(kind, level, cap, low, high))
+    found = correction.weights(
+        jnp.asarray(batch.logprobs), batch, CorrectionConfig(kind=kind, level=level, cap=cap, low=low, high=high)
+    )
     assert (np.asarray(found) == 1).all()
 
 
@@ -66,14 +68,14 @@ def test_weights_have_no_gradient_and_no_overflow(kind, level):
         batch.mask > 0, batch.logprobs + 80.0, 1e4
     )  # the exponential of their sum overflows, so does padding's
     weights, gradient = (
-        correction.weights(wild, batch, CorrectionConfig(kind, level)),
-        jax.grad(lambda old: jnp.sum(correction.weights(old, batch, CorrectionConfig(kind, level))))(wild),
+        correction.weights(wild, batch, CorrectionConfig(kind=kind, level=level)),
+        jax.grad(lambda old: jnp.sum(correction.weights(old, batch, CorrectionConfig(kind=kind, level=level))))(wild),
     )
     assert np.isfinite(weights).all() and not np.asarray(gradient).any()
     assert (np.asarray(weights)[batch.mask == 0] == 1).all()
 
 
 @pytest.mark.parametrize("bad", [dict(cap=0.5), dict(low=1.5), dict(high=0.9), dict(low=-0.1)])
-def test_bounds_that_would_cut_off_agreement_are_refused(bad):
+def test_bounds_that_exclude_one_are_rejected(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
-        CorrectionConfig("tis", **bad)
+        CorrectionConfig(kind="tis", **bad)

@@ -1,58 +1,59 @@
-"""Several updates per step, packed and over several devices, each against the plain step called by hand."""
+"""Several updates per step, packed and sharded, compared with plain train steps."""
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import jax
 import numpy as np
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.rl import experience
-from slipstream.rl.batch import Batch, make_batch
-from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimiserConfig, TrainConfig
-from slipstream.rl.experience import prepare, scorer
-from slipstream.rl.learner import Learner
-from slipstream.rl.loss import Metrics
-from slipstream.rl.prompts import SHUFFLE_STREAM
-from slipstream.rl.sharding import mesh_over
-from slipstream.rl.train_step import TrainStep, init_state, make_train_step
+from slipstream.rl.algorithm import forward
+from slipstream.rl.algorithm.batch import Batch, make_batch
+from slipstream.rl.algorithm.experience import prepare
+from slipstream.rl.algorithm.forward import logprob_fn
+from slipstream.rl.algorithm.loss import UpdateMetrics
+from slipstream.rl.algorithm.sharding import mesh_over
+from slipstream.rl.algorithm.train_step import TrainStep, init_state, make_train_step
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimizerConfig, TrainConfig
+from slipstream.rl.data.prompts import SHUFFLE_STREAM
+from slipstream.rl.trainer.learner import Learner
 from tests.rl.batches import completion
 from tests.tiny import random_params, tiny_config
 
 MODEL = tiny_config(num_layers=1)
 PARAMS = random_params(MODEL)
-# Of no other test: compiled steps are shared by config, and test_train_step counts what is compiled for its own.
+# Used by no other test: compiled steps are cached by config, and test_train_step counts compilations.
 CONFIG = AlgorithmConfig(
-    prompts=2, group=4, max_tokens=5, temperature=0.7, optimiser=OptimiserConfig(learning_rate=2e-2)
+    prompts=2, group=4, max_tokens=5, temperature=0.7, optimizer=OptimizerConfig(learning_rate=2e-2)
 )
-TIS = replace(CONFIG, correction=CorrectionConfig("tis"))
-PPO = replace(CONFIG, kind="ppo", kl=KlConfig(0.1))
+TIS = CONFIG.replace(correction=CorrectionConfig(kind="tis"))
+PPO = CONFIG.replace(kind="ppo", kl=KlConfig(weight=0.1))
 REWARDS = np.array([[1, 0, 0, 1], [1, 1, 0, 1]], np.float32)
 SEED, STEP = 11, 7
 
 
 @pytest.fixture(scope="module")
 def batch():
-    """Eight completions of different lengths, drawn by a policy that is near ours."""
+    """Eight completions of different lengths, sampled by a policy close to ours."""
     rng = np.random.default_rng(0)
     rows = [completion(rng.integers(4, 90, 4), rng.integers(4, 90, n)) for n in (1, 2, 3, 5, 5, 4, 2, 3)]
     plain = make_batch(rows, version=0, max_tokens=CONFIG.max_tokens)
-    own = np.asarray(scorer(MODEL, CONFIG.temperature)(PARAMS, plain))
+    own = np.asarray(logprob_fn(MODEL, CONFIG.temperature)(PARAMS, plain))
     return plain._replace(logprobs=((own + rng.normal(0, 0.1, own.shape)) * plain.mask).astype(np.float32))
 
 
 def learned(config, batch, rewards=REWARDS, **how):
     """`(metrics, state)` after one step of a learner."""
     learner = Learner(config, MODEL, PARAMS, SEED, **how)
-    return learner.learn(STEP, learner.prepare(batch, rewards)), learner.state
+    return learner.update(STEP, learner.prepare(batch, rewards)), learner.state
 
 
 def by_hand(config, batch, rows_of_updates):
-    """The same, of train steps called one after the other on the rows given, with π_old of before the first."""
+    """The same from consecutive train steps on the given rows, with π_old from before the first."""
     state = init_state(PARAMS, MODEL, config)
-    ready = prepare(batch, REWARDS, state.weights, MODEL, config, PARAMS)
+    ready = prepare(batch, REWARDS, state.params, MODEL, config, PARAMS)
     if len(rows_of_updates) > 1 and config.correction.kind != "none":
-        old = np.asarray(scorer(MODEL, config.temperature)(PARAMS, ready)) * ready.mask
+        old = np.asarray(logprob_fn(MODEL, config.temperature)(PARAMS, ready)) * ready.mask
         ready = ready._replace(old=old)
     found = []
     for rows in rows_of_updates:
@@ -60,7 +61,7 @@ def by_hand(config, batch, rows_of_updates):
         state, metrics = make_train_step(MODEL, config)(state, part)
         found.append(metrics)
     means = {name: sum(float(each[name]) for each in found) / len(found) for name in found[0]}
-    return Metrics(**means), state
+    return UpdateMetrics(**means), state
 
 
 def assert_same(found, expected):
@@ -82,45 +83,45 @@ def order(epoch):
     return rows.tolist()
 
 
-@pytest.mark.parametrize("config", [CONFIG, TIS, PPO])
-def test_one_update_is_the_train_step_to_the_bit(config, batch):
+@pytest.mark.parametrize("config", [TIS, PPO])
+def test_one_update_is_bit_identical_to_the_train_step(config, batch):
     assert_same(learned(config, batch), by_hand(config, batch, [range(8)]))
 
 
-@pytest.mark.parametrize("config", [CONFIG, TIS, PPO])
+@pytest.mark.parametrize("config", [TIS, PPO])
 def test_two_minibatches_are_two_train_steps(config, batch):
     rows = order(epoch=0)
-    found = learned(replace(config, minibatches=2), batch)
+    found = learned(config.replace(minibatches=2), batch)
     assert_same(found, by_hand(config, batch, [rows[:4], rows[4:]]))
     with pytest.raises(AssertionError):
         assert_same(found, learned(config, batch))
 
 
-def test_every_epoch_deals_anew_and_compares_with_the_policy_before_the_step(batch):
+def test_epochs_reshuffle_and_share_the_old_policy(batch):
     first, second = order(epoch=0), order(epoch=1)
     assert first != second
-    found = learned(replace(TIS, epochs=2, minibatches=2), batch)
+    found = learned(TIS.replace(epochs=2, minibatches=2), batch)
     assert_same(found, by_hand(TIS, batch, [first[:4], first[4:], second[:4], second[4:]]))
     assert abs(found[0].ratio - 1) > 1e-4  # later updates have moved away from π_old
 
 
 PACKED = {
     "grpo": CONFIG,
-    "ppo": replace(PPO, micro_batches=2),
-    "dapo, of which a group teaches nothing": replace(CONFIG, kind="dapo"),
-    "in minibatches": replace(TIS, minibatches=2, epochs=2),
+    "ppo": PPO.replace(micro_batches=2),
+    "dapo, of which a group teaches nothing": CONFIG.replace(kind="dapo"),
+    "in minibatches": TIS.replace(minibatches=2, epochs=2),
 }
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_packed_rows_teach_the_same(kind, batch, monkeypatch):
+def test_packed_rows_give_the_same_update(kind, batch, monkeypatch):
     shapes = []
     step = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda *args: shapes.append(args[2].tokens.shape) or step(*args))
     rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)
     config = PACKED[kind]
     plain = learned(config, batch, rewards)
-    packed = learned(replace(config, row_tokens=16), batch, rewards)
+    packed = learned(config.replace(row_tokens=16), batch, rewards)
     assert_close(packed, plain)
     whole, rows = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
     assert all(shape[1] == 16 and shape[0] % config.micro_batches == 0 for shape in rows)
@@ -130,9 +131,9 @@ def test_packed_rows_teach_the_same(kind, batch, monkeypatch):
 @pytest.mark.parametrize(
     "shares, most", [({"micro_batches": 4}, 2), ({"minibatches": 2, "micro_batches": 2}, 2), ({"minibatches": 4}, 8)]
 )
-def test_no_pass_takes_more_rows_than_a_micro_batch(shares, most, batch, monkeypatch):
-    """Nor those that only look: reference, values, and the policy before the step."""
-    config = replace(PPO, correction=CorrectionConfig("tis"))
+def test_no_forward_pass_has_more_rows_than_a_micro_batch(shares, most, batch, monkeypatch):
+    """Including the passes for reference, values and old logprobs."""
+    config = PPO.replace(correction=CorrectionConfig(kind="tis"))
     seen = []
 
     def counting(make):
@@ -142,11 +143,11 @@ def test_no_pass_takes_more_rows_than_a_micro_batch(shares, most, batch, monkeyp
 
         return made
 
-    learner = Learner(replace(config, **shares), MODEL, PARAMS, SEED)
+    learner = Learner(config.replace(**shares), MODEL, PARAMS, SEED)
     whole = Learner(config, MODEL, PARAMS, SEED)
     expected = whole.prepare(batch, REWARDS)
-    monkeypatch.setattr(experience, "scorer", counting(experience.scorer))
-    monkeypatch.setattr(experience, "critic", counting(experience.critic))
+    monkeypatch.setattr(forward, "logprob_fn", counting(forward.logprob_fn))
+    monkeypatch.setattr(forward, "value_fn", counting(forward.value_fn))
     found = learner.prepare(batch, REWARDS)
     for name in ("reference", "values", "returns", "advantages"):
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
@@ -155,8 +156,8 @@ def test_no_pass_takes_more_rows_than_a_micro_batch(shares, most, batch, monkeyp
     np.testing.assert_allclose(logprobs, whole.logprobs(batch, 0.7), rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_that_teaches_nothing_is_one_empty_row(batch):
-    config = replace(CONFIG, kind="dapo", row_tokens=16)
+def test_an_uninformative_batch_packs_into_one_empty_row(batch):
+    config = CONFIG.replace(kind="dapo", row_tokens=16)
     metrics, _ = learned(config, batch, np.ones((2, 4), np.float32))
     assert metrics.loss == 0 and metrics.gradient_norm == 0
 
@@ -164,37 +165,36 @@ def test_a_batch_that_teaches_nothing_is_one_empty_row(batch):
 @pytest.mark.parametrize(
     "config",
     [
-        replace(CONFIG, micro_batches=2),
-        replace(PPO, row_tokens=16),
-        replace(TIS, minibatches=2),
+        PPO.replace(row_tokens=16),
+        TIS.replace(minibatches=2),
     ],
 )
-def test_two_devices_make_the_same_step(config, batch):
+def test_two_devices_give_the_same_update(config, batch):
     plain, found = learned(config, batch), learned(config, batch, num_devices=2)
     assert_close(found, plain)
     embedding = found[1].policy["model"]["embed_tokens"]["weight"]
     assert {shard.data.shape for shard in embedding.addressable_shards} == {(48, 32)}  # each device holds half of it
 
 
-def test_devices_that_are_not_there():
+def test_too_many_devices_are_rejected():
     assert mesh_over(0).size == 2 and mesh_over(1) is None
-    with pytest.raises(ConfigError, match=r"devices is 3, and JAX sees 2 here \(cpu\)"):
+    with pytest.raises(ConfigError, match=r"devices is 3, but JAX has 2 \(cpu\)"):
         Learner(CONFIG, MODEL, PARAMS, SEED, num_devices=3)
-    odd = replace(CONFIG, prompts=3, group=3)
-    with pytest.raises(ConfigError, match="= 9 completions, which devices 2 does not divide"):
+    odd = CONFIG.replace(prompts=3, group=3)
+    with pytest.raises(ConfigError, match="= 9 completions per step are not divisible by devices 2"):
         Learner(odd, MODEL, PARAMS, SEED, num_devices=0)
-    with pytest.raises(ConfigError, match="= 9 completions, which devices 2 does not divide"):
+    with pytest.raises(ConfigError, match="= 9 completions per step are not divisible by devices 2"):
         TrainConfig(devices=2, algorithm=odd)
-    TrainConfig(devices=2, algorithm=replace(odd, row_tokens=16))  # packed rows are filled up
+    TrainConfig(devices=2, algorithm=odd.replace(row_tokens=16))  # packed rows are padded
 
 
-def test_what_cannot_be_shared_out_is_named():
-    with pytest.raises(ConfigError, match="= 8 completions, which minibatches 3 does not divide"):
-        replace(CONFIG, minibatches=3)
-    with pytest.raises(ConfigError, match="minibatches 4 × micro_batches 4 does not divide"):
-        replace(CONFIG, minibatches=4, micro_batches=4)
-    replace(CONFIG, minibatches=4, micro_batches=4, row_tokens=16)  # rows are added
-    with pytest.raises(ConfigError, match="epochs must be at least 1"):
-        replace(CONFIG, epochs=0)
-    with pytest.raises(ConfigError, match="a row holds a prompt and 5 tokens"):
-        replace(CONFIG, row_tokens=5)
+def test_indivisible_batches_are_rejected():
+    with pytest.raises(ConfigError, match="= 8 completions per step are not divisible by minibatches 3"):
+        CONFIG.replace(minibatches=3)
+    with pytest.raises(ConfigError, match="not divisible by minibatches 4 × micro_batches 4"):
+        CONFIG.replace(minibatches=4, micro_batches=4)
+    CONFIG.replace(minibatches=4, micro_batches=4, row_tokens=16)  # rows are padded
+    with pytest.raises(ConfigError, match="epochs must be greater than 0"):
+        CONFIG.replace(epochs=0)
+    with pytest.raises(ConfigError, match="must hold a prompt and 5 tokens"):
+        CONFIG.replace(row_tokens=5)

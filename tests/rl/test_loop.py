@@ -1,4 +1,4 @@
-"""The training loop with a real engine in this process: learning, repeatability, and what it refuses."""
+"""The training loop with a real engine in this process: learning, reproducibility, errors."""
 
 import dataclasses
 import json
@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig
 from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, VersionError
 from slipstream.gateway.journal import Journal, check
-from slipstream.model import checkpoint
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.sample_model import sample_config, sample_params, write_sample_config
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
-from slipstream.rl.evaluation import evaluate, require_versions
-from slipstream.rl.learner import Learner
-from slipstream.rl.loop import train
-from slipstream.rl.prompts import Prompts
-from slipstream.rl.records import Evaluation, Saved, StepRecord, WarmupRecord
-from slipstream.rl.tasks import task_named
-from slipstream.rl.tokens import Codec, init_small, small_model, write_small_model
+from slipstream.rl.data.prompts import PromptSource
+from slipstream.rl.data.tasks import task_named
+from slipstream.rl.data.tokens import Codec
+from slipstream.rl.reporting.records import Evaluation, Saved, StepRecord, WarmupRecord
+from slipstream.rl.trainer.evaluation import evaluate, require_versions
+from slipstream.rl.trainer.learner import Learner
+from slipstream.rl.trainer.loop import training_loop
 from slipstream.types import Completion, SamplingParams, VersionSpan
 
 CONFIG = TrainConfig(
@@ -30,13 +31,13 @@ CONFIG = TrainConfig(
     engines=0,
     task=TaskConfig(digits=2),
     algorithm=AlgorithmConfig(prompts=16, group=8, max_tokens=4),
-    engine=EngineConfig(max_concurrency=128, max_model_len=16),
+    engine=EmbeddedConfig(max_num_seqs=128, max_model_len=16),
 )
 
 
 def records_of(config, model_dir, run_dir):
     with slipstream.inprocess(model_dir, engine=config.engine) as bridge:
-        return list(train(config, bridge, model_dir, run_dir))
+        return list(training_loop(config, bridge, model_dir, run_dir))
 
 
 def of_kind(kind, records):
@@ -46,7 +47,7 @@ def of_kind(kind, records):
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    write_small_model(path)
+    write_sample_config(path)
     return path
 
 
@@ -72,7 +73,7 @@ def test_every_step_is_on_policy_and_ends_with_a_new_version(run):
     assert [s.version for s in steps] == list(range(CONFIG.steps))
     assert [s.sync.version for s in steps] == list(range(1, CONFIG.steps + 1))
     for s in steps:
-        assert s.metrics.ratio == pytest.approx(1, abs=1e-4)  # engine and trainer agree on what the tokens' odds were
+        assert s.metrics.ratio == pytest.approx(1, abs=1e-4)  # engine and trainer logprobs agree
         assert s.metrics.kl == pytest.approx(0, abs=1e-6) and s.metrics.clip_share == 0
         assert 128 <= s.num_tokens <= 128 * 4 and s.reward == s.accuracy
         assert min(dataclasses.astuple(s.seconds)) >= 0 and s.tokens_per_second > 0
@@ -92,15 +93,15 @@ def test_records_come_in_order_and_are_logged(run):
 def test_the_checkpoint_is_the_policy_that_was_evaluated_last(run):
     records, run_dir = run
     directory = run_dir / "checkpoint"
-    assert records[-1] == Saved(str(directory)) and checkpoint.has_weights(directory)
+    assert records[-1] == Saved(str(directory)) and hf_weights.has_weights(directory)
     with slipstream.inprocess(directory, engine=CONFIG.engine) as bridge:
         again = evaluate(CONFIG, bridge, task_named(CONFIG.task), Codec(directory), CONFIG.steps)
     assert dataclasses.replace(again, version=CONFIG.steps) == of_kind(Evaluation, records)[-1]
 
 
-def test_the_same_config_makes_the_same_records(run, model_dir, tmp_path):
-    short = dataclasses.replace(CONFIG, steps=4, eval_every=2)
-    other = dataclasses.replace(short, seed=4)
+def test_runs_of_the_same_config_have_the_same_records(run, model_dir, tmp_path):
+    short = CONFIG.replace(steps=4, eval_every=2)
+    other = short.replace(seed=4)
 
     def facts(records):
         """All that a record says but for what a clock told."""
@@ -120,24 +121,24 @@ def test_the_same_config_makes_the_same_records(run, model_dir, tmp_path):
 
 
 def test_a_target_that_is_not_reached_runs_all_the_steps(model_dir, tmp_path):
-    config = dataclasses.replace(CONFIG, warmup_steps=0, steps=2, target_accuracy=0.5)
+    config = CONFIG.replace(warmup_steps=0, steps=2, target_accuracy=0.5)
     records = records_of(config, model_dir, tmp_path)
     assert len(of_kind(StepRecord, records)) == 2 and of_kind(Evaluation, records)[-1].step == 2
 
 
-def test_weights_in_the_model_directory_are_where_training_starts(run, tmp_path):
-    config = dataclasses.replace(CONFIG, warmup_steps=0, steps=12, min_steps=11, target_accuracy=0.01)
+def test_training_starts_from_the_weights_in_the_model_directory(run, tmp_path):
+    config = CONFIG.replace(warmup_steps=0, steps=12, min_steps=11, target_accuracy=0.01)
     records = records_of(config, run[1] / "checkpoint", tmp_path)
     start, end = of_kind(Evaluation, run[0])[-1], of_kind(Evaluation, records)[0]
     assert abs(end.greedy_train - start.greedy_train) < 1e-9  # the same weights and prompts; sampling seeds differ
-    assert len(of_kind(StepRecord, records)) == 11  # far above its target all along, stopped when allowed to
+    assert len(of_kind(StepRecord, records)) == 11  # above its target from the start, stopped at min_steps
     assert not of_kind(WarmupRecord, records)
 
 
 @pytest.mark.parametrize("kind", ["dr_grpo", "dapo", "ppo", "reinforce++"])
 def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
-    algorithm = AlgorithmConfig(kind, prompts=16, group=8, max_tokens=4, micro_batches=2, kl=KlConfig(0.05))
-    config = dataclasses.replace(CONFIG, warmup_steps=20, steps=2, algorithm=algorithm)
+    algorithm = AlgorithmConfig(kind=kind, prompts=16, group=8, max_tokens=4, micro_batches=2, kl=KlConfig(weight=0.05))
+    config = CONFIG.replace(warmup_steps=20, steps=2, algorithm=algorithm)
     records = records_of(config, model_dir, tmp_path)
     first, second = (step.metrics for step in of_kind(StepRecord, records))
     assert first.ratio == pytest.approx(1, abs=1e-4) and first.gradient_norm > 0
@@ -146,11 +147,11 @@ def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
     assert (first.value_loss > 0) == (kind == "ppo")
 
 
-def test_packed_rows_on_two_devices_make_the_same_run(model_dir, tmp_path):
-    """With several updates per step, each of them dealt out, packed, and cut over the devices."""
-    algorithm = dataclasses.replace(CONFIG.algorithm, epochs=2, minibatches=2, correction=CorrectionConfig("tis"))
-    plain = dataclasses.replace(CONFIG, steps=3, algorithm=algorithm)
-    packed = dataclasses.replace(plain, devices=2, algorithm=dataclasses.replace(algorithm, row_tokens=32))
+def test_packed_rows_on_two_devices_give_the_same_run(model_dir, tmp_path):
+    """With several updates per step, each of them packed and sharded."""
+    algorithm = CONFIG.algorithm.replace(epochs=2, minibatches=2, correction=CorrectionConfig(kind="tis"))
+    plain = CONFIG.replace(steps=3, algorithm=algorithm)
+    packed = plain.replace(devices=2, algorithm=algorithm.replace(row_tokens=32))
     expected, found = (
         of_kind(StepRecord, records_of(config, model_dir, tmp_path / name))
         for config, name in ((plain, "plain"), (packed, "packed"))
@@ -159,18 +160,18 @@ def test_packed_rows_on_two_devices_make_the_same_run(model_dir, tmp_path):
         assert ours.reward == pytest.approx(theirs.reward, abs=0.01)
         assert ours.metrics.loss == pytest.approx(theirs.metrics.loss, abs=1e-3)
         assert ours.metrics.gradient_norm == pytest.approx(theirs.metrics.gradient_norm, rel=0.02)
-    assert found[0].metrics.ratio != pytest.approx(1, abs=1e-4)  # later updates are off the policy before the step
+    assert found[0].metrics.ratio != pytest.approx(1, abs=1e-4)  # later updates are off-policy
 
 
-def test_a_run_without_held_out_prompts_says_so(model_dir):
-    config = dataclasses.replace(CONFIG, task=TaskConfig(digits=1, holdout=0.0))
+def test_evaluation_without_held_out_prompts_has_none(model_dir):
+    config = CONFIG.replace(task=TaskConfig(digits=1, holdout=0.0))
     with slipstream.inprocess(model_dir, engine=CONFIG.engine) as bridge:
-        bridge.sync(init_small(small_model(), 0))
+        bridge.sync(sample_params(sample_config(), 0))
         found = evaluate(config, bridge, task_named(config.task), Codec(model_dir), 0)
     assert found.sampled_heldout is None and found.greedy_heldout is None and 0 <= found.sampled_train <= 1
 
 
-def test_tokens_of_another_version_are_refused():
+def test_tokens_of_another_version_are_rejected():
     def completion(*spans):
         return Completion("r", 5, (1,), (1, 2), "", (), (), "stop", spans, "engine-7", prompt_index=2)
 
@@ -180,35 +181,33 @@ def test_tokens_of_another_version_are_refused():
             require_versions([completion(VersionSpan(3, 0, 2)), completion(*spans)], [3, 3])
 
 
-def test_a_rollout_that_fails_ends_the_run_and_is_no_reward_of_zero(model_dir, tmp_path):
+def test_a_failed_rollout_ends_the_run(model_dir, tmp_path):
     task = TaskConfig(name="add", digits=9)  # too long for max_model_len
-    config = dataclasses.replace(CONFIG, task=task, warmup_steps=1)
+    config = CONFIG.replace(task=task, warmup_steps=1)
     with pytest.raises(InvalidPrompt, match="prompt 0 of"):
         records_of(config, model_dir, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {line["kind"] for line in lines} == {"WarmupRecord"}
 
 
-def test_equal_prompts_in_a_step_get_samples_of_their_own(model_dir):
-    prompts = Prompts(CONFIG, task_named(CONFIG.task), Codec(model_dir), 12)
-    seeds = [[s.seed for s in prompts.of(step).sampling] for step in (1, 2)]
+def test_every_prompt_of_a_step_has_its_own_seed(model_dir):
+    prompts = PromptSource(CONFIG, task_named(CONFIG.task), Codec(model_dir), 12)
+    seeds = [[s.seed for s in prompts.batch(step).sampling] for step in (1, 2)]
     assert len({*seeds[0], *seeds[1]}) == 2 * CONFIG.algorithm.prompts
-    assert prompts.of(1).sampling[0] == SamplingParams(max_tokens=4, n=8, temperature=1.0, seed=seeds[0][0])
-    assert prompts.of(1).ids[:2] == ("1/0", "1/1") and prompts.text("2/3") == prompts.of(2).texts[3]
+    assert prompts.batch(1).sampling[0] == SamplingParams(max_tokens=4, n=8, temperature=1.0, seed=seeds[0][0])
+    assert prompts.batch(1).ids[:2] == ("1/0", "1/1") and prompts.text("2/3") == prompts.batch(2).texts[3]
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("sync", 0), ("partial", 2), ("async", 2)])
-def test_prompts_that_teach_nothing_are_replaced_by_others(mode, bound, model_dir, tmp_path, monkeypatch):
-    """DAPO's dynamic sampling. Groups are small, so that many of them are all right or all wrong."""
+def test_dapo_replaces_uninformative_groups(mode, bound, model_dir, tmp_path, monkeypatch):
+    """Groups are small, so that many are all right or all wrong."""
     learned = []
-    learn = Learner.learn
-    monkeypatch.setattr(Learner, "learn", lambda self, step, batch: learned.append(batch) or learn(self, step, batch))
-    algorithm = AlgorithmConfig("dapo", prompts=8, group=4, max_tokens=4)
-    config = dataclasses.replace(
-        CONFIG, mode=mode, max_staleness=2, steps=6, eval_every=6, diagnose_every=3, algorithm=algorithm
-    )
+    update = Learner.update
+    monkeypatch.setattr(Learner, "update", lambda self, step, batch: learned.append(batch) or update(self, step, batch))
+    algorithm = AlgorithmConfig(kind="dapo", prompts=8, group=4, max_tokens=4)
+    config = CONFIG.replace(mode=mode, max_staleness=2, steps=6, eval_every=6, diagnose_every=3, algorithm=algorithm)
     with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
-        steps = of_kind(StepRecord, train(config, bridge, model_dir, tmp_path))
+        steps = of_kind(StepRecord, training_loop(config, bridge, model_dir, tmp_path))
     assert all(s.num_resampled in (0, 8, 16, 24) for s in steps) and any(s.num_resampled for s in steps)
     for step, batch in zip(steps, learned, strict=True):
         informative = np.asarray(batch.mask).any(axis=1).reshape(8, 4).all(axis=1)
@@ -223,7 +222,7 @@ def test_prompts_that_teach_nothing_are_replaced_by_others(mode, bound, model_di
     assert check(journal, bound) == []
 
 
-def test_a_completion_that_is_too_long_is_worth_less_but_judged_as_before(model_dir, tmp_path, monkeypatch):
+def test_the_overlong_penalty_is_not_part_of_the_recorded_reward(model_dir, tmp_path, monkeypatch):
     earned = []
     prepare = Learner.prepare
     monkeypatch.setattr(
@@ -234,17 +233,17 @@ def test_a_completion_that_is_too_long_is_worth_less_but_judged_as_before(model_
         ),
     )
     config = with_reward("half")
-    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, overlong_tokens=2))
+    config = config.replace(algorithm=config.algorithm.replace(overlong_tokens=2))
     (step,) = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
     ((batch, rewards),) = earned
     lengths = np.asarray(batch.mask).sum(axis=1).reshape(rewards.shape)
     assert {0.5, -0.5} <= set(rewards.flat) and (rewards == 0.5 - np.maximum(0, lengths - 2) / 2).all()
-    assert step.reward == 0.5 and step.metrics.gradient_norm > 0  # only lengths differ, and they teach
+    assert step.reward == 0.5 and step.metrics.gradient_norm > 0  # only lengths differ
 
 
-@pytest.mark.parametrize(("mode", "bound"), [("one_step_off", 1), ("async", 3)])
-def test_engines_run_ahead_as_far_as_they_may(mode, bound, model_dir, tmp_path):
-    config = dataclasses.replace(CONFIG, mode=mode, max_staleness=3, steps=12, eval_every=12, diagnose_every=6)
+@pytest.mark.parametrize(("mode", "bound"), [("async", 3)])
+def test_engines_run_ahead_up_to_the_bound(mode, bound, model_dir, tmp_path):
+    config = CONFIG.replace(mode=mode, max_staleness=3, steps=12, eval_every=12, diagnose_every=6)
     steps = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
     assert [s.step for s in steps] == list(range(1, 13)) and [s.version for s in steps] == list(range(12))
     ages = {int(age) for s in steps for age in s.staleness}
@@ -254,9 +253,9 @@ def test_engines_run_ahead_as_far_as_they_may(mode, bound, model_dir, tmp_path):
 
 
 def test_every_prompt_is_trained_on_once_in_any_mode(model_dir, tmp_path):
-    config = dataclasses.replace(CONFIG, mode="async", steps=8, eval_every=8)
+    config = CONFIG.replace(mode="async", steps=8, eval_every=8)
     with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
-        list(train(config, bridge, model_dir, tmp_path))
+        list(training_loop(config, bridge, model_dir, tmp_path))
     journal = Journal(tmp_path / "journal.sqlite")
     taken = [t.id for t in journal.taken(0, 10_000)]
     assert sorted(taken) == sorted(f"{step}/{i}" for step in range(1, 9) for i in range(16))
@@ -284,10 +283,10 @@ def nan(prompt, completion):
 
 def with_reward(name, **settings):
     functions = {f"tests.rl.test_loop:{name}": 1.0}
-    return dataclasses.replace(CONFIG, warmup_steps=1, steps=1, reward=RewardConfig(functions, **settings))
+    return CONFIG.replace(warmup_steps=1, steps=1, reward=RewardConfig(functions=functions, **settings))
 
 
-def test_rewards_of_ones_own(model_dir, tmp_path):
+def test_custom_rewards(model_dir, tmp_path):
     (step,) = of_kind(StepRecord, records_of(with_reward("half"), model_dir, tmp_path))
     assert step.reward == 0.5 and step.accuracy == 0
 
@@ -300,43 +299,43 @@ def test_rewards_of_ones_own(model_dir, tmp_path):
         ("nan", RewardFailed, "nan"),
     ],
 )
-def test_a_reward_that_fails_ends_the_run_and_is_no_zero(name, error, text, model_dir, tmp_path):
+def test_a_failed_reward_ends_the_run(name, error, text, model_dir, tmp_path):
     with pytest.raises(error, match=text):
         records_of(with_reward(name, timeout=0.5 if name == "hangs" else 30.0), model_dir, tmp_path)
     assert "StepRecord" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def picky(prompt, completion):
-    """Does not like answers that begin with an even digit, and loves the others."""
+    """Raises for answers that start with an even digit, and returns 1 for the others."""
     if completion[:1] in "02468":
         raise ValueError("even")
     return 1.0
 
 
-def test_samples_that_cannot_be_judged_are_left_out_and_are_no_zeros(model_dir, tmp_path):
+def test_samples_without_reward_are_dropped_not_zero(model_dir, tmp_path):
     config = with_reward("picky", on_error="drop")
-    config = dataclasses.replace(config, warmup_steps=20)
+    config = config.replace(warmup_steps=20)
     (step,) = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
     assert 0 < step.num_dropped < 128
-    assert step.reward == step.accuracy == 1  # of all that were judged
-    assert sum(step.staleness.values()) < step.num_tokens  # tokens that were learned from
-    assert step.metrics.loss == 0  # all that is left has the same reward; a zero in between would teach
+    assert step.reward == step.accuracy == 1  # of all scored samples
+    assert sum(step.staleness.values()) < step.num_tokens  # tokens that were trained on
+    assert step.metrics.loss == 0  # all remaining rewards are equal; a zero would cause a gradient
 
 
-def test_a_step_of_which_nothing_can_be_judged_ends_the_run(model_dir, tmp_path):
-    with pytest.raises(RewardFailed, match="of 128 samples none is left to train on"):
+def test_a_step_without_any_reward_ends_the_run(model_dir, tmp_path):
+    with pytest.raises(RewardFailed, match="none of 128 samples is left to train on"):
         records_of(with_reward("raises", on_error="drop"), model_dir, tmp_path)
 
 
-def test_a_reward_that_is_not_there_is_said_before_anything_runs(model_dir, tmp_path):
+def test_a_missing_reward_function_is_reported_before_the_warm_up(model_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"did you mean.*half"):
         records_of(with_reward("hlaf"), model_dir, tmp_path)
 
 
-def test_prompts_that_are_too_long_and_tasks_without_any(model_dir):
+def test_long_prompts_and_empty_tasks_are_rejected(model_dir):
     task, codec = task_named(CONFIG.task), Codec(model_dir)
-    with pytest.raises(ConfigError, match=r"has \d+ tokens, and there is room for 2 before 4 more"):
-        Prompts(CONFIG, task, codec, 2).of(1)
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, but at most 2 leave room for 4 tokens"):
+        PromptSource(CONFIG, task, codec, 2).batch(1)
 
     class Empty:
         name = "empty"
@@ -344,17 +343,17 @@ def test_prompts_that_are_too_long_and_tasks_without_any(model_dir):
         def prompts(self, rng, count, split="train"):
             return []
 
-    with pytest.raises(ConfigError, match="task 'empty' gave 0 prompts where a step needs 16"):
-        Prompts(CONFIG, Empty(), codec, 99).of(1)
+    with pytest.raises(ConfigError, match="task 'empty' returned 0 prompts, but a step needs 16"):
+        PromptSource(CONFIG, Empty(), codec, 99).batch(1)
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"mode": "async", "take_turns": True}, "take_turns lets engines sleep"),
-        ({"max_staleness": 0}, "max_staleness must be at least 1"),
+        ({"mode": "async", "take_turns": True}, "take_turns needs mode 'sync' or 'partial', got 'async'"),
+        ({"max_staleness": 0}, "max_staleness must be greater than 0"),
     ],
 )
-def test_settings_that_do_not_go_together(settings, text):
+def test_conflicting_settings_are_rejected(settings, text):
     with pytest.raises(ConfigError, match=text):
-        dataclasses.replace(CONFIG, **settings)
+        CONFIG.replace(**settings)

@@ -1,4 +1,4 @@
-"""The loss against naive references: loops over float64 numbers, written straight from the equations."""
+"""The loss compared with loops over float64 numbers, written from the equations."""
 
 import dataclasses
 import math
@@ -12,32 +12,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.rl import loss
-from slipstream.rl.batch import Batch
+from slipstream.rl.algorithm import loss
+from slipstream.rl.algorithm.batch import Batch
+from slipstream.rl.algorithm.loss import Forward
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
-from slipstream.rl.loss import Forward
 from tests.rl.batches import random_batch
 from tests.rl.test_correction import naive_weights
 
 CONFIGS = {
-    "grpo": AlgorithmConfig("grpo"),
-    "dr_grpo": AlgorithmConfig("dr_grpo", max_tokens=7),
-    "dapo": AlgorithmConfig("dapo"),
-    "reinforce++": AlgorithmConfig("reinforce++"),
-    "ppo": AlgorithmConfig("ppo", value=ValueConfig(weight=0.3, clip=0.4)),
-    "ppo without value clipping": AlgorithmConfig("ppo", value=ValueConfig(clip=0.0)),
-    "kl k2": AlgorithmConfig("grpo", kl=KlConfig(0.1, "k2")),
-    "kl k3": AlgorithmConfig("dapo", kl=KlConfig(0.1, "k3")),
-    "entropy": AlgorithmConfig("grpo", entropy_weight=0.05),
-    "asymmetric": AlgorithmConfig("grpo", clip=0.1, clip_high=0.5),
-    "tis": AlgorithmConfig("grpo", correction=CorrectionConfig("tis", cap=1.2)),
-    "mis": AlgorithmConfig("dapo", correction=CorrectionConfig("mis", "geometric", low=0.9, high=1.2)),
-    "decoupled": AlgorithmConfig("dr_grpo", correction=CorrectionConfig("decoupled", "sequence")),
+    "grpo": AlgorithmConfig(kind="grpo"),
+    "dr_grpo": AlgorithmConfig(kind="dr_grpo", max_tokens=7),
+    "dapo": AlgorithmConfig(kind="dapo"),
+    "reinforce++": AlgorithmConfig(kind="reinforce++"),
+    "ppo": AlgorithmConfig(kind="ppo", value=ValueConfig(weight=0.3, clip=0.4)),
+    "ppo without value clipping": AlgorithmConfig(kind="ppo", value=ValueConfig(clip=0.0)),
+    "kl k2": AlgorithmConfig(kind="grpo", kl=KlConfig(weight=0.1, estimator="k2")),
+    "kl k3": AlgorithmConfig(kind="dapo", kl=KlConfig(weight=0.1, estimator="k3")),
+    "entropy": AlgorithmConfig(kind="grpo", entropy_weight=0.05),
+    "asymmetric": AlgorithmConfig(kind="grpo", clip=0.1, clip_high=0.5),
+    "tis": AlgorithmConfig(kind="grpo", correction=CorrectionConfig(kind="tis", cap=1.2)),
+    "mis": AlgorithmConfig(kind="dapo", correction=CorrectionConfig(kind="mis", level="geometric", low=0.9, high=1.2)),
+    "decoupled": AlgorithmConfig(kind="dr_grpo", correction=CorrectionConfig(kind="decoupled", level="sequence")),
 }
 
 
 def naive_loss(logprobs, entropies, values, batch, config):
-    """The module docstring's L, one token at a time."""
+    """L of the module docstring, token by token."""
     recipe = config.recipe
     corrected = config.correction.kind != "none"
     weights = naive_weights(batch.old, batch, config.correction) if corrected else np.ones(batch.mask.shape)
@@ -74,7 +74,7 @@ def forward_of(seed=0):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_loss_equals_the_naive_one(name):
+def test_the_loss_matches_the_naive_implementation(name):
     for seed in range(3):
         batch, found = forward_of(seed)
         ours = loss.objective(Forward(*map(jnp.asarray, found)), batch, CONFIGS[name]).loss
@@ -113,7 +113,7 @@ def naive_metrics(logprobs, batch, clip):
     )
 
 
-def test_metrics_equal_the_naive_ones():
+def test_metrics_match_the_naive_implementation():
     batch, logprobs = random_batch(extras=False)
     found = loss.objective(Forward(jnp.asarray(logprobs)), batch, AlgorithmConfig())
     expected = naive_metrics(logprobs, batch, 0.2)
@@ -124,7 +124,7 @@ def test_metrics_equal_the_naive_ones():
 
 
 def test_metrics_are_the_objective_and_the_gradients_norm():
-    assert {f.name for f in dataclasses.fields(loss.Metrics)} == {*loss.Objective._fields, "gradient_norm"}
+    assert {f.name for f in dataclasses.fields(loss.UpdateMetrics)} == {*loss.Objective._fields, "gradient_norm"}
 
 
 @given(st.floats(-3, 3), st.floats(-3, 3))
@@ -136,7 +136,7 @@ def test_k2_and_k3_are_never_negative_and_all_vanish_at_the_reference(logprob, r
 
 
 def test_k1_and_k3_estimate_the_divergence_and_k2_its_gradient():
-    """Expectations taken exactly, over a distribution of five tokens."""
+    """Exact expectations over a distribution of five tokens."""
     logits, reference = (
         jnp.array([0.3, -1.0, 0.8, 0.1, -0.4]),
         jax.nn.log_softmax(jnp.array([0.0, 0.5, -0.5, 0.2, 0.9])),
@@ -156,7 +156,7 @@ def test_k1_and_k3_estimate_the_divergence_and_k2_its_gradient():
     np.testing.assert_allclose(jax.grad(expected)(logits, "k1"), 0, atol=1e-6)
 
 
-def test_tokens_beyond_the_clip_give_no_gradient_and_those_that_went_the_wrong_way_do():
+def test_only_tokens_clipped_in_the_direction_of_the_advantage_have_no_gradient():
     one = np.ones((2, 1), np.float32)
     batch = Batch(np.zeros((2, 2), np.int32), one, 0 * one, np.array([[1.0], [-1.0]], np.float32), 0 * one)
     gradient = jax.grad(lambda lp: loss.objective(Forward(lp), batch, AlgorithmConfig()).loss)
@@ -172,7 +172,7 @@ def test_clip_higher_lets_unlikely_tokens_grow():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_outside_the_mask_does_not_matter_however_unlikely(name):
+def test_tokens_outside_the_mask_have_no_effect(name):
     batch, found = forward_of()
     outside = batch.mask == 0
     wild = [np.where(outside, 1e4, x).astype(np.float32) for x in found]
@@ -193,7 +193,7 @@ def test_what_is_outside_the_mask_does_not_matter_however_unlikely(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_batch_with_nothing_to_learn_from_has_loss_zero(name):
+def test_a_fully_masked_batch_has_zero_loss(name):
     batch, found = forward_of()
     batch = batch._replace(mask=0 * batch.mask)
     value, gradient = jax.value_and_grad(lambda f: loss.objective(Forward(*f), batch, CONFIGS[name]).loss)(
@@ -203,7 +203,7 @@ def test_a_batch_with_nothing_to_learn_from_has_loss_zero(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_losses_of_parts_add_up_to_the_whole(name):
+def test_losses_of_micro_batches_add_up(name):
     batch, found = forward_of()
     whole = loss.objective(Forward(*map(jnp.asarray, found)), batch, CONFIGS[name])
     total = loss.totals(batch)
@@ -216,7 +216,7 @@ def test_the_losses_of_parts_add_up_to_the_whole(name):
 
 @pytest.mark.parametrize("correction", ["tis", "mis", "decoupled"])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
-def test_where_trainer_and_engine_agree_a_correction_changes_nothing(kind, correction):
+def test_a_correction_has_no_effect_if_trainer_and_engine_agree(kind, correction):
     batch, _ = random_batch(extras=False)
     logprobs = jnp.asarray(batch.logprobs)
 
@@ -224,20 +224,20 @@ def test_where_trainer_and_engine_agree_a_correction_changes_nothing(kind, corre
         objective = jax.value_and_grad(lambda lp: loss.objective(Forward(lp), batch, config).loss)(logprobs)
         return [np.asarray(x) for x in objective]
 
-    corrected = AlgorithmConfig(kind, correction=CorrectionConfig(correction, "sequence"))
-    for a, b in zip(bits(AlgorithmConfig(kind)), bits(corrected)):
+    corrected = AlgorithmConfig(kind=kind, correction=CorrectionConfig(kind=correction, level="sequence"))
+    for a, b in zip(bits(AlgorithmConfig(kind=kind)), bits(corrected)):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (AlgorithmConfig(kl=KlConfig(0.1)), "no reference logprobs"),
+        (AlgorithmConfig(kl=KlConfig(weight=0.1)), "no reference logprobs"),
         (AlgorithmConfig(entropy_weight=0.1), "no entropies"),
-        (AlgorithmConfig("ppo"), "values and returns"),
+        (AlgorithmConfig(kind="ppo"), "values and returns"),
     ],
 )
-def test_what_a_loss_needs_and_does_not_get_is_named(config, said):
+def test_missing_loss_inputs_are_reported(config, said):
     batch, logprobs = random_batch(extras=False)
     with pytest.raises(ConfigError, match=said):
         loss.objective(Forward(jnp.asarray(logprobs)), batch, config)

@@ -1,4 +1,4 @@
-"""Packed rows against the same sequences each in a row of its own."""
+"""Packed rows compared with one row per sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.rl.batch import make_batch
+from slipstream.rl.algorithm.batch import make_batch
+from slipstream.rl.algorithm.forward import TrainableParams, forward, logprob_fn
+from slipstream.rl.algorithm.loss import objective
+from slipstream.rl.algorithm.packing import learned_lengths, pack, plan_rows, round_up
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig
-from slipstream.rl.experience import scorer
-from slipstream.rl.loss import objective
-from slipstream.rl.packing import few, learned_lengths, pack, plan_rows
-from slipstream.rl.train_step import Weights, forward
 from tests.rl.batches import completion
 from tests.tiny import random_params, variant
 
@@ -38,12 +37,12 @@ def test_every_sequence_is_in_one_row_and_no_row_overflows(lengths, capacity):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3_moe"])
-def test_logprobs_are_those_of_the_sequences_by_themselves(name):
+def test_packed_logprobs_match_unpacked_logprobs(name):
     model = variant(name)
     params, (batch, lengths) = random_params(model), sequences()
     packed = pack(batch, lengths, row_tokens=18)
     assert len(packed.tokens) < len(batch.tokens)
-    score = scorer(model, 0.7)
+    score = logprob_fn(model, 0.7)
     own, found = score(params, batch), score(params, packed)
     key = lambda b, x: sorted(zip(b.logprobs[b.mask > 0].tolist(), np.asarray(x)[b.mask > 0].tolist()))  # noqa: E731
     np.testing.assert_allclose(key(packed, found), key(batch, own), atol=2e-5)
@@ -52,13 +51,13 @@ def test_logprobs_are_those_of_the_sequences_by_themselves(name):
 @pytest.mark.parametrize(
     "config",
     [
-        AlgorithmConfig("grpo"),
-        AlgorithmConfig("dr_grpo"),
-        AlgorithmConfig("dapo", correction=CorrectionConfig("tis", "sequence")),
-        AlgorithmConfig("grpo", entropy_weight=0.1, correction=CorrectionConfig("mis", "geometric")),
+        AlgorithmConfig(kind="grpo"),
+        AlgorithmConfig(kind="dr_grpo"),
+        AlgorithmConfig(kind="dapo", correction=CorrectionConfig(kind="tis", level="sequence")),
+        AlgorithmConfig(kind="grpo", entropy_weight=0.1, correction=CorrectionConfig(kind="mis", level="geometric")),
     ],
 )
-def test_loss_and_gradient_are_those_of_the_unpacked_batch(config):
+def test_packed_loss_and_gradient_match_unpacked(config):
     model = variant("llama")
     params, (batch, lengths) = random_params(model), sequences()
     packed = pack(batch, lengths, row_tokens=18, rows_multiple=4)
@@ -66,7 +65,7 @@ def test_loss_and_gradient_are_those_of_the_unpacked_batch(config):
     @jax.jit
     def both(params, batch):
         def loss(params):
-            found = objective(forward(Weights(params, None), model, batch, config), batch, config)
+            found = objective(forward(TrainableParams(params, None), model, batch, config), batch, config)
             return found.loss, found
 
         return jax.grad(loss, has_aux=True)(params)
@@ -77,7 +76,7 @@ def test_loss_and_gradient_are_those_of_the_unpacked_batch(config):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()) + 1e-6)
 
 
-def test_rows_are_filled_up_to_a_multiple_and_carry_every_column():
+def test_rows_are_padded_to_a_multiple_with_every_column():
     batch, lengths = sequences()
     batch = batch._replace(ages=batch.mask.astype(np.int32) * 3, reference=batch.logprobs * 2)
     packed = pack(batch, lengths, row_tokens=18, rows_multiple=5)
@@ -91,14 +90,14 @@ def test_rows_are_filled_up_to_a_multiple_and_carry_every_column():
             assert positions.tolist() == list(range(len(positions)))
 
 
-def test_row_counts_are_few_and_not_much_larger():
-    found = [few(count) for count in range(2000)]
+def test_row_counts_are_rounded_up_by_less_than_a_quarter():
+    found = [round_up(count) for count in range(2000)]
     assert all(count <= n and 4 * n < 5 * count for count, n in enumerate(found) if count)
     assert sorted(set(found))[:15] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28]
     assert [len({n for n in found if 2**k <= n < 2 ** (k + 1)}) for k in range(3, 10)] == [4] * 7
 
 
-def test_lengths_end_with_the_last_token_that_is_learned_from():
+def test_learned_lengths_end_at_the_last_trained_token():
     batch, lengths = sequences()
     assert learned_lengths(batch) == lengths
     mask = batch.mask.copy()
@@ -107,11 +106,11 @@ def test_lengths_end_with_the_last_token_that_is_learned_from():
     assert learned_lengths(batch._replace(mask=mask)) == [*lengths[:2], 0, *lengths[3:5], lengths[5] - 1, lengths[6]]
 
 
-def test_what_cannot_be_packed_is_named():
+def test_invalid_batches_for_packing_are_rejected():
     batch, lengths = sequences()
     with pytest.raises(ConfigError, match="sequence 5 has 11 tokens and does not fit into a row of 10"):
         pack(batch, lengths, 10)
     with pytest.raises(ConfigError, match="7 rows, got 6 lengths"):
         pack(batch, lengths[:-1], 18)
-    with pytest.raises(ConfigError, match="packed already"):
+    with pytest.raises(ConfigError, match="already packed"):
         pack(pack(batch, lengths, 18), lengths, 18)

@@ -1,4 +1,4 @@
-"""Reward functions, in this process and in worker processes: what they may do, and what becomes of those that fail."""
+"""Reward functions in this process and in worker processes: results, failures, isolation."""
 
 import asyncio
 import math
@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from slipstream.config import load
 from slipstream.errors import ConfigError, DeadlineExceeded, RequestError, RewardFailed, RewardTimeout
+from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.rl.config import RewardConfig
-from slipstream.rl.groups import survivors
-from slipstream.rl.reward_functions import Judged, RewardRequest, name_of, reward_from
-from slipstream.rl.reward_processes import _read
-from slipstream.rl.rewards import Rewarder, reward_requests
-from slipstream.rl.tokens import Codec, write_small_model
+from slipstream.rl.data.tokens import Codec
+from slipstream.rl.rewards.functions import Reward, RewardRequest, import_function, import_name
+from slipstream.rl.rewards.groups import survivors
+from slipstream.rl.rewards.rewarder import Rewarder, reward_requests
+from slipstream.rl.rewards.worker_pool import parse_reply
 from slipstream.types import Completion, VersionSpan
 from tests.rl import reward_samples as samples
 
@@ -57,7 +58,7 @@ def pids(rewarder):
 
 @pytest.fixture(scope="module")
 def apart():
-    """One worker process, shared by tests, whatever they do to it."""
+    """One worker process, shared by tests that may kill it."""
     with Rewarder(f"{HOME}:by_completion", workers=1, timeout=LONG) as rewarder:
         yield rewarder
 
@@ -83,7 +84,7 @@ def test_functions_of_every_kind(workers, name, requests, values):
 
 
 @pytest.mark.parametrize("workers", [HERE, APART])
-def test_a_function_is_told_every_fact(workers):
+def test_functions_get_every_fact(workers):
     facts = RewardRequest("r12=", "12", (1, 2), (5, 6), "length", "21", 3, 4, {"hint": {"x": [1]}, "timeout": 5})
     with Rewarder(samples.facts, workers=workers, timeout=LONG) as rewarder:
         assert rewarder.score([facts]).values == (34.0,)
@@ -102,7 +103,7 @@ def test_weighted_sums_and_parts(workers):
     )
 
 
-def test_sums_that_overflow_are_refused():
+def test_overflowing_sums_are_rejected():
     with (
         Rewarder(lambda prompt, completion: {"a": 1e308, "b": 1e308}) as rewarder,
         pytest.raises(RewardFailed, match="inf"),
@@ -113,7 +114,7 @@ def test_sums_that_overflow_are_refused():
 
 
 @pytest.mark.parametrize("workers", [HERE, APART])
-def test_what_is_no_finite_number_is_refused_by_name(workers):
+def test_invalid_return_values_are_reported(workers):
     with Rewarder(samples.odd, workers=workers, timeout=LONG, on_error="drop") as rewarder:
         for name, value in samples.ODD.items():
             with pytest.raises(RewardFailed) as caught:
@@ -128,7 +129,7 @@ def test_what_is_no_finite_number_is_refused_by_name(workers):
 
 @pytest.mark.parametrize("function", ["by_completion", "by_completion_async"])
 @pytest.mark.parametrize("workers", [HERE, APART])
-def test_exceptions_come_with_their_traceback(function, workers):
+def test_exceptions_are_reported_with_their_traceback(function, workers):
     with Rewarder(f"{HOME}:{function}", workers=workers, timeout=LONG) as rewarder:
         for what, error in (
             ("raise", "ValueError: no digits in it"),
@@ -142,22 +143,22 @@ def test_exceptions_come_with_their_traceback(function, workers):
             said = str(caught.value)
             assert f"{HOME}:{function}" in said and "sample 1 of prompt 2" in said and error in said
             assert "reward_samples.py" in said and "by_completion" in said
-        assert rewarder.score([request("1")]).values == (1.0,)  # and it goes on
+        assert rewarder.score([request("1")]).values == (1.0,)  # the next call works
 
 
 @pytest.mark.parametrize("function", ["by_completion", "by_completion_async"])
 @pytest.mark.parametrize("workers", [HERE, APART])
-def test_one_that_hangs_is_an_error_at_its_deadline(function, workers):
+def test_a_hanging_call_times_out(function, workers):
     with Rewarder(f"{HOME}:{function}", workers=workers, timeout=SHORT) as rewarder:
         with pytest.raises(RewardTimeout, match=f"{function}.*within 2 s.*sample 1 of prompt 2"):
             rewarder.score([request("hang", 2, 1)])
-        rewarder.close()  # and once more
+        rewarder.close()  # may be called twice
     with Rewarder(f"{HOME}:{function}", workers=workers, timeout=SHORT, on_error="drop") as rewarder:
         rewards = rewarder.score(batch("1", "2", "hang", group=3))
         assert rewards.kept == (0, 1) and [type(e) for e in rewards.errors] == [RewardTimeout]
 
 
-def test_one_that_holds_the_interpreter_is_killed():
+def test_a_function_that_holds_the_gil_is_killed():
     with Rewarder(samples.by_completion, workers=1, timeout=SHORT) as rewarder:
         (pid,) = pids(rewarder)
         with pytest.raises(RewardTimeout, match="killed"):
@@ -169,7 +170,7 @@ def test_one_that_holds_the_interpreter_is_killed():
     ("how", "said"),
     [("os._exit", "exit code 3"), ("segfault", "SIGSEGV"), ("kill", "(?s)SIGKILL.*about to go")],
 )
-def test_one_that_ends_its_process_takes_nobody_along(apart, how, said):
+def test_a_function_that_ends_its_process_is_isolated(apart, how, said):
     (before,) = pids(apart)
     with pytest.raises(RewardFailed, match=said) as caught:
         apart.score([request(how, 4, 2)])
@@ -178,24 +179,24 @@ def test_one_that_ends_its_process_takes_nobody_along(apart, how, said):
     assert after not in (before, os.getpid()) and not alive(before)
 
 
-def test_a_worker_that_was_killed_while_idle_is_replaced_and_nobody_is_blamed(apart):
+def test_a_worker_killed_while_idle_is_replaced_without_error(apart):
     before = int(apart.score([request("pid")]).values[0])
     os.kill(before, signal.SIGKILL)
     assert int(apart.score([request("pid")]).values[0]) != before
 
 
-def test_what_a_function_prints_is_no_answer(apart):
+def test_output_of_a_function_is_not_a_reply(apart):
     assert apart.score(batch("print", "1", "print", "2")).values == (0.25, 1.0, 0.25, 2.0)
 
 
-def test_memory_has_a_limit():
+def test_memory_limit():
     with Rewarder(samples.by_completion, workers=1, timeout=LONG, memory_limit=4 << 30) as rewarder:
         with pytest.raises(RewardFailed, match=r"MemoryError|SIGKILL"):
             rewarder.score([request("memory")])
         assert rewarder.score([request("2")]).values == (2.0,)
 
 
-def test_what_the_function_started_is_killed_with_it(tmp_path):
+def test_child_processes_of_a_function_are_killed(tmp_path):
     note = tmp_path / "pids"
     with Rewarder(samples.leaves_a_child, workers=1, timeout=2.0) as rewarder:
         with pytest.raises(RewardTimeout):
@@ -206,25 +207,25 @@ def test_what_the_function_started_is_killed_with_it(tmp_path):
 def test_workers_share_a_batch_and_keep_their_state(apart):
     with Rewarder(samples.by_completion, workers=2, timeout=LONG) as rewarder:
         rewarder.score(batch(*["count"] * 8))
-        assert sum(rewarder.score(batch(*["count"] * 2)).values) > 2  # functions keep what they learned between calls
+        assert sum(rewarder.score(batch(*["count"] * 2)).values) > 2  # functions keep state between calls
         assert samples.CALLS == 0
         both = pids(rewarder)
     assert all(not alive(pid) for pid in both)
 
 
-def test_failed_samples_are_left_out_and_never_zero():
+def test_failed_samples_are_dropped_not_zero():
     with Rewarder(samples.by_completion, on_error="drop") as rewarder:
         # Groups of three that lose one, two and none: the second is left with one sample, which has no baseline.
         rewards = rewarder.score(batch("1", "raise", "3", "raise", "5", "raise", "7", "8", "9", group=3))
         assert rewards.kept == (0, 2, 6, 7, 8) and rewards.values == (1.0, 3.0, 7.0, 8.0, 9.0)
         assert len(rewards.errors) == 3 and rewards.num_dropped == 4 and len(rewards.parts) == 5
-        with pytest.raises(RewardFailed, match="none is left"):
+        with pytest.raises(RewardFailed, match="none of 4 samples is left"):
             rewarder.score(batch("raise", "1", "2", "raise"))
         assert rewarder.score([]).values == () and rewarder.score([request("1")]).kept == (0,)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12))
-def test_survivors_by_the_rule(rows):
+def test_survivors(rows):
     groups, failed = [g for g, _ in rows], {i for i, (_, bad) in enumerate(rows) if bad}
     kept = survivors(groups, failed)
     for group in set(groups):
@@ -233,7 +234,7 @@ def test_survivors_by_the_rule(rows):
         assert [i for i in kept if groups[i] == group] == (good if len(good) > 1 or good == all_of_it else [])
 
 
-def test_one_error_ends_the_other_calls_of_a_batch(tmp_path):
+def test_an_error_cancels_the_other_calls_of_a_batch(tmp_path):
     with Rewarder(samples.by_completion, workers=2, timeout=LONG) as rewarder:
         rewarder.score(batch(*["1"] * 8))
         with pytest.raises(RewardFailed, match="no digits"):
@@ -241,7 +242,7 @@ def test_one_error_ends_the_other_calls_of_a_batch(tmp_path):
         assert rewarder.score(batch("1", "2")).values == (1.0, 2.0)
 
 
-def test_awaited_on_an_event_loop_of_ones_own():
+def test_async_call_on_another_event_loop():
     async def both():
         with Rewarder(samples.later) as rewarder:
             return await asyncio.gather(*(rewarder.ascore([request(text)]) for text in ("1", "2")))
@@ -249,15 +250,15 @@ def test_awaited_on_an_event_loop_of_ones_own():
     assert [r.values for r in asyncio.run(both())] == [(1.0,), (2.0,)]
 
 
-def test_functions_without_a_name_run_here_and_only_here():
+def test_functions_without_a_name_run_in_process_only():
     with Rewarder(lambda prompt, completion: 1.5) as rewarder:
         assert rewarder.score([request()]).values == (1.5,)
     with pytest.raises(ConfigError, match="workers=0"):
         Rewarder(lambda prompt, completion: 1.5, workers=1)
-    assert reward_from(name_of(samples.exact)) is samples.exact
+    assert import_function(import_name(samples.exact)) is samples.exact
 
 
-def test_facts_for_a_process_are_json(apart):
+def test_extra_facts_must_be_json_for_workers(apart):
     with pytest.raises(RewardFailed, match="extra"):
         apart.score([request("1", extra={"x": object()})])
 
@@ -271,13 +272,13 @@ def test_facts_for_a_process_are_json(apart):
         (f"{HOME}s:exact", f"no module '{HOME}s'; did you mean 'reward_samples'"),
         ("zq_no_such_package:f", "no module 'zq_no_such_package'; is its directory on PYTHONPATH"),
         ("slipstreem:f", "did you mean 'slipstream'"),
-        (f"{HOME}:not_a_function", "no function but 3"),
+        (f"{HOME}:not_a_function", "not a function but 3"),
         (f"{HOME}.exact", f"did you mean '{HOME}:exact'"),
         ("exact", "my_module:my_reward"),
         (":f", "my_module:my_reward"),
     ],
 )
-def test_names_that_name_nothing(workers, name, said):
+def test_wrong_names_are_reported_with_suggestions(workers, name, said):
     with pytest.raises(ConfigError, match=f"(?s){said}"):
         Rewarder(name, workers=workers)
 
@@ -305,14 +306,14 @@ def test_a_module_that_hangs_or_dies_when_imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [{"timeout": 0}, {"workers": -1}, {"on_error": "zero"}, {"concurrency": 0}])
-def test_settings_that_make_no_sense(wrong):
+def test_invalid_settings_are_rejected(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Rewarder(samples.exact, **wrong)
 
 
 @pytest.mark.parametrize("functions", [[], {}, [samples.exact, samples.exact], {f"{HOME}:exact": float("nan")}])
-def test_functions_that_make_no_sense(functions):
-    with pytest.raises(ConfigError, match=r"each once|finite"):
+def test_invalid_functions_are_rejected(functions):
+    with pytest.raises(ConfigError, match=r"only once|finite"):
         Rewarder(functions)
 
 
@@ -323,14 +324,14 @@ def test_from_toml(tmp_path):
     )
     with Rewarder.from_config(load(RewardConfig, path)) as rewarder:
         assert rewarder.score([request("ab")]).values == (2 * 2 + 0.5 * 2.0,)
-    with pytest.raises(ConfigError, match=r"functions\.f must be of type float"):
+    with pytest.raises(ConfigError, match=r"functions\.f must be a valid number"):
         load(RewardConfig, None, ["functions.f=text"])
-    with pytest.raises(ConfigError, match="functions is a table"):
+    with pytest.raises(ConfigError, match="functions must be a valid dictionary"):
         load(RewardConfig, None, ["functions=3"])
 
 
-def test_requests_of_completions(tmp_path):
-    write_small_model(tmp_path)
+def test_reward_requests(tmp_path):
+    write_sample_config(tmp_path)
     codec = Codec(tmp_path)
     (ids,) = codec.answers(["21"])
     made = Completion("x", 1, (1, 9), (*ids, 2), "", (), (), "stop", (VersionSpan(0, 0, 3),), prompt_index=1)
@@ -338,8 +339,8 @@ def test_requests_of_completions(tmp_path):
     assert found == RewardRequest("r12=", "21", (1, 9), (*ids, 2), "stop", "=21r", 1, 1)
 
 
-def test_a_function_that_writes_into_the_workers_pipe_is_found_out(apart):
-    with pytest.raises(RewardFailed, match="no verdict"):
+def test_a_function_that_corrupts_the_workers_pipe_is_reported(apart):
+    with pytest.raises(RewardFailed, match="invalid reply"):
         apart.score([request("garble")])
     assert apart.score([request("3")]).values == (3.0,)
 
@@ -351,14 +352,14 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["value", "parts", "what", "fix", "detail", "x"]), JSON))
-def test_whatever_a_worker_says_is_a_finite_reward_or_none(said):
-    found = _read(said)
-    if isinstance(found, Judged):
+def test_parsed_replies_have_finite_rewards(said):
+    found = parse_reply(said)
+    if isinstance(found, Reward):
         assert math.isfinite(found.value) and all(math.isfinite(part) for part in found.parts.values())
     assert found is None or said.keys() <= {"value", "parts", "what", "fix", "detail"}
 
 
-def test_a_closed_rewarder_says_so(apart):
+def test_a_closed_rewarder_raises(apart):
     for workers in (HERE, APART):
         with Rewarder(samples.length, workers=workers) as rewarder:
             pass
@@ -368,14 +369,14 @@ def test_a_closed_rewarder_says_so(apart):
 
 _TRAINER = f"""
 import sys
-from slipstream.rl.rewards import Rewarder
-from slipstream.rl.reward_functions import RewardRequest
+from slipstream.rl.rewards.rewarder import Rewarder
+from slipstream.rl.rewards.functions import RewardRequest
 with Rewarder("{HOME}:leaves_a_child", workers=1, timeout=3600) as rewarder:
     rewarder.score([RewardRequest(sys.argv[1], "")])
 """
 
 
-def test_workers_end_when_the_trainer_is_killed(tmp_path):
+def test_workers_die_with_the_trainer(tmp_path):
     note = tmp_path / "pids"
     trainer = subprocess.Popen([sys.executable, "-c", _TRAINER, str(note)])
     try:
@@ -392,7 +393,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_worker_loads_nothing_heavy():
-    code = "import slipstream.rl.reward_worker, sys; print(sorted({m.partition('.')[0] for m in sys.modules}))"
+def test_workers_import_nothing_heavy():
+    code = "import slipstream.rl.rewards.worker, sys; print(sorted({m.partition('.')[0] for m in sys.modules}))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert not any(f"'{heavy}'" in said for heavy in ("jax", "numpy", "grpc", "torch", "optax"))

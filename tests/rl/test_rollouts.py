@@ -1,4 +1,4 @@
-"""Multi-turn episodes with a real engine in this process: tokens that only grow, what is trained on, and what fails."""
+"""Multi-turn episodes with a real engine in this process: tokens, training batches, failures."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig
 from slipstream.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -19,13 +19,14 @@ from slipstream.errors import (
     InvalidSampling,
     NotReady,
 )
-from slipstream.rl.environments import Markers, Observation
-from slipstream.rl.episodes import Episode, Turn, episode_advantages, episode_batch
-from slipstream.rl.rollouts import arun_episodes, run_episodes
-from slipstream.rl.tokens import Codec, init_small, small_model, write_small_model
+from slipstream.model.checkpoints.sample_model import sample_config, sample_params, write_sample_config
+from slipstream.rl.agents.environments import Markers, Observation
+from slipstream.rl.agents.episodes import Episode, Turn, episode_advantages, episode_batch
+from slipstream.rl.agents.multi_turn import arun_episodes, run_episodes
+from slipstream.rl.data.tokens import Codec
 from slipstream.types import SamplingParams, VersionSpan
 
-ENGINE = EngineConfig(max_concurrency=32, max_model_len=128, page_size=8)
+ENGINE = EmbeddedConfig(max_num_seqs=32, max_model_len=128, block_size=8)
 SAMPLING = SamplingParams(max_tokens=6, seed=5)
 MARKERS = Markers(before="\n> ", after="\n", first="> ", unfinished="<eos>")
 
@@ -33,7 +34,7 @@ MARKERS = Markers(before="\n> ", after="\n", first="> ", unfinished="<eos>")
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    write_small_model(path)
+    write_sample_config(path)
     return path
 
 
@@ -45,12 +46,12 @@ def codec(model_dir):
 @pytest.fixture(scope="module")
 def bridge(model_dir):
     with slipstream.inprocess(model_dir, engine=ENGINE) as bridge:
-        bridge.sync(init_small(small_model(), 0))
+        bridge.sync(sample_params(sample_config(), 0))
         yield bridge
 
 
 class Seen:
-    """The bridge, and the prompts that went through it."""
+    """A bridge that records its prompts."""
 
     def __init__(self, bridge):
         self._bridge, self.prompts = bridge, []
@@ -68,7 +69,7 @@ class Seen:
 
 
 class Echo:
-    """Answers with how long each action was; done after `turns` of them. The prompt differs by seed, for 30 tokens."""
+    """Answers with the length of each action; done after `turns`. The first 30 tokens of the prompt depend on the seed."""
 
     def __init__(self, turns=3):
         self.turns, self.actions = turns, []
@@ -93,7 +94,7 @@ class AsyncEcho(Echo):
 
 
 @pytest.mark.parametrize("kind", [Echo, AsyncEcho])
-def test_each_turn_goes_on_from_the_very_tokens_of_the_one_before(bridge, codec, kind):
+def test_each_turn_continues_from_the_exact_tokens_of_the_last(bridge, codec, kind):
     seen, environments = Seen(bridge), [kind() for _ in range(6)]
     hits = seen.stats["hit_tokens"]
     found = run_episodes(seen, codec, environments, SAMPLING, markers=MARKERS, seed=1, max_turns=5)
@@ -101,7 +102,7 @@ def test_each_turn_goes_on_from_the_very_tokens_of_the_one_before(bridge, codec,
 
     assert len(found.episodes) == 6 and not found.errors and found.num_dropped == 0
     prompts = {}
-    for prompt in seen.prompts:  # an episode's first 33 tokens tell it apart
+    for prompt in seen.prompts:  # the first 33 tokens identify an episode
         prompts.setdefault(prompt[:33], []).append(prompt)
     assert len(prompts) == 6
     known = 0
@@ -111,16 +112,16 @@ def test_each_turn_goes_on_from_the_very_tokens_of_the_one_before(bridge, codec,
         sent = prompts[episode.token_ids[:33]]
         expected = codec.prompts([f"> {environment.seed:030d}\n"])[0]
         for turn, prompt in zip(episode.turns, sent, strict=True):
-            assert prompt == expected == episode.token_ids[: turn.start]  # to the token
+            assert prompt == expected == episode.token_ids[: turn.start]  # exactly
             expected += turn.token_ids
             known += len(prompt) if turn is not episode.turns[0] else 0
             cut = "<eos>" if turn.finish_reason == "length" else ""
             said = codec.answers([f"{cut}\n> {len(turn.action)} long\n"])[0]
             if turn is not episode.turns[-1]:
-                known -= len(said) + 1  # what is new, and the last token drawn, whose keys nobody needed yet
+                known -= len(said) + 1  # the new text, and the last sampled token, which is not in the KV cache yet
             expected += said
-        assert episode.token_ids == expected[: -len(said)]  # what was said after the end is not part of it
-    assert hits >= known > 300  # all that existed came from the prefix cache
+        assert episode.token_ids == expected[: -len(said)]  # the observation after the end is not part of it
+    assert hits >= known > 300  # the whole context came from the prefix cache
 
 
 def test_masks_logprobs_and_versions_line_up(bridge, codec):
@@ -142,7 +143,7 @@ def test_masks_logprobs_and_versions_line_up(bridge, codec):
                 assert episode.logprobs[i] == episode.raw_logprobs[i] == 0
 
 
-def test_the_same_seeds_make_the_same_episodes_and_a_group_begins_alike(bridge, codec):
+def test_equal_seeds_give_equal_episodes_and_groups_start_alike(bridge, codec):
     def play(**how):
         return run_episodes(
             bridge, codec, [Echo() for _ in range(6)], SAMPLING, **{"group": 3, "seed": 4, **how}
@@ -152,11 +153,11 @@ def test_the_same_seeds_make_the_same_episodes_and_a_group_begins_alike(bridge, 
     assert play() == first == play(concurrency=1)
     assert [e.group for e in first] == [0, 0, 0, 1, 1, 1] and [e.environment for e in first] == list(range(6))
     assert [len({e.seed for e in first[i : i + 3]}) for i in (0, 3)] == [1, 1] and first[0].seed != first[3].seed
-    assert len({e.token_ids for e in first}) == 6  # and goes on in ways of its own
+    assert len({e.token_ids for e in first}) == 6  # and then diverges
     assert play(seed=5)[0].token_ids != first[0].token_ids
 
 
-def test_awaited_on_an_event_loop_of_ones_own(bridge, codec):
+def test_async_call_on_another_event_loop(bridge, codec):
     found = asyncio.run(arun_episodes(bridge, codec, [Echo(), Echo()], SAMPLING, max_turns=2))
     assert found == run_episodes(bridge, codec, [Echo(), Echo()], SAMPLING, max_turns=2)
     assert [e.end for e in found.episodes] == ["max_turns"] * 2
@@ -184,7 +185,7 @@ def test_an_environment_does_not_wait_for_the_others(bridge, codec):
 def test_an_episode_ends_when_there_is_no_room_left(bridge, codec):
     (episode,) = run_episodes(bridge, codec, [Echo(turns=99)], SAMPLING, max_turns=99, max_length=60).episodes
     assert episode.end == "too_long" and len(episode.turns) >= 2 and len(episode.token_ids) <= 60
-    assert episode.sampled[-1]  # an observation that nobody answered is not in it
+    assert episode.sampled[-1]  # the last observation is not part of it
     wide = SamplingParams(max_tokens=500, ignore_eos=True, seed=1)
     (episode,) = run_episodes(bridge, codec, [Echo()], wide).episodes
     assert episode.end == "too_long" and len(episode.token_ids) == ENGINE.max_model_len and episode.rewards == (1.0,)
@@ -193,7 +194,7 @@ def test_an_episode_ends_when_there_is_no_room_left(bridge, codec):
 
 
 class Faulty(Echo):
-    """Fails in its own way in the second turn."""
+    """Fails in the second turn."""
 
     def __init__(self, how):
         super().__init__()
@@ -217,56 +218,56 @@ FAULTS = {
     r"must return \(observation, reward, done\), got None": lambda stepped: None,
     r"got .*tuple of 5": lambda stepped: (*stepped, {}, {}),
     r"Observation\(text\), got 'text' \(str\)": lambda stepped: ("text", 1.0, False),
-    r"as reward it returned nan": lambda stepped: (stepped[0], float("nan"), False),
-    r"as reward it returned None": lambda stepped: (stepped[0], None, False),
+    r"as a reward it returned nan": lambda stepped: (stepped[0], float("nan"), False),
+    r"as a reward it returned None": lambda stepped: (stepped[0], None, False),
     r"done must be True or False, got 0": lambda stepped: (stepped[0], 1.0, 0),
 }
 
 
 @pytest.mark.parametrize("said", FAULTS)
-def test_faults_of_an_environment_name_it_and_the_turn(bridge, codec, said):
+def test_environment_failures_name_the_environment_and_the_turn(bridge, codec, said):
     with pytest.raises(EnvironmentFailed, match=rf"environment 1 \(Faulty, seed \d+\), turn 1: step(.|\n)*{said}"):
         run_episodes(bridge, codec, [Echo(), Faulty(FAULTS[said])], SAMPLING)
 
 
-def test_one_that_hangs_is_an_error_at_its_deadline(bridge, codec):
+def test_a_hanging_call_times_out(bridge, codec):
     class Asleep(Echo):
         async def reset(self, seed):
             await asyncio.sleep(3600)
 
-    with pytest.raises(EnvironmentTimeout, match=r"environment 0 .* turn 1: step gave no answer within 1 s"):
+    with pytest.raises(EnvironmentTimeout, match=r"environment 0 .* turn 1: step did not return within 1 s"):
         run_episodes(bridge, codec, [Faulty(hangs)], SAMPLING, step_timeout=1.0)
-    with pytest.raises(EnvironmentTimeout, match=r"environment 0 .* turn 0: reset gave no answer"):
+    with pytest.raises(EnvironmentTimeout, match=r"environment 0 .* turn 0: reset did not return"):
         run_episodes(bridge, codec, [Asleep()], SAMPLING, step_timeout=1.0)
 
 
-def test_a_policy_that_does_not_answer_is_an_error_at_its_deadline(bridge, codec):
+def test_a_turn_of_the_policy_times_out(bridge, codec):
     bridge.pause()
     try:
-        with pytest.raises(DeadlineExceeded, match=r"environment 0 .* turn 0: waited 1 s for the policy"):
+        with pytest.raises(DeadlineExceeded, match=r"environment 0 .* turn 0: the policy's turn took longer than 1 s"):
             run_episodes(bridge, codec, [Echo()], SAMPLING, turn_timeout=1.0)
     finally:
         bridge.resume()
     assert run_episodes(bridge, codec, [Echo()], SAMPLING).episodes
 
 
-def test_what_has_no_such_method_or_begins_with_nonsense(bridge, codec):
+def test_invalid_environments_are_rejected(bridge, codec):
     class Text(Echo):
         def reset(self, seed):
             return "text"
 
-    with pytest.raises(EnvironmentFailed, match="reset is not there"):
+    with pytest.raises(EnvironmentFailed, match="reset is missing"):
         run_episodes(bridge, codec, [object()], SAMPLING)
-    with pytest.raises(EnvironmentFailed, match=r"turn 0: reset must give an Observation\(text\), got 'text'"):
+    with pytest.raises(EnvironmentFailed, match=r"turn 0: reset must return an Observation\(text\), got 'text'"):
         run_episodes(bridge, codec, [Text()], SAMPLING)
 
 
-def test_failed_episodes_are_left_out_of_their_groups(bridge, codec):
+def test_failed_episodes_are_dropped_from_their_groups(bridge, codec):
     environments = [Faulty(raises), Echo(), Echo(), Faulty(raises), Echo(), Faulty(raises), Echo(), Echo(), Echo()]
     found = run_episodes(bridge, codec, environments, SAMPLING, group=3, on_error="drop")
     assert [e.environment for e in found.episodes] == [1, 2, 6, 7, 8]
     assert len(found.errors) == 3 and found.num_dropped == 4
-    with pytest.raises(EnvironmentFailed, match="none is left"):
+    with pytest.raises(EnvironmentFailed, match="none of 1 episodes is left"):
         run_episodes(bridge, codec, [Faulty(raises)], SAMPLING, on_error="drop")
 
 
@@ -274,21 +275,21 @@ def test_failed_episodes_are_left_out_of_their_groups(bridge, codec):
     "wrong",
     [{"max_turns": 0}, {"group": 2}, {"seed": -1}, {"on_error": "zero"}, {"step_timeout": 0}, {"turn_timeout": -1}],
 )
-def test_settings_that_make_no_sense(bridge, codec, wrong):
+def test_invalid_settings_are_rejected(bridge, codec, wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         run_episodes(bridge, codec, [Echo()], SAMPLING, **wrong)
 
 
-def test_environments_and_samplings_that_make_no_sense(bridge, codec):
+def test_shared_environments_and_several_samples_are_rejected(bridge, codec):
     one = Echo()
-    with pytest.raises(ConfigError, match="environments 0 and 1 are one object"):
+    with pytest.raises(ConfigError, match="environments 0 and 1 are the same object"):
         run_episodes(bridge, codec, [one, one], SAMPLING)
     with pytest.raises(InvalidSampling, match="n=2"):
         run_episodes(bridge, codec, [one], SamplingParams(n=2))
     assert run_episodes(bridge, codec, [], SAMPLING).episodes == ()
 
 
-def test_an_engines_failure_is_raised_whatever_the_choice(model_dir, codec):
+def test_engine_failures_are_always_raised(model_dir, codec):
     with (
         slipstream.inprocess(model_dir, engine=ENGINE) as empty,
         pytest.raises(NotReady, match=r"environment 0 .* turn 0"),
@@ -298,11 +299,11 @@ def test_an_engines_failure_is_raised_whatever_the_choice(model_dir, codec):
 
 def test_spans_follow_a_policy_that_changes_between_turns(model_dir, codec):
     with slipstream.inprocess(model_dir, engine=ENGINE) as bridge:
-        bridge.sync(init_small(small_model(), 0))
+        bridge.sync(sample_params(sample_config(), 0))
 
         class Syncs(Echo):
             def step(self, action):
-                bridge.sync(init_small(small_model(), len(self.actions) + 1))
+                bridge.sync(sample_params(sample_config(), len(self.actions) + 1))
                 return super().step(action)
 
         (episode,) = run_episodes(bridge, codec, [Syncs()], SAMPLING).episodes
@@ -310,7 +311,7 @@ def test_spans_follow_a_policy_that_changes_between_turns(model_dir, codec):
 
 
 class Together(Echo):
-    """Begins when all have come, and does so again in its second turn, where one of them acts."""
+    """Waits for all environments at the start and in the second turn, where one of them runs `action`."""
 
     def __init__(self, begin, second):
         super().__init__()
@@ -326,20 +327,20 @@ class Together(Echo):
         return super().step(action)
 
 
-def test_an_episode_stays_with_its_engine_until_that_dies(model_dir, codec, tmp_path):
+def test_an_episode_stays_on_its_engine_until_it_dies(model_dir, codec, tmp_path):
     def play(bridge, act):
         begin, second = threading.Barrier(8), threading.Barrier(8, action=act)
         return run_episodes(bridge, codec, [Together(begin, second) for _ in range(8)], SAMPLING).episodes
 
     with slipstream.launch(model_dir, engines=2, engine=ENGINE, run_dir=tmp_path / "run", start_timeout=200) as bridge:
-        bridge.sync(init_small(small_model(), 0))
+        bridge.sync(sample_params(sample_config(), 0))
         calm = play(bridge, None)
         assert [len({turn.engine for turn in e.turns}) for e in calm] == [1] * 8
         victim = calm[0].turns[0].engine
         (pid,) = [status.info.pid for status in bridge.status().engines if status.info.name == victim]
         after = play(bridge, lambda: os.kill(pid, signal.SIGKILL))
     assert [e.end for e in after] == ["done"] * 8
-    assert [e.token_ids for e in after] == [e.token_ids for e in calm]  # seeds go with the requests
+    assert [e.token_ids for e in after] == [e.token_ids for e in calm]  # seeds belong to requests, not engines
     for e in after:
         first, second, third = (turn.engine for turn in e.turns)
         assert first == second and third != victim
@@ -363,7 +364,7 @@ def episode(group, *turns, length=10):
     return Episode(0, group, 0, tuple(range(length)), made, "done")
 
 
-def test_a_batch_trains_on_sampled_tokens_alone():
+def test_a_batch_trains_on_sampled_tokens_only():
     episodes = [
         episode(0, (2, (2, 3), 1.0), (6, (6, 7, 8), 0.5)),
         episode(0, (1, (1,), 0.0), length=2),

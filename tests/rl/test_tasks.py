@@ -6,9 +6,9 @@ import pytest
 
 from slipstream.config import load
 from slipstream.errors import ConfigError
-from slipstream.rl import answers
 from slipstream.rl.config import TaskConfig, TrainConfig
-from slipstream.rl.tasks import DigitTask, task_named
+from slipstream.rl.data import answers
+from slipstream.rl.data.tasks import DigitTask, task_named
 from tests.rl import gyms
 
 
@@ -29,7 +29,7 @@ def test_answers_and_exact_rewards(name, prompt, answer):
 
 
 @pytest.mark.parametrize("name", ["reverse", "sort", "add"])
-def test_prompts_have_one_form_and_one_length(name):
+def test_prompts_have_constant_length(name):
     task = task_named(TaskConfig(name=name, digits=2))
     prompts = task.prompts(rng(), 50)
     assert len(set(prompts)) == 50 and len({len(p) for p in prompts}) == 1
@@ -48,12 +48,12 @@ def test_splits_are_disjoint_complete_and_of_the_right_size(digits, holdout):
     assert bool(heldout) == bool(holdout) and train
 
 
-def test_held_out_prompts_are_spread_over_all_of_them():
+def test_held_out_prompts_are_spread_evenly():
     numbers = [int(p[1:-1]) for p in DigitTask("reverse", 3, 0.1).prompts(rng(), 100, "heldout")]
     assert min(np.bincount(np.array(numbers) // 100, minlength=10)) >= 5
 
 
-def test_large_spaces_are_drawn_from_without_being_listed():
+def test_large_tasks_are_sampled_without_enumeration():
     task = DigitTask("add", 9, 0.1)
     train, heldout = set(task.prompts(rng(), 200)), set(task.prompts(rng(), 200, "heldout"))
     assert len(train) == len(heldout) == 200 and not train & heldout
@@ -61,19 +61,19 @@ def test_large_spaces_are_drawn_from_without_being_listed():
         DigitTask("add", 10)
 
 
-def test_a_small_split_repeats_itself_only_when_used_up():
+def test_a_small_split_repeats_only_when_exhausted():
     prompts = DigitTask("reverse", 1, 0.0).prompts(rng(), 25)
     assert len(prompts) == 25 and len(set(prompts[:10])) == 10
 
 
-def test_unknown_tasks_are_refused_with_the_nearest_name():
+def test_unknown_tasks_are_rejected_with_suggestions():
     with pytest.raises(ConfigError, match="did you mean 'reverse'"):
         task_named(TaskConfig(name="revers"))
     with pytest.raises(ConfigError, match="known tasks: reverse, sort, add, reasoning_gym:<name>"):
         task_named(TaskConfig(name="zzz"))
 
 
-def test_reasoning_gym_that_is_not_installed_says_how_to_get_it(monkeypatch):
+def test_missing_reasoning_gym_is_reported_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream-rl\[reasoning-gym\]'"):
         task_named(TaskConfig(name="reasoning_gym:leg_counting"))
@@ -96,7 +96,7 @@ def test_reasoning_gym_answers_are_extracted_before_they_are_scored(gym):
 
 
 def test_reasoning_gym_splits_never_share_a_question(gym):
-    task = task_named(TaskConfig(name="reasoning_gym:leg_counting", holdout=0.2))  # many of its questions are equal
+    task = task_named(TaskConfig(name="reasoning_gym:leg_counting", holdout=0.2))  # has many equal questions
     train, heldout = (set(task.prompts(rng(), 4000, split)) for split in ("train", "heldout"))
     assert train and heldout and not train & heldout
     assert len(heldout) == round(0.2 * len(train | heldout))
@@ -108,7 +108,7 @@ def test_an_unknown_reasoning_gym_task_is_a_config_error(gym):
         task_named(TaskConfig(name="reasoning_gym:leg_count"))
 
 
-def test_options_are_those_of_the_task(gym):
+def test_task_options(gym):
     small = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
     task = task_named(TaskConfig(name="reasoning_gym:chain_sum", options=small, extract="number"))
     prompts = task.prompts(rng(), 40)
@@ -126,18 +126,18 @@ def test_options_are_those_of_the_task(gym):
         ),
         ({"zzz": 3}, "it takes min_terms, max_terms, min_digits, max_digits, allow_negation"),
         ({"seed": 3}, "no option 'seed'"),
-        ({"min_terms": 9}, r"refuses task.options \{'min_terms': 9\}: max_terms must be >= min_terms"),
+        ({"min_terms": 9}, r"rejects task.options \{'min_terms': 9\}: max_terms must be >= min_terms"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_with_a_hint(gym, options, message):
+def test_invalid_options_are_rejected_with_a_hint(gym, options, message):
     with pytest.raises(ConfigError, match=message):
         task_named(TaskConfig(name="reasoning_gym:chain_sum", options=options))
 
 
-def test_options_of_a_task_that_has_none_are_refused():
-    with pytest.raises(ConfigError, match="are for reasoning_gym tasks; 'reverse'"):
+def test_options_of_digit_tasks_are_rejected():
+    with pytest.raises(ConfigError, match="apply to reasoning_gym tasks only; the settings of 'reverse'"):
         task_named(TaskConfig(options={"max_terms": 3}))
-    with pytest.raises(ConfigError, match="are for reasoning_gym tasks; 'reverse'"):
+    with pytest.raises(ConfigError, match="apply to reasoning_gym tasks only; the settings of 'reverse'"):
         task_named(TaskConfig(extract="number"))
 
 
@@ -146,11 +146,11 @@ def test_options_come_from_a_file_and_from_the_command_line(tmp_path):
     path.write_text('[task]\nname = "reasoning_gym:chain_sum"\n[task.options]\nmax_terms = 3\noperators = ["+"]\n')
     config = load(TrainConfig, path, ["task.options.max_terms=4", "task.extract=number"])
     assert config.task.options == {"max_terms": 4, "operators": ["+"]} and config.task.extract == "number"
-    with pytest.raises(ConfigError, match=r"task\.extract must be one of 'tags', 'number'"):
+    with pytest.raises(ConfigError, match=r"task\.extract must be 'tags' or 'number'"):
         load(TrainConfig, path, ["task.extract=digits"])
 
 
-def test_the_answer_in_a_text():
+def test_tagged_answers():
     assert answers.tagged(" 4 \n") == "4"
     assert answers.tagged("<answer>\n1\n2 </answer> <answer>3") == "1\n2"
 
@@ -169,5 +169,5 @@ def test_the_answer_in_a_text():
         ("", ""),
     ],
 )
-def test_the_last_number_of_a_text(text, number):
+def test_last_number(text, number):
     assert answers.last_number(text) == number

@@ -1,4 +1,4 @@
-"""The tool-use example, run briefly, and its environment by itself."""
+"""The tool-use example and its environment."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ def example():
     return module
 
 
-def test_the_calculator_answers_calls_and_judges_answers(example):
+def test_the_calculator_environment(example):
     environment = example.Calculator()
     asked = environment.reset(7).text
     assert asked == f"{example.question(7)}=" and asked == environment.reset(7).text
@@ -26,7 +26,7 @@ def test_the_calculator_answers_calls_and_judges_answers(example):
     assert environment.step("what?")[0].text == "??;" and environment.step("??")[1:] == (0.0, True)
 
 
-def test_the_example_runs_and_says_what_it_earned(example, capsys):
+def test_the_example_runs(example, capsys):
     rewards = example.main(["--steps", "3", "--warmup", "30"])
     said = capsys.readouterr().out
     assert len(rewards) == 3 and 0 < max(rewards) <= 1.2

@@ -1,6 +1,4 @@
-"""The compiled step: accumulation, sharding, donation, and that it learns what it is told to."""
-
-from dataclasses import replace
+"""The compiled train step: accumulation, sharding, donation, learning."""
 
 import jax
 import jax.numpy as jnp
@@ -8,29 +6,30 @@ import numpy as np
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.model import decoder
-from slipstream.rl import advantages, loss
-from slipstream.rl.batch import Batch, make_batch
-from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimiserConfig
-from slipstream.rl.experience import prepare, scorer
-from slipstream.rl.packing import pack
-from slipstream.rl.sharding import leaf_spec
-from slipstream.rl.train_step import Weights, forward, init_state, make_train_step
+from slipstream.model.transformer import decoder
+from slipstream.rl.algorithm import advantages, loss
+from slipstream.rl.algorithm.batch import Batch, make_batch
+from slipstream.rl.algorithm.experience import prepare
+from slipstream.rl.algorithm.forward import TrainableParams, forward, logprob_fn
+from slipstream.rl.algorithm.packing import pack
+from slipstream.rl.algorithm.sharding import leaf_spec
+from slipstream.rl.algorithm.train_step import init_state, make_train_step
+from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimizerConfig
 from tests.rl.batches import completion
 from tests.tiny import random_params, tiny_config
 
 MODEL = tiny_config(num_layers=1)
 CONFIG = AlgorithmConfig(
-    prompts=2, group=4, max_tokens=5, temperature=0.7, optimiser=OptimiserConfig(learning_rate=1e-2)
+    prompts=2, group=4, max_tokens=5, temperature=0.7, optimizer=OptimizerConfig(learning_rate=1e-2)
 )
 REWARDS = np.array([[1, 0, 0, 1], [1, 1, 0, 1]], np.float32)
 LENGTHS = (1, 2, 3, 5, 5, 4, 2, 3)
 KINDS = {
     "grpo": CONFIG,
-    "dr_grpo": replace(CONFIG, kind="dr_grpo", entropy_weight=0.01),
-    "dapo": replace(CONFIG, kind="dapo", correction=CorrectionConfig("tis", "sequence")),
-    "ppo": replace(CONFIG, kind="ppo", kl=KlConfig(0.1)),
-    "reinforce++": replace(CONFIG, kind="reinforce++", kl=KlConfig(0.1)),
+    "dr_grpo": CONFIG.replace(kind="dr_grpo", entropy_weight=0.01),
+    "dapo": CONFIG.replace(kind="dapo", correction=CorrectionConfig(kind="tis", level="sequence")),
+    "ppo": CONFIG.replace(kind="ppo", kl=KlConfig(weight=0.1)),
+    "reinforce++": CONFIG.replace(kind="reinforce++", kl=KlConfig(weight=0.1)),
 }
 
 
@@ -45,12 +44,12 @@ def plain(params):
     rng = np.random.default_rng(0)
     rows = [completion(rng.integers(4, 90, 4), rng.integers(4, 90, n)) for n in LENGTHS]
     batch = make_batch(rows, version=0, max_tokens=CONFIG.max_tokens)
-    own = np.asarray(scorer(MODEL, CONFIG.temperature)(params, batch))
+    own = np.asarray(logprob_fn(MODEL, CONFIG.temperature)(params, batch))
     return batch._replace(logprobs=own * batch.mask)
 
 
 def prepared(plain, params, config):
-    return prepare(plain, REWARDS, init_state(params, MODEL, config).weights, MODEL, config, random_params(MODEL))
+    return prepare(plain, REWARDS, init_state(params, MODEL, config).params, MODEL, config, random_params(MODEL))
 
 
 def close(found, expected, scale=1e-5):
@@ -62,11 +61,11 @@ def one_step(params, batch, config, mesh=None):
     return make_train_step(MODEL, config, mesh)(init_state(params, MODEL, config, mesh), batch)
 
 
-def test_at_ratio_one_the_gradient_is_reinforce(params, plain):
+def test_the_gradient_at_ratio_one_is_reinforce(params, plain):
     batch = prepared(plain, params, CONFIG)
 
     def ours(params):
-        return loss.objective(forward(Weights(params, None), MODEL, batch, CONFIG), batch, CONFIG).loss
+        return loss.objective(forward(TrainableParams(params, None), MODEL, batch, CONFIG), batch, CONFIG).loss
 
     def reinforce(params):
         logprobs = decoder.logprobs(params, MODEL, jnp.asarray(batch.tokens), CONFIG.temperature)
@@ -79,9 +78,9 @@ def test_at_ratio_one_the_gradient_is_reinforce(params, plain):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()) + 1e-7, rtol=1e-3)
 
 
-def test_a_step_compiles_once_keeps_params_and_moves_towards_what_was_rewarded(params, plain):
+def test_a_step_compiles_once_keeps_params_and_increases_rewarded_logprobs(params, plain):
     batch, step = prepared(plain, params, CONFIG), make_train_step(MODEL, CONFIG)
-    before = jax.tree.map(np.array, params)  # copies: a view would keep JAX from donating the original
+    before = jax.tree.map(np.array, params)  # copies: a view would prevent donation
     state = init_state(params, MODEL, CONFIG)
     moments = jax.tree.leaves(state.opt_state)
     state, metrics = step(state, batch)
@@ -91,45 +90,45 @@ def test_a_step_compiles_once_keeps_params_and_moves_towards_what_was_rewarded(p
     jax.tree.map(np.testing.assert_array_equal, before, params)  # not donated: an engine may be reading them
 
     def sequence_logprobs(params):
-        return np.asarray((scorer(MODEL, 0.7)(params, batch) * batch.mask).sum(1) / batch.mask.sum(1))
+        return np.asarray((logprob_fn(MODEL, 0.7)(params, batch) * batch.mask).sum(1) / batch.mask.sum(1))
 
     change = sequence_logprobs(state.policy) - sequence_logprobs(params)
     assert (change * advantages.group(REWARDS).reshape(-1)).sum() > 0
-    assert loss.Metrics(**{name: float(value) for name, value in metrics.items()}).gradient_norm > 0
+    assert loss.UpdateMetrics(**{name: float(value) for name, value in metrics.items()}).gradient_norm > 0
     np.testing.assert_allclose(metrics["ratio"], 1, atol=1e-5)
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-6)
     assert metrics["clip_share"] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_micro_batches_add_up_to_the_step_of_the_whole_batch(kind, params, plain):
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "dapo"])
+def test_micro_batches_give_the_same_step(kind, params, plain):
     config, batch = KINDS[kind], prepared(plain, params, KINDS[kind])
     whole, expected = one_step(params, batch, config)
-    state, metrics = one_step(params, batch, replace(config, micro_batches=4))
+    state, metrics = one_step(params, batch, config.replace(micro_batches=4))
     close(metrics, expected)
     close(state.opt_state, whole.opt_state)  # moments after one step: the gradient and its square
 
 
 @pytest.mark.parametrize(("kind", "parts"), [("grpo", 2), ("ppo", 1)])
-def test_sharded_over_devices_a_step_is_the_same(kind, parts, params, plain):
+def test_a_sharded_step_is_the_same(kind, parts, params, plain):
     mesh = jax.make_mesh((2,), ("fsdp",))
-    config, batch = replace(KINDS[kind], micro_batches=parts), prepared(plain, params, KINDS[kind])
+    config, batch = KINDS[kind].replace(micro_batches=parts), prepared(plain, params, KINDS[kind])
     whole, expected = one_step(params, batch, KINDS[kind])
     state, metrics = one_step(params, batch, config, mesh)
     close(metrics, expected)
     close(state.opt_state, whole.opt_state)
-    close(state.weights, whole.weights, 1e-3)
+    close(state.params, whole.params, 1e-3)
     embedding = state.policy["model"]["embed_tokens"]["weight"]
     assert {s.data.shape for s in embedding.addressable_shards} == {(48, 32)}  # each device holds half of it
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == embedding.shape]
     assert len(moments) >= 2 and all({s.data.shape for s in m.addressable_shards} == {(48, 32)} for m in moments)
-    again, _ = make_train_step(MODEL, config, mesh)(state, batch)  # what comes out goes in
+    again, _ = make_train_step(MODEL, config, mesh)(state, batch)  # the output state is a valid input
     assert make_train_step(MODEL, config, mesh).update._cache_size() == 1
     assert again.policy["model"]["embed_tokens"]["weight"].sharding == embedding.sharding
 
 
-def test_a_packed_batch_makes_the_same_step(params, plain):
-    config, batch = replace(CONFIG, micro_batches=2), prepared(plain, params, CONFIG)
+def test_a_packed_batch_gives_the_same_step(params, plain):
+    config, batch = CONFIG.replace(micro_batches=2), prepared(plain, params, CONFIG)
     packed = pack(batch, [4 + n for n in LENGTHS], row_tokens=16, rows_multiple=2)
     (whole, expected), (state, metrics) = one_step(params, batch, CONFIG), one_step(params, packed, config)
     close(metrics, expected)
@@ -149,16 +148,16 @@ def test_a_packed_batch_makes_the_same_step(params, plain):
         ((8, 8), 1, ()),
     ],
 )
-def test_the_largest_dimension_that_can_be_is_cut(shape, devices, spec):
+def test_the_largest_divisible_dimension_is_sharded(shape, devices, spec):
     assert tuple(leaf_spec(shape, devices)) == spec
 
 
-def test_what_cannot_be_shared_out_is_named(params, plain):
+def test_indivisible_batches_are_rejected(params, plain):
     batch = prepared(plain, params, CONFIG)
     odd = Batch(*[None if x is None else x[:7] for x in batch])
-    with pytest.raises(ConfigError, match="7 rows cannot be cut into 2 equal micro-batches"):
-        one_step(params, odd, replace(CONFIG, micro_batches=2))
-    with pytest.raises(ConfigError, match="7 rows cannot be shared evenly by 2 devices in 1"):
+    with pytest.raises(ConfigError, match="7 rows cannot be split into 2 equal micro-batches"):
+        one_step(params, odd, CONFIG.replace(micro_batches=2))
+    with pytest.raises(ConfigError, match="7 rows do not divide by 2 devices × 1"):
         one_step(params, odd, CONFIG, jax.make_mesh((2,), ("fsdp",)))
-    with pytest.raises(ConfigError, match=r"axes \['data'\], but none named 'fsdp'"):
+    with pytest.raises(ConfigError, match=r"axes \['data'\], none of them named 'fsdp'"):
         make_train_step(MODEL, CONFIG, jax.make_mesh((2,), ("data",)))

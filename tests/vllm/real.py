@@ -1,4 +1,4 @@
-"""The environment with the real vLLM."""
+"""The environment with real vLLM."""
 
 from __future__ import annotations
 

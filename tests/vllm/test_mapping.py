@@ -1,5 +1,5 @@
-"""That our map of vLLM's live parameters is right, for every family: real vLLM's models, loaded by its own loader, hold at each
-place what the plan would write there."""
+"""The mapping of vLLM's live parameters, for every family: models loaded by vLLM contain the values that the plan would
+write, at the same places."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.vllm.real import PYTHON, needs_vllm
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
 FAMILIES = ("mixtral", "qwen3_moe", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
-"""Those with experts first: vLLM makes the groups that they need only when the first model has experts."""
+"""Families with experts come first: vLLM creates their process groups only if the first model has experts."""
 
 
 def models(root: Path) -> list[Path]:
-    """Sizes that a split by two and a padded vocabulary leave something to get wrong."""
+    """Sizes that exercise the split by two and the padded vocabulary."""
     shape: dict[str, Any] = {
         "hidden_size": 128,
         "head_dim": 32,
@@ -35,7 +35,7 @@ def models(root: Path) -> list[Path]:
 
 
 def ranks(python: str, tp: int, dtype: str, directories: list[Path]) -> list[list[dict[str, Any]]]:
-    """What each rank says of each model."""
+    """The results of each rank, for each model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,7 +43,7 @@ def ranks(python: str, tp: int, dtype: str, directories: list[Path]) -> list[lis
     processes = []
     for rank in range(tp):
         options = ["--rank", str(rank), "--tp", str(tp), "--port", str(port), "--dtype", dtype]
-        command = [python, "-m", "slipstream.engines.vllm.proof", *options, *map(str, directories)]
+        command = [python, "-m", "slipstream.engines.vllm.mapping_check", *options, *map(str, directories)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
     try:
@@ -59,7 +59,7 @@ def ranks(python: str, tp: int, dtype: str, directories: list[Path]) -> list[lis
 
 
 def test_vllms_loader_puts_everything_where_the_plan_writes_it(tmp_path: Path) -> None:
-    """At TP 2, where there is more to get wrong. (`tests/gpu` has TP 1, and what vLLM does to weights on a GPU.)"""
+    """At TP 2. `tests/gpu` covers TP 1, and what vLLM does to weights on a GPU."""
     for answers in ranks(PYTHON, 2, "float32", models(tmp_path)):
         assert len(answers) == len(FAMILIES)
         for family, answer in zip(FAMILIES, answers):
@@ -67,10 +67,10 @@ def test_vllms_loader_puts_everything_where_the_plan_writes_it(tmp_path: Path) -
             assert answer["differing"] == [] and len(answer["parameters"]) > 10, family
 
 
-def test_doctor_says_what_is_written_to_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_which_parameters_are_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_VLLM_PYTHON", PYTHON)
     model = write_config(tmp_path / "tiny", tiny_config("llama", hidden_size=128, head_dim=32))
-    (finding,) = doctor._mapping(model, "float32")
-    assert (finding.verdict, finding.found) == ("ok", "15 of 15 of tiny are written to directly")
-    (finding,) = doctor._mapping(tmp_path / "nowhere", "float32")
-    assert finding.verdict == "wrong" and "vLLM cannot make nowhere" in finding.found
+    (diagnosis,) = doctor._mapping(model, "float32")
+    assert (diagnosis.verdict, diagnosis.result) == ("ok", "15 of 15 of tiny receive weights directly")
+    (diagnosis,) = doctor._mapping(tmp_path / "nowhere", "float32")
+    assert diagnosis.verdict == "wrong" and "vLLM cannot load nowhere" in diagnosis.result

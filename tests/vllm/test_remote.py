@@ -1,4 +1,4 @@
-"""A real `vllm serve` on CPU, started as its user would, and a trainer's weights in it."""
+"""A real `vllm serve` on CPU, started as a user would start it, with weights synced from a trainer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import EngineConfig
-from slipstream.engines.local import LocalFleet
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import RemoteConfig
 from slipstream.engines.remote.engine import RemoteEngine
 from slipstream.errors import EngineFailure, NotReady, Unsupported
-from slipstream.model import checkpoint
+from slipstream.model.checkpoints import hf_weights
 from slipstream.types import Completion, VersionSpan
-from slipstream.weights.publisher import Publisher
-from slipstream.weights.transports import vllm_nccl
+from slipstream.weights.transports.servers import vllm_nccl
+from slipstream.weights.update.publisher import Publisher
 from tests.conformance.engines import (
     Subject,
     collected,
@@ -35,7 +35,6 @@ from tests.conformance.engines import (
     started,
     # What holds for every engine holds for a server: those of the suite that need no memory of ours to land in.
     test_a_bad_prompt_fails_alone,  # noqa: F401
-    test_a_paused_engine_holds_and_goes_on_with_the_same_tokens,  # noqa: F401
     test_a_stop_token_is_the_last_one,  # noqa: F401
     test_an_update_changes_what_is_generated_and_scored,  # noqa: F401
     test_closing_the_iterator_cancels_the_rest,  # noqa: F401
@@ -44,12 +43,13 @@ from tests.conformance.engines import (
     test_logprobs_are_those_of_the_reference,  # noqa: F401
     test_no_stop_token_comes_before_the_minimum,  # noqa: F401
     test_one_seed_gives_one_set_of_samples,  # noqa: F401
+    test_pause_and_resume_do_not_change_tokens,  # noqa: F401
     test_penalties_are_subtracted_or_divided_by,  # noqa: F401
     test_scores_are_the_raw_logprobs_of_the_reference,  # noqa: F401
     test_the_context_ends_a_completion,  # noqa: F401
     test_tokens_do_not_depend_on_the_batch,  # noqa: F401
     test_top_logprobs_are_the_likeliest_of_the_reference,  # noqa: F401
-    test_truncation_keeps_the_likeliest_and_renormalises,  # noqa: F401
+    test_truncation_keeps_the_likeliest_and_renormalizes,  # noqa: F401
 )
 from tests.engines import sockets
 from tests.engines.sockets import SocketLibrary
@@ -76,16 +76,16 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def break_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While it is there, a worker's next broadcast fails."""
+    """While this file exists, a worker's next broadcast fails."""
     return tmp_path_factory.mktemp("break") / "now"
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, break_file: Path) -> Iterator[str]:
-    """A server with weights of a checkpoint, for the whole module."""
+    """A server with the weights of a checkpoint, for the whole module."""
     directory, patches = tmp_path_factory.mktemp("served"), tmp_path_factory.mktemp("patches")
     config = tiny_config("llama", hidden_size=128, head_dim=32)
-    checkpoint.save(directory, random_params(config), config)
+    hf_weights.save(directory, random_params(config), config)
     shutil.copy(sockets.__file__, patches)
     shutil.copy(Path(__file__).with_name("worker_sockets.py"), patches)
     (patches / "sitecustomize.py").write_text("import worker_sockets\n")
@@ -122,20 +122,21 @@ def answers(address: str) -> bool:
 
 @pytest.fixture(scope="module")
 def library() -> Iterator[SocketLibrary]:
-    vllm_nccl.library = SocketLibrary()
-    yield vllm_nccl.library
-    vllm_nccl.library.close()
-    vllm_nccl.library = None
+    before, library = vllm_nccl.library, SocketLibrary()
+    vllm_nccl.library = library
+    yield library
+    library.close()
+    vllm_nccl.library = before
 
 
 @pytest.fixture(scope="module")
 def subject(url: str, library: SocketLibrary, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """The first of this module, so that the server has its checkpoint's weights."""
+    """Must run first, while the server has the weights of its checkpoint."""
     config = tiny_config("llama", hidden_size=128, head_dim=32)
     directory = tmp_path_factory.mktemp("model")
-    checkpoint.save(directory, params := random_params(config), config)
+    hf_weights.save(directory, params := random_params(config), config)
     runner = asyncio.Runner()
-    options = EngineConfig(kind="remote", url=url, max_concurrency=4)
+    options = RemoteConfig(url=url, max_num_seqs=4)
     engine = runner.run(RemoteEngine.start(directory, options=options))
     bounded = ("presence_penalty", "frequency_penalty")
     yield Subject(engine, config, params, tolerance=1e-4, bounded=bounded, runner=runner)
@@ -150,8 +151,8 @@ def of_transformers(model: Any, prompt: tuple[int, ...], count: int) -> tuple[in
     return tuple(tokens[0, len(prompt) :].tolist())
 
 
-def test_syncs_in_a_row_and_each_time_the_tokens_of_transformers(subject: Subject, library: SocketLibrary) -> None:
-    """Under one communicator. Buffers so small that a version travels in several chunks, as vLLM cuts them."""
+def test_syncs_each_generate_the_tokens_of_transformers(subject: Subject, library: SocketLibrary) -> None:
+    """With one communicator, and buffers so small that a version is sent in several chunks."""
     info, prompt, seen = subject.engine.describe(), subject.prompts[4], set()
     publisher, first = Publisher(LocalFleet(subject.engine)), len(library.joined)
     before, vllm_nccl.BUFFER_BYTES = vllm_nccl.BUFFER_BYTES, 100_000
@@ -160,7 +161,7 @@ def test_syncs_in_a_row_and_each_time_the_tokens_of_transformers(subject: Subjec
             params, version = random_params(subject.config, seed), info.version + seed
             report = subject.runner.run(publisher.publish(params, (info,), version))
             assert (report.version, report.engines[0].transport) == (version, "vllm-nccl")
-            assert report.num_bytes == sum(leaf.nbytes for leaf in checkpoint.flatten(params).values())
+            assert report.num_bytes == sum(leaf.nbytes for leaf in hf_weights.flatten(params).values())
             found = subject.complete(prompt, temperature=0)
             assert found.token_ids == of_transformers(hf_model(subject.config, seed), prompt, 8)
             assert found.spans == (VersionSpan(version, 0, 8),)
@@ -169,7 +170,7 @@ def test_syncs_in_a_row_and_each_time_the_tokens_of_transformers(subject: Subjec
         assert len(library.joined[first].broadcasts) > 3 * 3
         assert subject.runner.run(publisher.publish(params, (info,), version + 1)).num_bytes == 0  # nothing changed
         assert subject.complete(prompt, temperature=0).spans == (VersionSpan(version + 1, 0, 8),)
-        part = {"model.norm.weight": checkpoint.flatten(params)["model.norm.weight"] * 2}
+        part = {"model.norm.weight": hf_weights.flatten(params)["model.norm.weight"] * 2}
         with pytest.raises(Unsupported, match=r"all tensors or none"):
             subject.runner.run(publisher.publish(part, (info,), version + 2, partial=True))
     finally:
@@ -179,7 +180,7 @@ def test_syncs_in_a_row_and_each_time_the_tokens_of_transformers(subject: Subjec
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
-def test_spans_are_right_to_the_token(subject: Subject, in_flight: Any) -> None:
+def test_spans_are_exact(subject: Subject, in_flight: Any) -> None:
     engine, new, prompt, old = (
         subject.engine,
         other_params(subject),
@@ -211,7 +212,7 @@ def test_spans_are_right_to_the_token(subject: Subject, in_flight: Any) -> None:
     subject.publish(subject.params)
 
 
-def test_half_an_update_is_never_served_and_the_next_sync_mends_it(subject: Subject, break_file: Path) -> None:
+def test_a_partial_update_is_never_served_and_the_next_sync_repairs_it(subject: Subject, break_file: Path) -> None:
     engine, run, prompt, new = subject.engine, subject.runner.run, subject.prompts[4], other_params(subject)
     info = engine.describe()
     before, vllm_nccl.BUFFER_BYTES = vllm_nccl.BUFFER_BYTES, 100_000
@@ -233,13 +234,15 @@ def test_half_an_update_is_never_served_and_the_next_sync_mends_it(subject: Subj
         subject.publish(subject.params)
 
 
-def test_a_rollback_before_the_commit_leaves_the_server_as_it_was(subject: Subject) -> None:
+def test_a_rollback_before_the_commit_changes_nothing(subject: Subject) -> None:
     engine, run, prompt = subject.engine, subject.runner.run, subject.prompts[4]
     info = engine.describe()
 
     class Broken(LocalFleet):
-        async def commit(self, version: int, in_flight: Any) -> Any:
-            raise Unsupported("another engine could not stage")
+        async def send_steps(self, steps: Any, drop_failed: bool = False) -> None:
+            if any(engine_steps.in_flight is not None for engine_steps in steps.values()):
+                raise Unsupported("another engine could not stage")
+            await super().send_steps(steps, drop_failed)
 
     publisher = Publisher(Broken(engine))
     with pytest.raises(Unsupported, match="another engine"):
@@ -256,8 +259,8 @@ def test_a_server_without_sleep_mode_says_so(subject: Subject) -> None:
     assert report.asleep == () and report.weights > 0 and report.kv_cache > 0
 
 
-def test_weights_that_someone_else_changed_are_noticed(subject: Subject, url: str) -> None:
-    """The last one, as it ends the engine."""
+def test_weights_changed_by_another_client_are_noticed(subject: Subject, url: str) -> None:
+    """Must run last: it ends the engine."""
 
     async def scenario() -> Any:
         await subject.engine._dialect.put_label("someone else's")  # type: ignore[attr-defined]

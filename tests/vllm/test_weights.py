@@ -1,4 +1,4 @@
-"""A JAX trainer's weights in real vLLM: again and again, in the middle of generation, and when something breaks."""
+"""Weight syncs from a JAX trainer to real vLLM: repeated syncs, syncs during generation, and failures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import VllmConfig
 from slipstream.errors import EngineFailure, EngineLost, LaunchFailed, NotReady
-from slipstream.model import checkpoint
+from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, SamplingParams, VersionSpan
 from tests.conformance.engines import Subject, collected, greedy_reference, other_params, request, started, update_of
@@ -28,7 +28,7 @@ from tests.vllm.real import PYTHON, needs_vllm
 
 pytestmark = needs_vllm
 
-OPTIONS = EngineConfig(kind="vllm", python=PYTHON, max_concurrency=8, max_model_len=96)
+OPTIONS = VllmConfig(python=PYTHON, max_num_seqs=8, max_model_len=96)
 PROMPTS = [(5, 6, 7), (40, 41, 42, 43, 44), (9,)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -55,7 +55,7 @@ def of_transformers(model: Any, prompt: tuple[int, ...], count: int) -> tuple[in
     return tuple(tokens[0, len(prompt) :].tolist())
 
 
-def test_ten_syncs_in_a_row_and_each_time_the_tokens_of_transformers(bridge: Any) -> None:
+def test_ten_syncs_each_generate_the_tokens_of_transformers(bridge: Any) -> None:
     seen = set()
     for seed in range(10):
         report = bridge.sync(random_params(config_of(), seed))
@@ -69,16 +69,16 @@ def test_ten_syncs_in_a_row_and_each_time_the_tokens_of_transformers(bridge: Any
     assert len(seen) == 10 * len(PROMPTS)  # other weights, other tokens
 
 
-def test_what_did_not_change_is_not_sent(bridge: Any) -> None:
+def test_unchanged_tensors_are_not_sent(bridge: Any) -> None:
     params = random_params(config_of(), 3)
     bridge.sync(params)
     assert bridge.sync(params).num_bytes == 0
-    named = checkpoint.flatten(params)
+    named = hf_weights.flatten(params)
     named["model.norm.weight"] = named["model.norm.weight"] * 0.5
-    report = bridge.sync(checkpoint.unflatten(named))
+    report = bridge.sync(hf_weights.unflatten(named))
     assert report.num_bytes == named["model.norm.weight"].nbytes
     (score,) = bridge.score([PROMPTS[1]])
-    expected = reference_scores(checkpoint.unflatten(named), PROMPTS[1])
+    expected = reference_scores(hf_weights.unflatten(named), PROMPTS[1])
     np.testing.assert_allclose(score.logprobs, expected, atol=1e-4)
 
 
@@ -87,7 +87,7 @@ def reference_scores(params: Any, tokens: tuple[int, ...]) -> np.ndarray:
     return subject.logprobs(tokens)[np.arange(len(tokens) - 1), tokens[1:]]
 
 
-def test_text_goes_in_and_out_and_a_stop_text_ends_it(bridge: Any) -> None:
+def test_text_prompts_and_stop_strings(bridge: Any) -> None:
     bridge.sync(random_params(config_of(), 4))
     (free,) = bridge.generate(["abc 12"], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
     assert len(free.token_ids) == 20 and len(free.prompt_token_ids) == 6
@@ -100,8 +100,8 @@ def test_text_goes_in_and_out_and_a_stop_text_ends_it(bridge: Any) -> None:
     assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
 
 
-def test_many_stop_texts_are_looked_for_at_once(bridge: Any) -> None:
-    """So many that answers are joined while they wait to be read."""
+def test_many_requests_with_stop_strings(bridge: Any) -> None:
+    """Enough for vLLM to merge outputs before they are read."""
     how = {"max_tokens": 40, "n": 8, "seed": 9, "ignore_eos": True, "top_logprobs": 2}
     free = bridge.generate(["abc 12", "x"], SamplingParams(**how))
     cut = bridge.generate(["abc 12", "x"], SamplingParams(stop=("never to be found",), **how))
@@ -112,21 +112,21 @@ def test_many_stop_texts_are_looked_for_at_once(bridge: Any) -> None:
         assert [t.token_ids for t in one.top_logprobs] == [t.token_ids for t in other.top_logprobs]
 
 
-def test_many_samples_of_a_prompt_are_those_that_their_seeds_say(bridge: Any) -> None:
+def test_seeds_determine_many_samples_of_a_prompt(bridge: Any) -> None:
     sampling = SamplingParams(max_tokens=6, n=12, seed=5, ignore_eos=True)
     first = [c.token_ids for c in bridge.generate(PROMPTS, sampling)]
     assert [c.token_ids for c in bridge.generate(PROMPTS, sampling)] == first
     assert len(set(first)) > 30
 
 
-# --- one engine, its own link ---
+# --- one engine ---
 
 
 BREAKS = """
 import os
-from slipstream.engines.vllm.extension import Extension
+from slipstream.engines.vllm.worker_extension import WorkerExtension
 
-load = Extension._slipstream_weights
+load = WorkerExtension._slipstream_weights
 
 def weights(self, tensors, dtype):
     for index, pair in enumerate(load(self, tensors, dtype)):
@@ -135,9 +135,9 @@ def weights(self, tensors, dtype):
             raise MemoryError("no room for the sixth tensor")
         yield pair
 
-Extension._slipstream_weights = weights
+WorkerExtension._slipstream_weights = weights
 """
-"""Run by every Python process of the engine when it starts: a worker's next load fails half-way while the file is there."""
+"""Runs in every Python process of the engine: while the file exists, a worker's next load fails halfway."""
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +150,17 @@ def subject(tmp_path_factory: pytest.TempPathFactory, break_file: Path) -> Itera
     config = config_of()
     params = random_params(config)
     directory = tmp_path_factory.mktemp("model")
-    checkpoint.save(directory, params, config)
+    hf_weights.save(directory, params, config)
     (break_file.parent / "sitecustomize.py").write_text(BREAKS)
     variables = {"PYTHONPATH": str(break_file.parent), "BREAK": str(break_file)}
-    options = ("kind=vllm", "max_concurrency=4")
+    options = ("kind=vllm", "max_num_seqs=4")
     with attached(PYTHON, directory, tmp_path_factory.mktemp("run"), *options, **variables) as engine:
         yield Subject(engine, config, params, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("when", ["first", "later"])
-def test_a_version_that_workers_fail_to_load_half_way_is_undone(subject: Subject, break_file: Path, when: str) -> None:
-    """The first time what serves is the checkpoint's, later it came by an update."""
+def test_a_version_that_workers_fail_to_load_is_undone(subject: Subject, break_file: Path, when: str) -> None:
+    """At first the checkpoint serves, later an update."""
     engine, run, prompt, new = subject.engine, subject.runner.run, subject.prompts[4], other_params(subject)
     expected = greedy_reference(subject, prompt, 8)
     info = engine.describe()
@@ -180,14 +180,14 @@ def test_a_version_that_workers_fail_to_load_half_way_is_undone(subject: Subject
     subject.publish(subject.params)
 
 
-def test_memory_that_workers_cannot_see_is_said_before_anything_changes(subject: Subject) -> None:
+def test_memory_that_workers_cannot_map_fails_before_anything_changes(subject: Subject) -> None:
     engine, run, info = subject.engine, subject.runner.run, subject.engine.describe()
     version = info.version + 1
     update = update_of(info, other_params(subject), version)
-    berths = run(engine.begin(version, update.offer))
-    manifests = update.send(berths)
-    Path(json.loads(berths.links[0][0])["path"]).unlink()
-    with pytest.raises(EngineFailure, match=r"mapping the memory in which weights land.*No such file"):
+    destinations = run(engine.begin(version, update.offer))
+    manifests = update.send(destinations)
+    Path(json.loads(destinations.links[0][0])["path"]).unlink()
+    with pytest.raises(EngineFailure, match=r"workers failed to map the shared memory.*No such file"):
         run(engine.stage(version, manifests))
     run(engine.rollback(version))
     assert subject.complete(subject.prompts[4], temperature=0).token_ids == greedy_reference(
@@ -196,8 +196,8 @@ def test_memory_that_workers_cannot_see_is_said_before_anything_changes(subject:
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-def test_spans_are_right_to_the_token(subject: Subject, in_flight: Any) -> None:
-    """The engine is stopped in the middle of a request, its weights replaced, and let go on."""
+def test_spans_are_exact(subject: Subject, in_flight: Any) -> None:
+    """Pause the engine during a request, replace its weights, and resume it."""
     engine, new, prompt = subject.engine, other_params(subject), subject.prompts[2]
     old = engine.describe().version
     long = request("long", prompt, max_tokens=100)
@@ -232,7 +232,7 @@ def test_spans_are_right_to_the_token(subject: Subject, in_flight: Any) -> None:
 
 
 def test_the_prefix_cache_of_an_older_version_is_never_used(subject: Subject) -> None:
-    """A prompt longer than a block, asked before an update and after, by a request that was kept waiting meanwhile."""
+    """A prompt longer than a block, sent before an update, and again by a request that waits during it."""
     engine, new = subject.engine, other_params(subject)
     rng = np.random.default_rng(0)
     prompt = tuple(rng.integers(8, 96, 70).tolist())
@@ -257,21 +257,21 @@ def test_the_prefix_cache_of_an_older_version_is_never_used(subject: Subject) ->
     subject.publish(subject.params)
 
 
-# --- what it refuses ---
+# --- failures ---
 
 
-def test_what_vllm_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
+def test_unsupported_models_fail_at_the_start(tmp_path: Path) -> None:
     write_config(tmp_path / "small heads", tiny_config("llama"))
     small = tmp_path / "small heads"
     with (
-        pytest.raises(LaunchFailed, match="heads have 8 dimensions; vLLM's attention on CPU takes multiples of 32"),
+        pytest.raises(LaunchFailed, match="head_dim of the model is 8; vLLM's attention on CPU needs a multiple of 32"),
         slipstream.launch(small, engine=OPTIONS, run_dir=tmp_path / "a", start_timeout=120),
     ):
         pass
 
 
 def test_a_killed_engine_leaves_no_process(bridge: Any) -> None:
-    """The last one, as it ends the fleet of the others."""
+    """Must run last: it ends the fleet of the other tests."""
     (engine,) = bridge.status().engines
     family = psutil.Process(engine.info.pid).children(recursive=True)
     assert len(family) >= 2  # the core and a worker

@@ -1,7 +1,7 @@
-"""For a real vLLM server on CPU: its own NCCL weight transfer, with NCCL replaced by sockets.
+"""Replaces NCCL by sockets in the weight transfer of a real vLLM server on CPU.
 
-Copied beside a `sitecustomize.py` that imports it, so that every process of the server has it. All that vLLM does around a
-broadcast is its own: parsing what came over HTTP, cutting the stream into chunks, unpacking, loading."""
+Copied beside a `sitecustomize.py` that imports it, so that it runs in every process of the server. Everything around a broadcast
+is vLLM's own code: parsing the HTTP request, splitting the stream into chunks, unpacking, loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sockets  # tests/engines/sockets.py, copied too
 
 
 class Group:
-    """What vLLM takes for a communicator."""
+    """Stands in for vLLM's communicator."""
 
     def __init__(self, unique_id: bytes) -> None:
         self._peer = sockets.dial(unique_id)
@@ -54,7 +54,7 @@ def patch(module) -> None:
 
 
 class Finder:
-    """Patches `nccl_engine` once it has been imported: imported here, it would bring all of vLLM into every process."""
+    """Patches `nccl_engine` after it is imported. Importing it here would load all of vLLM into every process."""
 
     NAME = "vllm.distributed.weight_transfer.nccl_engine"
 

@@ -1,6 +1,6 @@
-"""NCCL played by a Unix socket, for CPU tests of `weights/transports/nccl.py`: pointers are real, into the memory of JAX's and
-torch's CPU arrays. Works between threads and between processes. Stricter than NCCL: both ends must post messages of the
-same sizes in the same groups."""
+"""A fake NCCL over Unix sockets, for CPU tests of the `nccl` transport. Pointers are real addresses in the CPU arrays of JAX and
+torch. It works between threads and between processes. It is stricter than NCCL: both ends must post messages of the same sizes in
+the same groups."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ import time
 from pathlib import Path
 
 from slipstream.errors import TransferError
-from slipstream.weights.transports.nccl_pair import ID_BYTES, late
+from slipstream.weights.transports.nccl.communicator import CONNECTING, UNIQUE_ID_BYTES, timeout_message
 
 _FRAME = struct.Struct("<IIQ")
 _POLL_SECONDS = 0.01
 
 
 class FakeNccl:
-    """`directory` is where the sockets are; a link works for whoever sees it."""
+    """`directory` holds the sockets; a link works in every process that can see it."""
 
     def __init__(self, directory, version="2.30.7"):
         self._directory, self._version = Path(directory), version
         self._servers = {}
         self.pairs = []
         self.before_group = lambda pair, what: None
-        """Tests hook in here: faults, and what is going on at the time."""
+        """A hook for tests, called before each group: it can inject faults and observe progress."""
         self.quiet = True
 
     def version(self):
         return self._version
 
-    def place(self, device):
+    def torch_device(self, device):
         return "cpu"
 
     def new_id(self):
-        unique_id = secrets.token_bytes(ID_BYTES)
+        unique_id = secrets.token_bytes(UNIQUE_ID_BYTES)
         server = socket.socket(socket.AF_UNIX)
         server.bind(self._path(unique_id))
         server.listen()
         self._servers[unique_id] = server
         return unique_id
 
-    def pair(self, unique_id, rank, device, how, peer, deadline, stop):
-        pair = FakePair(self, rank, how, peer, deadline, stop)
+    def pair(self, unique_id, rank, device, primitive, peer, deadline, stop):
+        pair = FakePair(self, rank, primitive, peer, deadline, stop)
         self.pairs.append(pair)
-        pair.meet(self._servers.pop(unique_id) if rank == 1 else None, self._path(unique_id))
+        pair.connect(self._servers.pop(unique_id) if rank == 1 else None, self._path(unique_id))
         return pair
 
     def _path(self, unique_id):
@@ -57,15 +57,15 @@ class FakeNccl:
 class FakePair:
     stream = 0
 
-    def __init__(self, library, rank, how, peer, deadline, stop):
-        self._library, self.rank, self.how, self.peer = library, rank, how, peer
+    def __init__(self, library, rank, primitive, peer, deadline, stop):
+        self._library, self.rank, self.primitive, self.peer = library, rank, primitive, peer
         self._deadline, self._stop = deadline, stop
         self._socket, self._messages, self.closed = None, [], False
         self.log = []
-        """What was called: ("group", sizes), ("mark", n), ("wait", n)."""
+        """The calls so far: ("group", sizes), ("mark", n), ("wait", n)."""
         self._marks = 0
 
-    def meet(self, server, path):
+    def connect(self, server, path):
         def attempt():
             try:
                 if server is None:
@@ -81,7 +81,7 @@ class FakePair:
         try:
             if server is not None:
                 server.settimeout(_POLL_SECONDS)
-            self._socket = self._until(attempt, "meeting")
+            self._socket = self._until(attempt, CONNECTING)
             self._socket.settimeout(_POLL_SECONDS)
         except TransferError:
             self.close()
@@ -142,7 +142,7 @@ class FakePair:
                 with contextlib.suppress(TimeoutError):
                     count = self._socket.send(data) if sending else self._socket.recv_into(data)
                     if not count:
-                        raise ConnectionResetError("the other end is closed")
+                        raise ConnectionResetError("the peer is closed")
                     return count
 
             data = data[self._until(attempt, what) :]
@@ -156,7 +156,7 @@ class FakePair:
             except OSError as error:
                 raise TransferError(f"nccl, {what} with {self.peer}: remote error ({error}); did it die?") from None
             if self._stop.is_set():
-                raise TransferError(f"nccl, {what} with {self.peer}: given up on this side")
+                raise TransferError(f"nccl, {what} with {self.peer}: aborted on this side")
             if time.monotonic() > end:
-                raise TransferError(late(self.peer, what, self._deadline))
+                raise TransferError(timeout_message(self.peer, what, self._deadline))
             time.sleep(0.001)

@@ -1,5 +1,4 @@
-"""A driver of device memory whose device is this host: regions are memory files. What the `cuda` transport does with file
-descriptors, sockets and addresses is then what it does with a GPU's."""
+"""A fake CUDA driver whose device memory is host memory (memfds). File descriptors, sockets and addresses are handled as for a GPU."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ import numpy as np
 
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import TransferError
-from slipstream.weights.dlpack import CPU
-from slipstream.weights.strided import Strided
-from slipstream.weights.transports import shared_cuda
-from slipstream.weights.transports.vmm import NotExportable, Region
+from slipstream.tensors.dlpack import CPU
+from slipstream.tensors.strided import Strided
+from slipstream.weights.transports.cuda.driver import NotExportable, Region
+from slipstream.weights.transports.shared import cuda_memory
 
-_identities = itertools.count(1)
+_buffer_ids = itertools.count(1)
 
 
 class Memfd:
-    kind = CPU
+    device_type = CPU
 
     def __init__(self) -> None:
         self.owned: dict[Region, tuple[int, mmap.mmap]] = {}
@@ -35,7 +34,7 @@ class Memfd:
         fd = os.memfd_create("region")
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
-        region = Region(_address(memory), size, next(_identities), device)
+        region = Region(_address(memory), size, next(_buffer_ids), device)
         self.owned[region] = (fd, memory)
         return region
 
@@ -43,17 +42,17 @@ class Memfd:
         for region in self.owned:
             if region.base <= pointer < region.base + region.size:
                 return region
-        return Region(pointer, 1, 0, 0)  # memory of somebody else's
+        return Region(pointer, 1, 0, 0)  # not allocated here
 
     def export(self, region: Region) -> int:
         if region not in self.owned:
-            raise NotExportable("not ours")
+            raise NotExportable("not allocated here")
         return os.dup(self.owned[region][0])
 
     def copy(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
 
-    def copies(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
+    def copy_async(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
         for target, source, size in runs:
             self.copy(target, source, size)
             self.num_copies += 1
@@ -80,19 +79,19 @@ class Memfd:
     def download(self, source: int, size: int) -> np.ndarray:
         return np.frombuffer(ctypes.string_at(source, size), np.uint8)
 
-    def settle(self) -> None: ...
+    def synchronize(self) -> None: ...
 
-    def identity(self, device: int) -> str:
+    def device_uuid(self, device: int) -> str:
         return f"{device:032x}"
 
-    def index(self, identity: str) -> int:
-        if int(identity, 16) != 0:
-            raise TransferError(f"GPU {identity} is not among those that this process sees")
+    def device_index(self, uuid: str) -> int:
+        if int(uuid, 16) != 0:
+            raise TransferError(f"GPU {uuid} is not visible to this process")
         return 0
 
 
 class HostMemory:
-    """Mapped memory, for the reader."""
+    """See `MappedRegion`."""
 
     def __init__(self, address: int, size: int) -> None:
         self._bytes = np.frombuffer((ctypes.c_char * size).from_address(address), np.uint8)
@@ -105,7 +104,7 @@ class HostMemory:
 
 
 class FakeArray:
-    """An array in a region, with what the transport asks of a JAX array."""
+    """An array in a region, with the JAX array attributes that the transport uses."""
 
     def __init__(self, region: Region, offset: int, values: np.ndarray) -> None:
         self.shape, self.dtype, self.nbytes = values.shape, values.dtype, values.nbytes
@@ -117,11 +116,10 @@ class FakeArray:
 
 
 def stand_in(monkeypatch: Any) -> Memfd:
-    """Embedded engines take a device's memory from trainers, whose driver this is: JAX and torch adopt it as they would a GPU's,
-    by its address alone."""
+    """Let trainers share the memory of a fake device with embedded engines. JAX and torch adopt it by address, as for a GPU."""
     driver = Memfd()
-    monkeypatch.setattr(shared_cuda, "Vmm", lambda device=0: driver)
-    monkeypatch.setattr(EmbeddedEngine, "_shares", (shared_cuda.CUDA_NAME,))
+    monkeypatch.setattr(cuda_memory, "CudaDriver", lambda device=0: driver)
+    monkeypatch.setattr(EmbeddedEngine, "_shared_transports", (cuda_memory.CUDA_NAME,))
     return driver
 
 

@@ -1,4 +1,4 @@
-"""Both halves of the `nccl` transport by hand: a trainer's arrays as pieces, and what must lie on each rank in the end."""
+"""Helpers for `nccl` transport tests: a trainer's arrays as pieces, and the expected contents of each rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from slipstream.model import families
+from slipstream.model.families.vllm_parameters import vllm_parameters
+from slipstream.tensors.boxes import full_box, shift, slices, split
 from slipstream.types import Box
-from slipstream.weights import families
-from slipstream.weights.families.live import vllm_parameters
-from slipstream.weights.image import numpy_dtype
-from slipstream.weights.layout import shift, slices, split, whole
-from slipstream.weights.plan import Source, make_plan
+from slipstream.weights.plan import SourceTensor, make_plan
+from slipstream.weights.rank_image import numpy_dtype
 from tests.tiny import tiny_config
 
 
@@ -22,24 +22,24 @@ class Piece:
     array: jax.Array
     box: Box
 
-    def cut(self, array):
+    def slice(self, array):
         return array[slices(self.box)]
 
 
 class Model:
-    """A tiny model of `config`, live in vLLM's layout on `tp` ranks, trained by `trainers` ranks that share rows."""
+    """A tiny model in vLLM's layout on `tp` engine ranks, with rows sharded over `trainers` trainer ranks."""
 
     def __init__(self, tp=1, trainers=1, dtype="bfloat16", source="float32", config=None, most=1 << 20):
         self.config = config or tiny_config("qwen2", vocab_size=70, tie_word_embeddings=True)
         self.specs, self.dtype, self.source = families.tensors(self.config), dtype, source
         self.parameters = vllm_parameters(self.config, tp)
         self.shards = {t.name: self._shards(t.shape, trainers) for t in self.specs}
-        sources = {t.name: Source(t.shape, source, tuple(enumerate(self.shards[t.name]))) for t in self.specs}
+        sources = {t.name: SourceTensor(t.shape, source, tuple(enumerate(self.shards[t.name]))) for t in self.specs}
         self.plan = make_plan(sources, self.specs, self.parameters, dtype, most)
 
     @staticmethod
     def _shards(shape, trainers):
-        box = whole(shape)
+        box = full_box(shape)
         if shape[0] % trainers:
             return [box] * trainers
         return [split(box, 0, rank, trainers) for rank in range(trainers)]
@@ -50,7 +50,7 @@ class Model:
         return {t.name: rng.standard_normal(t.shape, np.float32).astype(kind) for t in self.specs}
 
     def pieces(self, weights, trainer, rank, only=lambda move: True, device=None):
-        """What a trainer rank has for an engine rank, by index."""
+        """Return the pieces that a trainer rank sends to an engine rank, by index."""
         arrays = {}
         found = {}
         for index, move in self.plan.stream(trainer, rank).items():
@@ -62,7 +62,7 @@ class Model:
         return found
 
     def expected(self, weights, rank, before=None, only=lambda move: True):
-        """Every parameter of a rank, moved by numpy; what does not come is as it was `before`, at first zero."""
+        """Return every parameter of a rank, moved with numpy. Parameters that are not sent keep their value in `before`, or zero."""
         kind = numpy_dtype(self.dtype)
         local = {
             p.name: np.zeros(p.shape, kind) if before is None else before[p.name].copy()
@@ -77,7 +77,7 @@ class Model:
 
 
 def staged(receiver, model, rank):
-    """What a receiver holds, as bits: bfloat16 and numpy do not know each other in torch."""
+    """Return a receiver's parameters, copied as raw bytes because torch cannot convert bfloat16 to numpy."""
     import torch
 
     found = {}

@@ -1,5 +1,5 @@
-"""Mapped memory from a trainer to an engine's rank, with a stand-in for the GPU's driver: the messages, the mappings and what
-becomes of them when either side goes away. (`tests/gpu` has the real driver.)"""
+"""The `cuda` transport with a fake driver: messages, mappings, and their cleanup when either side disconnects. (`tests/gpu` uses the
+real driver.)"""
 
 from __future__ import annotations
 
@@ -25,46 +25,50 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engines.vllm import live as vllm_live
-from slipstream.engines.vllm.live import Live, invented, prove, with_their_modules
+from slipstream.engines.vllm import staged_copies
+from slipstream.engines.vllm.live_parameters import LiveParameters
+from slipstream.engines.vllm.mapping_check import check_mapping, module_siblings, random_tensors
 from slipstream.errors import MappingError, TransferError
-from slipstream.types import Berths
-from slipstream.weights import families, source
+from slipstream.model import families
+from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
+from slipstream.tensors.strided import Strided
+from slipstream.types import Destinations
 from slipstream.weights.checksum import unpack_manifest
-from slipstream.weights.device import Cut, DeviceOutbox, DevicePiece, locate, on_accelerator
-from slipstream.weights.families.live import vllm_parameters, written_parameters
 from slipstream.weights.plan import make_plan
-from slipstream.weights.strided import Strided
-from slipstream.weights.trainers import maxtext, tunix
-from slipstream.weights.transforms import View
-from slipstream.weights.transports import choose, cuda
-from slipstream.weights.transports.exports import IDLE_TURNS, Found
+from slipstream.weights.sources import named_tensors
+from slipstream.weights.sources.known_trees import maxtext, tunix
+from slipstream.weights.sources.transforms import View
+from slipstream.weights.transports.cuda import mapped_memory, wire_format
+from slipstream.weights.transports.cuda.exported_regions import IDLE_SYNCS, RegionUpdate
+from slipstream.weights.transports.device import DevicePiece, DeviceSlice, locate, on_accelerator
+from slipstream.weights.update.device_outbox import DeviceOutbox
+from slipstream.weights.update.transport_choice import choose
 from tests.tiny import random_params, tiny_config
 from tests.weights.memfd import FakeArray, HostMemory, Memfd
 
 
 @pytest.fixture
-def reader() -> Iterator[cuda.CudaReceiver]:
-    receiver = cuda.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
+def reader() -> Iterator[mapped_memory.CudaReceiver]:
+    receiver = mapped_memory.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
     receiver.start()
     yield receiver
     receiver.close()
 
 
-def sender_to(receiver: cuda.CudaReceiver, driver: Memfd) -> cuda.CudaSender:
-    return cuda.CudaSender(receiver.links[0], "engine-0, rank 0", driver)
+def sender_to(receiver: mapped_memory.CudaReceiver, driver: Memfd) -> mapped_memory.CudaSender:
+    return mapped_memory.CudaSender(receiver.links[0], "engine-0, rank 0", driver)
 
 
 def piece(array: FakeArray, strides: Strided | None = None) -> DevicePiece:
-    return DevicePiece(array, Cut(View(), ()), strides or Strided.of(array.shape))
+    return DevicePiece(array, DeviceSlice(View(), ()), strides or Strided.row_major(array.shape))
 
 
-def heard(sender: cuda.CudaSender | DeviceOutbox) -> None:
+def heard(sender: mapped_memory.CudaSender | DeviceOutbox) -> None:
     asyncio.run(sender.confirmed())
 
 
-def finish(reader: cuda.CudaReceiver, version: int, sender: cuda.CudaSender | None = None) -> None:
-    """The version is committed, and copied, which took 0.25 s. Where there still is a sender, it hears so."""
+def finish(reader: mapped_memory.CudaReceiver, version: int, sender: mapped_memory.CudaSender | None = None) -> None:
+    """Commit the version with a copy time of 0.25 s, and check that the sender, if any, learns of it."""
     assert reader.done(version, lambda: 0.25) == 0.0
     if sender is not None:
         heard(sender)
@@ -78,7 +82,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_pieces_are_seen_where_they_lie_cut_and_transposed(reader: cuda.CudaReceiver) -> None:
+def test_pieces_are_viewed_in_place_sliced_and_transposed(reader: mapped_memory.CudaReceiver) -> None:
     driver = Memfd()
     region = driver.allocate(1 << 20)
     a = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -90,7 +94,7 @@ def test_pieces_are_seen_where_they_lie_cut_and_transposed(reader: cuda.CudaRece
         1,
         {
             0: piece(arrays[0]),
-            2: piece(arrays[0], Strided.of((3, 4)).transpose((1, 0))[(slice(1, 3),)]),
+            2: piece(arrays[0], Strided.row_major((3, 4)).transpose((1, 0))[(slice(1, 3),)]),
             5: piece(arrays[1]),
         },
     )
@@ -101,7 +105,7 @@ def test_pieces_are_seen_where_they_lie_cut_and_transposed(reader: cuda.CudaRece
     sender.close()
 
 
-def test_a_region_is_mapped_once_and_what_moved_is_found(reader: cuda.CudaReceiver) -> None:
+def test_a_region_is_mapped_once_and_moved_arrays_are_found(reader: mapped_memory.CudaReceiver) -> None:
     driver, far = Memfd(), reader._driver
     region = driver.allocate(1 << 16)
     sender = sender_to(reader, driver)
@@ -116,7 +120,7 @@ def test_a_region_is_mapped_once_and_what_moved_is_found(reader: cuda.CudaReceiv
     sender.close()
 
 
-def test_other_memory_at_the_same_address_is_mapped_anew(reader: cuda.CudaReceiver) -> None:
+def test_new_memory_at_the_same_address_is_mapped_again(reader: mapped_memory.CudaReceiver) -> None:
     driver, far = Memfd(), reader._driver
     old = driver.allocate(1 << 16)
     sender = sender_to(reader, driver)
@@ -127,7 +131,7 @@ def test_other_memory_at_the_same_address_is_mapped_anew(reader: cuda.CudaReceiv
     fresh = os.memfd_create("other")
     os.ftruncate(fresh, old.size)
     os.pwrite(fresh, np.full(4, 7, np.float32).tobytes(), 0)
-    again = old._replace(identity=old.identity + 1000)
+    again = old._replace(buffer_id=old.buffer_id + 1000)
     driver.owned[again] = (fresh, memory)
     sender.send(2, {0: piece(FakeArray(again, 0, np.zeros(4, np.float32)))})
     reader.wait(2, [0])
@@ -137,9 +141,11 @@ def test_other_memory_at_the_same_address_is_mapped_anew(reader: cuda.CudaReceiv
     sender.close()
 
 
-def test_pieces_that_come_back_to_their_place_are_the_same_and_those_elsewhere_are_not() -> None:
+def test_pieces_at_a_previous_place_are_the_same_mapping() -> None:
     shown: list[Any] = []
-    receiver = cuda.CudaReceiver([0], HostMemory, Memfd(), 5.0, check=lambda version, pieces: shown.append(pieces))
+    receiver = mapped_memory.CudaReceiver(
+        [0], HostMemory, Memfd(), 5.0, check=lambda version, pieces: shown.append(pieces)
+    )
     receiver.start()
     driver = Memfd()
     region = driver.allocate(1 << 16)
@@ -151,8 +157,8 @@ def test_pieces_that_come_back_to_their_place_are_the_same_and_those_elsewhere_a
         finish(receiver, version, sender)
     assert shown[2] is shown[0] and shown[3] is shown[1] and shown[1] is not shown[0]
     assert shown[-1] is not shown[0], "not everything is kept"
-    last, region = shown[-1], driver.allocate(1 << 16)  # the old one is idle for some time, and then gone
-    for version in range(100, 101 + IDLE_TURNS):
+    last, region = shown[-1], driver.allocate(1 << 16)  # the old one becomes idle and is then withdrawn
+    for version in range(100, 101 + IDLE_SYNCS):
         sender.send(version, {0: piece(FakeArray(region, 0, np.full(4, version, np.float32)))})
         receiver.wait(version, [0])
         assert float(receiver.source(0)[0]) == version and shown[-1] is not last
@@ -162,11 +168,11 @@ def test_pieces_that_come_back_to_their_place_are_the_same_and_those_elsewhere_a
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_version_is_released_even_if_its_predecessors_memory_cannot_be_unmapped(
+def test_a_version_is_released_even_if_old_memory_cannot_be_unmapped(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = Memfd()
-    receiver = cuda.CudaReceiver([0, 1], HostMemory, far, deadline=5.0)
+    receiver = mapped_memory.CudaReceiver([0, 1], HostMemory, far, deadline=5.0)
     receiver.start()
     unmap, driver = far.unmap, Memfd()
     region = driver.allocate(1 << 12)
@@ -175,7 +181,7 @@ def test_a_version_is_released_even_if_its_predecessors_memory_cannot_be_unmappe
         sender.send(1, {index: piece(FakeArray(region, 0, np.ones(4, np.float32)))})
         heard(sender)
     gone.close()
-    until(lambda: any(reader.error is not None for reader in receiver._readers))
+    until(lambda: any(connection.error is not None for connection in receiver._connections))
 
     def broken(address: int, size: int) -> None:
         if fails:
@@ -194,8 +200,8 @@ def test_a_version_is_released_even_if_its_predecessors_memory_cannot_be_unmappe
     receiver.close()
 
 
-def test_memory_that_is_no_longer_used_is_let_go(reader: cuda.CudaReceiver) -> None:
-    """Allocators that take memory for each array give it back, too; as long as it is mapped it is not free."""
+def test_unused_memory_is_unmapped(reader: mapped_memory.CudaReceiver) -> None:
+    """Allocators may free memory with each array, but it stays allocated while it is mapped."""
     driver, far = Memfd(), reader._driver
     sender = sender_to(reader, driver)
     for version in range(1, 9):
@@ -204,11 +210,11 @@ def test_memory_that_is_no_longer_used_is_let_go(reader: cuda.CudaReceiver) -> N
         reader.wait(version, [0])
         assert float(reader.source(0)[0]) == version
         finish(reader, version, sender)
-        assert len(far.mapped) <= IDLE_TURNS  # type: ignore[attr-defined]
+        assert len(far.mapped) <= IDLE_SYNCS  # type: ignore[attr-defined]
     sender.close()
 
 
-def test_more_regions_than_a_message_carries(reader: cuda.CudaReceiver) -> None:
+def test_more_regions_than_a_message_carries(reader: mapped_memory.CudaReceiver) -> None:
     driver = Memfd()
     arrays = {i: FakeArray(driver.allocate(4096), 0, np.full(3, i, np.float32)) for i in range(250)}
     sender = sender_to(reader, driver)
@@ -218,12 +224,12 @@ def test_more_regions_than_a_message_carries(reader: cuda.CudaReceiver) -> None:
     sender.close()
 
 
-def test_memory_that_cannot_be_exported_is_staged_and_the_report_says_so(reader: cuda.CudaReceiver) -> None:
+def test_memory_that_cannot_be_exported_is_staged_and_reported(reader: mapped_memory.CudaReceiver) -> None:
     driver = Memfd()
     sender = sender_to(reader, driver)
     for version, size in ((1, 5), (2, 5), (3, 50_000)):  # the last needs a larger buffer
         values = [np.random.default_rng(version + k).normal(size=size).astype(np.float32) for k in range(3)]
-        arrays = [jax.block_until_ready(jnp.asarray(v)) for v in values]  # a sender takes them as they lie
+        arrays = [jax.block_until_ready(jnp.asarray(v)) for v in values]  # a sender does not wait for them
         first = 3 * (version == 3)  # a piece has the same shape each time
         sender.send(version, {first + i: piece(a) for i, a in enumerate(arrays)})  # type: ignore[arg-type]
         reader.wait(version, range(first, first + 3))
@@ -236,10 +242,10 @@ def test_memory_that_cannot_be_exported_is_staged_and_the_report_says_so(reader:
     assert not driver.owned
 
 
-# --- when something goes wrong ---
+# --- failures ---
 
 
-def test_a_trainer_that_goes_leaves_nothing_mapped(reader: cuda.CudaReceiver) -> None:
+def test_a_disconnected_trainers_memory_is_unmapped(reader: mapped_memory.CudaReceiver) -> None:
     driver, far = Memfd(), reader._driver
     sender = sender_to(reader, driver)
     sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))})
@@ -252,7 +258,7 @@ def test_a_trainer_that_goes_leaves_nothing_mapped(reader: cuda.CudaReceiver) ->
     until(lambda: not far.mapped)  # type: ignore[attr-defined]
 
 
-def test_a_trainer_that_goes_before_all_was_said_is_an_error_at_once(reader: cuda.CudaReceiver) -> None:
+def test_a_trainer_that_disconnects_early_is_an_error_at_once(reader: mapped_memory.CudaReceiver) -> None:
     driver = Memfd()
     sender = sender_to(reader, driver)
     reader.expect(1)
@@ -261,20 +267,20 @@ def test_a_trainer_that_goes_before_all_was_said_is_an_error_at_once(reader: cud
     finish(reader, 1, sender)
     reader.expect(2)
     sender.close()
-    with pytest.raises(TransferError, match="went away before all of version 2"):
+    with pytest.raises(TransferError, match="disconnected before it had announced all of version 2"):
         reader.wait(2, [0])
 
 
-def test_what_is_being_copied_stays_mapped_and_the_next_version_waits(reader: cuda.CudaReceiver) -> None:
-    """Copies are on their way when a commit is answered. Neither a trainer that goes nor a new one may unmap them."""
+def test_memory_stays_mapped_while_it_is_copied(reader: mapped_memory.CudaReceiver) -> None:
+    """Copies may still run after a commit. Neither a disconnect nor a new version may unmap their memory."""
     driver, far, go_on = Memfd(), reader._driver, threading.Event()
     sender = sender_to(reader, driver)
     pieces = {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))}
     sender.send(1, pieces)
     heard(sender)
     reader.done(1, lambda: float(go_on.wait(10)))
-    sender.send(2, pieces)  # without having heard that version 1 was copied
-    with pytest.raises(TransferError, match="version 2 is shown while version 1 is still being copied"):
+    sender.send(2, pieces)  # before version 1 is released
+    with pytest.raises(TransferError, match="version 2 was announced while version 1 is still being copied"):
         heard(sender)
     sender.close()
     leaving = threading.Thread(target=reader.abandon)
@@ -286,7 +292,7 @@ def test_what_is_being_copied_stays_mapped_and_the_next_version_waits(reader: cu
     until(lambda: not far.mapped)  # type: ignore[attr-defined]
 
 
-def test_a_copy_that_fails_is_told_to_the_trainer(reader: cuda.CudaReceiver) -> None:
+def test_a_failed_copy_is_reported_to_the_trainer(reader: mapped_memory.CudaReceiver) -> None:
     def broken() -> float:
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -302,76 +308,79 @@ def test_a_copy_that_fails_is_told_to_the_trainer(reader: cuda.CudaReceiver) -> 
     sender.close()
 
 
-def test_an_engine_that_dies_before_it_has_copied_is_named(reader: cuda.CudaReceiver) -> None:
+def test_an_engine_that_dies_before_copying_is_named(reader: mapped_memory.CudaReceiver) -> None:
     driver = Memfd()
     sender = sender_to(reader, driver)
     sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32)))})
     heard(sender)
     reader.close()
-    with pytest.raises(TransferError, match="engine-0, rank 0 did not say that it has copied version 1: it went away"):
+    with pytest.raises(
+        TransferError, match="engine-0, rank 0 did not confirm that it has copied version 1: it disconnected"
+    ):
         asyncio.run(sender.released())
 
 
 def test_a_silent_trainer_is_an_error_after_the_deadline() -> None:
-    receiver = cuda.CudaReceiver([0], HostMemory, Memfd(), deadline=0.05)
+    receiver = mapped_memory.CudaReceiver([0], HostMemory, Memfd(), deadline=0.05)
     receiver.start()
-    with pytest.raises(TransferError, match=r"2 piece\(s\) of version 4 were not shown within 0.05 s"):
+    with pytest.raises(TransferError, match=r"2 piece\(s\) of version 4 were not announced within 0.05 s"):
         receiver.wait(4, [0, 1])
     receiver.close()
 
 
-def test_an_engine_that_is_gone_is_named(reader: cuda.CudaReceiver) -> None:
+def test_an_engine_that_is_gone_is_named(reader: mapped_memory.CudaReceiver) -> None:
     driver = Memfd()
     sender, array = sender_to(reader, driver), FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32))
     reader.close()
     with pytest.raises(TransferError, match="engine engine-0, rank 0"):
         sender.send(1, {0: piece(array)})
         heard(sender)
-    with pytest.raises(TransferError, match="engine engine-0, rank 0 cannot be reached for mapped weights"):
+    with pytest.raises(TransferError, match="cannot connect to engine engine-0, rank 0 for mapped weights"):
         sender_to(reader, driver)
 
 
-def test_who_does_not_know_the_nonce_is_not_let_in(reader: cuda.CudaReceiver) -> None:
+def test_a_client_without_the_nonce_is_refused(reader: mapped_memory.CudaReceiver) -> None:
     name = json.loads(reader.links[0])["name"]
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect("\0" + name)
         stranger.sendall(bytes(32))
         assert stranger.recv(1) == b""
-    assert not reader._readers
+    assert not reader._connections
 
 
 @pytest.mark.parametrize(
-    ("rows", "shapes"),
+    ("rows", "layouts"),
     [
         ([(0, 0, 4096 - 8)], [[0, "float32", 0, [4], [1]]]),  # beyond the end
         ([(0, 0, 0)], [[0, "float32", 1000, [4, 8], [8, 1]]]),
-        ([(0, 7, 0)], [[0, "float32", 0, [4], [1]]]),  # a region that nobody showed
+        ([(0, 7, 0)], [[0, "float32", 0, [4], [1]]]),  # a region that was not announced
         ([(0, 0, 2)], [[0, "float32", 0, [4], [1]]]),  # not aligned
         ([(0, 0, -8)], [[0, "float32", 0, [4], [1]]]),
     ],
 )
-def test_places_outside_the_region_are_refused(reader: cuda.CudaReceiver, rows: Any, shapes: Any) -> None:
+def test_places_outside_the_region_are_refused(reader: mapped_memory.CudaReceiver, rows: Any, layouts: Any) -> None:
     driver = Memfd()
     region, sender = driver.allocate(4096), sender_to(reader, driver)
-    found = Found({}, {0: (region, driver.export(region))})
-    sender._tell(1, found, shapes, np.array(rows, np.int64))
-    with pytest.raises(TransferError, match=r"cannot read version 1: .*(sticks out of its region|was not shown)"):
-        sender._unheard = 1
+    update = RegionUpdate({}, {0: (region, driver.export(region))})
+    wire_format.send_announcements(sender._socket, 1, update, layouts, np.array(rows, np.int64))
+    with pytest.raises(TransferError, match=r"cannot read version 1: .*(not inside its region|was not announced)"):
+        sender._unconfirmed = 1
         heard(sender)
-    with pytest.raises(TransferError, match=r"cannot be used: .*(sticks out of its region|was not shown)"):
+    with pytest.raises(TransferError, match=r"is invalid: .*(not inside its region|was not announced)"):
         reader.wait(1, [0])
     sender.close()
 
 
 @given(st.binary(min_size=1, max_size=200), st.booleans())
-def test_noise_on_the_line_is_an_error_and_never_a_hang(noise: bytes, with_head: bool) -> None:
-    receiver = cuda.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
+def test_garbage_on_the_socket_is_an_error_and_never_a_hang(noise: bytes, with_header: bool) -> None:
+    receiver = mapped_memory.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
     receiver.start()
     sender = sender_to(receiver, Memfd())
-    head = cuda._HEAD.pack(b"SSC1", 1, max(0, len(noise) - 24), 24 * (len(noise) >= 24), 0) if with_head else b""
-    sender._socket.sendall(head + noise)
+    sizes = max(0, len(noise) - 24), 24 * (len(noise) >= 24)
+    header = wire_format.HEADER.pack(wire_format.MAGIC, 1, *sizes, 0) if with_header else b""
+    sender._socket.sendall(header + noise)
     sender.close()
-    with pytest.raises(TransferError, match=r"went away|cannot be used"):
+    with pytest.raises(TransferError, match=r"disconnected|is invalid"):
         receiver.wait(1, [10**6])
     receiver.close()
 
@@ -379,7 +388,7 @@ def test_noise_on_the_line_is_an_error_and_never_a_hang(noise: bytes, with_head:
 TRAINER = """
 import sys, time
 import numpy as np
-from slipstream.weights.transports import cuda
+from slipstream.weights.transports.cuda import mapped_memory as cuda
 from tests.weights.memfd import FakeArray, Memfd
 from tests.weights.test_cuda import heard, piece
 driver = Memfd()
@@ -391,7 +400,9 @@ time.sleep(60)
 """
 
 
-def test_the_memory_of_a_killed_trainer_can_be_read_to_the_end_and_is_then_let_go(reader: cuda.CudaReceiver) -> None:
+def test_a_killed_trainers_memory_stays_readable_and_is_then_unmapped(
+    reader: mapped_memory.CudaReceiver,
+) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", TRAINER, reader.links[0].decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=Path(__file__).parents[2]) as process:
@@ -403,7 +414,7 @@ def test_the_memory_of_a_killed_trainer_can_be_read_to_the_end_and_is_then_let_g
     until(lambda: not reader._driver.mapped)  # type: ignore[attr-defined]
 
 
-# --- whole updates: JAX arrays into torch parameters ---
+# --- complete updates: JAX arrays into torch parameters ---
 
 
 class TorchMemory(HostMemory):
@@ -415,37 +426,37 @@ class TorchMemory(HostMemory):
 
 
 def planned(config: Any) -> tuple[Any, dict[str, Any], Any]:
-    """What one rank takes, a tree on JAX's device, and the plan from the one to the other, in float32."""
+    """Return one rank's parameters, a tree of JAX arrays, and the float32 plan between them."""
     info = written_parameters(config, 1, ())[0]
-    tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
-    return info, tensors, make_plan(source.describe(tensors), families.tensors(config), info, "float32")
+    tensors = named_tensors.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
+    return info, tensors, make_plan(named_tensors.describe(tensors), families.tensors(config), info, "float32")
 
 
 def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype: torch.dtype, failed: Any = ()) -> Any:
-    """A rank's live parameters, full of NaN, its links, and the tensors that went through the loader."""
+    """Return a rank's live parameters filled with NaN, its links, and the tensors passed to the loader."""
     parameters = vllm_parameters(config, tp)
     live = {p.name: torch.full(p.shape, float("nan"), dtype=dtype) for p in parameters if p.rank == rank}
     loaded: dict[str, Any] = {}
-    held = Live(live, lambda weights: loaded.update(weights), rank, torch.device("cpu"))
+    held = LiveParameters(live, lambda weights: loaded.update(weights), rank, torch.device("cpu"))
 
     def make(*_: Any) -> Any:
         held._driver = driver = Memfd()
-        return cuda.CudaReceiver([0], TorchMemory, driver, deadline=5.0, check=held.stage)
+        return mapped_memory.CudaReceiver([0], TorchMemory, driver, deadline=5.0, check=held.stage)
 
-    monkeypatch.setattr(held, "_make", make)
-    monkeypatch.setattr(vllm_live, "LARGE_BYTES", 1 << 10)  # some are, and some are not
+    monkeypatch.setattr(held, "_make_receiver", make)
+    monkeypatch.setattr(staged_copies, "LARGE_BYTES", 1 << 10)  # so that some tensors are large and some are not
     written, reloaded = written_parameters(config, tp, failed)
-    return live, held, held.open("cuda", plan, written, reloaded), loaded
+    return live, held, held.connect("cuda", plan, written, reloaded), loaded
 
 
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a tiny Llama in float32, and an outbox that is linked to it."""
-    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    """Return one rank of a tiny float32 Llama, and an outbox connected to it."""
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
     config = tiny_config("llama")
     info, tensors, plan = planned(config)
     live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
     outbox = DeviceOutbox(plan, info, 0, "engine-0")
-    outbox.berths = Berths((tuple(links),), b"")
+    outbox.destinations = Destinations((tuple(links),), b"")
     return config, tensors, plan, live, held, outbox
 
 
@@ -467,7 +478,7 @@ def assert_bits(live: Any, expected: Any) -> None:
     for name, wanted in expected.items():
         kind = torch.int16 if wanted.element_size() == 2 else torch.int32
         nan = torch.isnan(wanted)
-        assert torch.equal(torch.isnan(live[name]), nan), name  # padding is left alone
+        assert torch.equal(torch.isnan(live[name]), nan), name  # padding is not written
         assert torch.equal(live[name][~nan].view(kind), wanted[~nan].view(kind)), name
 
 
@@ -479,16 +490,16 @@ def assert_bits(live: Any, expected: Any) -> None:
 def test_an_update_reaches_the_fused_parameters_of_every_rank(
     family: str, tp: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
     config = tiny_config(family)
     kind = getattr(torch, dtype)
     info = written_parameters(config, tp, ())[0]
     params = random_params(config)
-    tensors = source.named_tensors(jax.tree.map(jnp.asarray, params))
-    plan = make_plan(source.describe(tensors), families.tensors(config), info, dtype)
+    tensors = named_tensors.named_tensors(jax.tree.map(jnp.asarray, params))
+    plan = make_plan(named_tensors.describe(tensors), families.tensors(config), info, dtype)
     ranks = [rank_of(config, tp, rank, plan, monkeypatch, kind) for rank in range(tp)]
     outbox = DeviceOutbox(plan, info, 0, "engine-0")
-    outbox.berths = Berths(tuple(tuple(links) for _, _, links, _ in ranks), b"")
+    outbox.destinations = Destinations(tuple(tuple(links) for _, _, links, _ in ranks), b"")
     for version, scale in ((1, 1.0), (2, -0.5)):
         tensors = {name: jnp.asarray(np.asarray(t) * scale) for name, t in tensors.items()}
         manifests, num_bytes = outbox.send(tensors, set(), version)
@@ -504,26 +515,26 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
     outbox.close()
 
 
-def test_pieces_that_the_plan_does_not_know_are_refused_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "Vmm", Memfd)
+def test_pieces_outside_the_plan_are_refused_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
     config = tiny_config("llama")
     _, _, plan = planned(config)
     live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
     driver = Memfd()
     region = driver.allocate(1 << 16)
-    for index, shape, why in ((10_000, (3,), "is not in the plan"), (0, (3, 5), "came with shape")):
-        sender = cuda.CudaSender(links[0], "engine-0, rank 0", driver)
+    for index, shape, why in ((10_000, (3,), "is not in the plan"), (0, (3, 5), "arrived with shape")):
+        sender = mapped_memory.CudaSender(links[0], "engine-0, rank 0", driver)
         with pytest.raises(TransferError, match=f"engine-0, rank 0 cannot read version 1: .*{why}"):
             sender.send(1, {index: piece(FakeArray(region, 0, np.zeros(shape, np.float32)))})
             heard(sender)
         sender.close()
-    with pytest.raises(TransferError, match=r"has 0 piece\(s\) of version -1 within reach, not the 1 of version 1"):
+    with pytest.raises(TransferError, match=r"1 piece\(s\) of version 1, but has 0 of version -1"):
         held.apply(1, [0], 0.1)
     assert all(torch.isnan(tensor).all() for tensor in live.values())
     held.close()
 
 
-def test_an_order_to_write_that_comes_before_the_pieces_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_applying_a_version_waits_for_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors, plan, live, held, outbox = one_rank(monkeypatch)
     late = threading.Timer(0.2, outbox.send, (tensors, set(), 1))
     late.start()
@@ -533,10 +544,10 @@ def test_an_order_to_write_that_comes_before_the_pieces_waits_for_them(monkeypat
     outbox.close()
 
 
-def test_a_tree_that_comes_back_to_its_place_is_written_with_what_lies_there_now(
+def test_cached_copies_write_the_current_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was worked out for a place is used again, also between syncs of parts, and for no other place."""
+    """Staged copies are cached per place, also across partial syncs, and used only for that place."""
     config, tensors, plan, live, held, outbox = one_rank(monkeypatch)
     changed = {f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"} | {"model.norm.weight"}
     serves = tensors
@@ -549,11 +560,11 @@ def test_a_tree_that_comes_back_to_its_place_is_written_with_what_lies_there_now
         serves = serves | {name: tensor for name, tensor in new.items() if name not in unchanged}
         assert_bits(live, naive(config, serves, 1, 0, torch.float32))
         asyncio.run(outbox.released())
-    assert len(held._sorted) == 2, "a whole tree and a part, each in one place"
+    assert len(held._cache) == 2, "a whole tree and a part, each in one place"
     outbox.close()
 
 
-def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_parameters_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors, plan, live, held, outbox = one_rank(monkeypatch)
     unchanged = {t.name for t in families.tensors(config)} - {"model.layers.0.self_attn.k_proj.weight"}
     manifests, num_bytes = outbox.send(tensors, unchanged, 1)
@@ -566,16 +577,16 @@ def test_only_what_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameters_that_failed_the_proof_go_through_the_loader_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "Vmm", Memfd)
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
     config = tiny_config("qwen2")
     failed = {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.qkv_proj.bias"}
     info, reloaded = written_parameters(config, 2, failed)
     assert reloaded == {f"model.layers.0.self_attn.{x}_proj.{y}" for x in "qkv" for y in ("weight", "bias")}
-    tensors = source.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
-    plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32", bucket_bytes=1 << 9)
+    tensors = named_tensors.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
+    plan = make_plan(named_tensors.describe(tensors), families.tensors(config), info, "float32", bucket_bytes=1 << 9)
     live, held, links, loaded = rank_of(config, 2, 1, plan, monkeypatch, torch.float32, failed)
     outbox = DeviceOutbox(plan, info, 0, "engine-0")
-    outbox.berths = Berths(((), tuple(links)), b"")
+    outbox.destinations = Destinations(((), tuple(links)), b"")
     outbox._streams[0] = {}
     manifests, _ = outbox.send(tensors, set(), 1)
     held.apply(1, unpack_manifest(manifests[1], 1, len(plan.incoming[1])), 30.0)
@@ -589,9 +600,9 @@ def test_parameters_that_failed_the_proof_go_through_the_loader_whole(monkeypatc
 
 
 @pytest.mark.parametrize("mapping", [tunix, maxtext])
-def test_trees_of_other_libraries_are_read_where_they_lie(mapping: Any) -> None:
-    """Transposed and cut by strides; what is turned or scaled is computed on the device first."""
-    from tests.weights.test_trees import hf_tensors, maxtext_tree, tunix_tree
+def test_trees_of_other_libraries_are_read_in_place(mapping: Any) -> None:
+    """Transposed and sliced by strides; rotated or scaled tensors are computed on the device first."""
+    from tests.weights.test_tree_mapping import hf_tensors, maxtext_tree, tunix_tree
 
     config = tiny_config("llama")
     hf = hf_tensors(config)
@@ -600,7 +611,7 @@ def test_trees_of_other_libraries_are_read_where_they_lie(mapping: Any) -> None:
     for name, tensor in tensors.items():
         for box in tensor.boxes():  # type: ignore[attr-defined]
             find, cut = locate(tensor, box)
-            np.testing.assert_array_equal(np.asarray(cut(find(tensor))), source.read(tensor, box), err_msg=name)
+            np.testing.assert_array_equal(np.asarray(cut(find(tensor))), named_tensors.read(tensor, box), err_msg=name)
 
 
 def test_a_sharded_array_is_found_shard_by_shard() -> None:
@@ -612,24 +623,24 @@ def test_a_sharded_array_is_found_shard_by_shard() -> None:
     find, cut = locate(array, ((5, 7), (1, 3)))
     assert find(array).devices() == {devices[1]}
     np.testing.assert_array_equal(np.asarray(cut(find(array))), np.asarray(array)[5:7, 1:3])
-    with pytest.raises(MappingError, match="is not in one piece"):
+    with pytest.raises(MappingError, match="no device of this process holds the complete box"):
         locate(array, ((2, 6), (0, 4)))
 
 
 def test_a_donated_array_is_named() -> None:
     config = tiny_config("llama")
     info = written_parameters(config, 1, ())[0]
-    tensors = source.named_tensors(jax.tree.map(jnp.array, random_params(config)))
-    plan = make_plan(source.describe(tensors), families.tensors(config), info, "float32")
+    tensors = named_tensors.named_tensors(jax.tree.map(jnp.array, random_params(config)))
+    plan = make_plan(named_tensors.describe(tensors), families.tensors(config), info, "float32")
     outbox = DeviceOutbox(plan, info, 0, "engine-0")
-    outbox.berths = Berths(((b"{}",),), b"")
+    outbox.destinations = Destinations(((b"{}",),), b"")
     tensors["model.norm.weight"].delete()  # type: ignore[attr-defined]
     with pytest.raises(MappingError, match=r"model.norm.weight was donated or deleted before the sync"):
         outbox.send(tensors, set(), 1)
 
 
 def test_mapped_memory_is_chosen_for_arrays_on_a_gpu_of_the_same_host() -> None:
-    from slipstream.weights.transports import host_identity
+    from slipstream.weights.update.transport_choice import host_identity
 
     offered = ("cuda", "nccl", "shm")
     assert choose("e", offered, host_identity(), 1, None, on_gpu=True) == "cuda"
@@ -640,33 +651,33 @@ def test_mapped_memory_is_chosen_for_arrays_on_a_gpu_of_the_same_host() -> None:
     assert not on_accelerator({"w": jnp.ones(3)})
 
 
-# --- the proof ---
+# --- the mapping check ---
 
 
 def loaded_model(config: Any, tp: int, rank: int) -> dict[str, torch.Tensor]:
     specs = [(t.name, t.shape) for t in families.tensors(config)]
-    tensors = {name: t.numpy() for name, t in invented(specs, torch.float32, torch.device("cpu"))}
+    tensors = {name: t.numpy() for name, t in random_tensors(specs, torch.float32, torch.device("cpu"))}
     return {n: torch.nan_to_num(t) for n, t in naive(config, tensors, tp, rank, torch.float32).items()}
 
 
-def proof(config: Any, live: Any, tp: int = 1, rank: int = 0) -> dict[str, str]:
+def failed_mapping(config: Any, live: Any, tp: int = 1, rank: int = 0) -> dict[str, str]:
     specs = [(t.name, t.shape) for t in families.tensors(config)]
     own = [p for p in vllm_parameters(config, tp) if p.rank == rank]
-    return prove(live, own, invented(specs, torch.float32, torch.device("cpu")))
+    return check_mapping(live, own, random_tensors(specs, torch.float32, torch.device("cpu")))
 
 
-def test_the_proof_passes_what_is_right_and_names_what_is_not() -> None:
+def test_the_mapping_check_accepts_correct_parameters_and_names_wrong_ones() -> None:
     config = tiny_config("qwen2")
     for tp, rank in ((1, 0), (2, 0), (2, 1)):
-        assert proof(config, loaded_model(config, tp, rank), tp, rank) == {}
+        assert failed_mapping(config, loaded_model(config, tp, rank), tp, rank) == {}
     live = loaded_model(config, 1, 0)
     qkv, norm = "model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"
     live[qkv][[0, 1]] = live[qkv][[1, 0]]  # two rows swapped
     live[norm] = live[norm][:-1]
     live["model.extra"] = torch.ones(3)
     del live["model.layers.0.input_layernorm.weight"]
-    found = proof(config, live)
+    found = failed_mapping(config, live)
     assert found.keys() == {qkv, norm, "model.extra", "model.layers.0.input_layernorm.weight"}
     assert "does not hold model.layers.1.self_attn.q_proj.weight" in found[qkv]
     assert "it has shape" in found[norm] and "no tensor" in found["model.extra"]
-    assert with_their_modules({qkv}, live) == {qkv, qkv.replace("weight", "bias")}
+    assert module_siblings({qkv}, live) == {qkv, qkv.replace("weight", "bias")}

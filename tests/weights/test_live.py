@@ -1,20 +1,20 @@
-"""vLLM's layouts, carried out by the planner, against a plain rewriting with numpy's concatenate and split."""
+"""Plans into vLLM's parameter layouts, compared with a direct implementation using numpy's concatenate and split."""
 
 import numpy as np
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.model import families
+from slipstream.model.families.vllm_parameters import expert_parameters, vllm_parameters
+from slipstream.tensors.boxes import full_box, slices
 from slipstream.types import TensorSpec
-from slipstream.weights import families
-from slipstream.weights.families.live import expert_parameters, vllm_parameters
-from slipstream.weights.layout import slices, whole
-from slipstream.weights.plan import Source, make_plan
+from slipstream.weights.plan import SourceTensor, make_plan
 from tests.tiny import tiny_config, variant
 
 
 def carried_out(specs, arrays, parameters):
-    """What the moves leave on each rank; padding is zero, as a receiver makes it."""
-    sources = {t.name: Source(t.shape, "float32", ((0, whole(t.shape)),)) for t in specs}
+    """Execute the moves and return each rank's parameters; padding is zero, as in a receiver."""
+    sources = {t.name: SourceTensor(t.shape, "float32", ((0, full_box(t.shape)),)) for t in specs}
     local = {(p.name, p.rank): np.full(p.shape, np.nan, np.float32) for p in parameters}
     for move in make_plan(sources, specs, parameters, "float32").moves:
         piece = arrays[move.tensor][slices(move.tensor_box)]
@@ -27,7 +27,7 @@ def carried_out(specs, arrays, parameters):
 
 
 def naive(config, hf, tp, pp):
-    """Every rank's parameters, written down straight from what vLLM does."""
+    """Return every rank's parameters, built the way vLLM builds them."""
 
     def by_heads(array, heads):
         if heads >= tp:
@@ -97,7 +97,7 @@ def test_layers_that_do_not_divide_go_before_the_last_stage(layers, pp, sizes):
     assert [int(p.name.split(".")[2]) for p in norms] == list(range(layers))
 
 
-def test_ranks_of_padding_alone():
+def test_ranks_that_hold_only_padding():
     config = tiny_config(vocab_size=10, num_heads=8, num_kv_heads=8, head_dim=2)
     embeds = [p for p in vllm_parameters(config, tp=8) if p.name == "lm_head.weight"]
     assert [len(p.parts) for p in embeds] == [1, 1, 0, 0, 0, 0, 0, 0]
@@ -107,7 +107,7 @@ def test_ranks_of_padding_alone():
 
 @pytest.mark.parametrize("ep", [False, True])
 @pytest.mark.parametrize("tp, num_experts", [(1, 3), (2, 3), (4, 8)])
-def test_experts_stacked_and_shared_out(ep, tp, num_experts):
+def test_experts_are_stacked_and_distributed(ep, tp, num_experts):
     inner, hidden, at = 8, 6, "model.layers.0.mlp.experts."
     rng = np.random.default_rng(0)
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
@@ -132,7 +132,7 @@ def test_experts_stacked_and_shared_out(ep, tp, num_experts):
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "qwen3_moe-dense-layer"])
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, False), (2, 1, False), (2, 2, False), (2, 1, True)])
 def test_every_family_has_a_live_layout(name, tp, pp, ep):
-    """Everything that HF has arrives, nothing else does, and what is fused is the concatenation."""
+    """Exactly the HF tensors arrive, and fused parameters are their concatenation."""
     config = variant(name)
     if ep and config.moe is None:
         return

@@ -1,4 +1,4 @@
-"""Both halves of the `nccl` transport against each other, over a stand-in for NCCL; the real one is in tests/gpu."""
+"""Both halves of the `nccl` transport, over a fake NCCL. (`tests/gpu` uses the real one.)"""
 
 import base64
 import gc
@@ -19,16 +19,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import MappingError, TransferError
-from slipstream.weights.layout import run_start, slices
-from slipstream.weights.transports import nccl_wire
-from slipstream.weights.transports.nccl import Bucket, NcclReceiver, NcclSender, buckets_of
-from slipstream.weights.transports.nccl_wire import Header, is_large, pack_indices, unpack_indices
-from tests.test_imports import loaded_by
+from slipstream.tensors.boxes import contiguous_start, slices
+from slipstream.weights.transports.nccl import receive_thread, transport
+from slipstream.weights.transports.nccl.transport import NcclReceiver, NcclSender
+from slipstream.weights.transports.nccl.wire_format import (
+    Bucket,
+    UpdateHeader,
+    buckets_of,
+    is_large,
+    pack_indices,
+    unpack_indices,
+)
+from tests.test_architecture import loaded_by
 from tests.weights.fake_nccl import FakeNccl
 from tests.weights.nccl_by_hand import Model, Piece, same, staged
 
-SMALL = 8 << 10  # buckets of this size: of the tiny model, some moves are large, and some alone in a bucket
-SOON = 2.0  # the deadline where one is meant to pass
+SMALL = 8 << 10  # with buckets of this size, some moves of the tiny model are large, and some fill a bucket
+SOON = 2.0  # the deadline in tests that wait for it
 
 
 @pytest.fixture
@@ -39,11 +46,11 @@ def nccl(tmp_path):
 class Fleet:
     """Every trainer rank connected to every engine rank, in one process."""
 
-    def __init__(self, model, nccl, tp=1, trainers=1, deadline=20.0, bucket=SMALL, how="send"):
+    def __init__(self, model, nccl, tp=1, trainers=1, deadline=20.0, bucket=SMALL, primitive="send"):
         self.model, self.tp, self.trainers, self.nccl = model, tp, trainers, nccl
         self.deadline, self.bucket = deadline, bucket
         self.receivers = [
-            NcclReceiver(model.plan, rank, range(trainers), -1, model.parameters, deadline, how, nccl)
+            NcclReceiver(model.plan, rank, range(trainers), -1, model.parameters, deadline, primitive, nccl)
             for rank in range(tp)
         ]
         self.senders = {}
@@ -92,7 +99,7 @@ class Fleet:
         self.close()
 
 
-# --- the wire: pure ---
+# --- wire format ---
 
 
 def test_buckets_by_hand():
@@ -125,28 +132,28 @@ def test_buckets_hold_every_move_once_and_stay_in_bounds(sizes, direct, limit):
 
 
 @given(st.sets(st.integers(0, 40)), st.data())
-def test_a_header_says_what_went_in(stream, data):
+def test_a_header_survives_packing(stream, data):
     chosen = data.draw(st.sets(st.sampled_from(sorted(stream)))) if stream else set()
     assert unpack_indices(pack_indices(chosen, stream), stream) == chosen
-    header = Header(7, 1024, frozenset(chosen), frozenset(sorted(chosen)[:1]))
+    header = UpdateHeader(7, 1024, frozenset(chosen), frozenset(sorted(chosen)[:1]))
     packed = header.pack(stream)
-    assert len(packed) == Header.num_bytes(len(stream))
-    assert Header.unpack(packed, stream, "trainer rank 0") == header
+    assert len(packed) == UpdateHeader.num_bytes(len(stream))
+    assert UpdateHeader.unpack(packed, stream, "trainer rank 0") == header
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=3))
-def test_a_run_of_memory_is_what_numpy_says(dims):
+def test_contiguous_start_agrees_with_numpy(dims):
     box = tuple((before, before + size) for before, size, _ in dims)
     shape = tuple(before + size + after for before, size, after in dims)
     numbers = np.arange(np.prod(shape)).reshape(shape)[slices(box)].reshape(-1)
     is_run = np.array_equal(numbers, np.arange(numbers[0], numbers[0] + len(numbers)))
-    assert run_start(box, shape) == (numbers[0] if is_run else None)
+    assert contiguous_start(box, shape) == (numbers[0] if is_run else None)
 
 
-# --- what arrives ---
+# --- transfers ---
 
 
-@pytest.mark.parametrize("how", ["send", "broadcast"])
+@pytest.mark.parametrize("primitive", ["send", "broadcast"])
 @pytest.mark.parametrize(
     ("tp", "trainers", "source", "dtype"),
     [
@@ -158,15 +165,15 @@ def test_a_run_of_memory_is_what_numpy_says(dims):
         (1, 3, "float16", "float32"),
     ],
 )
-def test_every_rank_has_its_bits(nccl, tp, trainers, source, dtype, how):
+def test_every_rank_receives_the_exact_bits(nccl, tp, trainers, source, dtype, primitive):
     model = Model(tp, trainers, dtype, source)
-    with Fleet(model, nccl, tp, trainers, how=how) as fleet:
+    with Fleet(model, nccl, tp, trainers, primitive=primitive) as fleet:
         for version in range(3):
             weights = model.weights(version)
             assert fleet.update(version, weights) == model.plan.num_bytes
             for rank, receiver in enumerate(fleet.receivers):
                 same(staged(receiver, model, rank), model.expected(weights, rank))
-    assert {pair.how for pair in nccl.pairs} == {how}
+    assert {pair.primitive for pair in nccl.pairs} == {primitive}
     assert all(pair.closed for pair in nccl.pairs)
 
 
@@ -181,7 +188,7 @@ def test_buckets_of_any_size(nccl, bucket):
             same(staged(receiver, model, rank), model.expected(weights, rank))
 
 
-def test_a_part_of_the_moves_leaves_the_others_as_they_were(nccl):
+def test_a_partial_update_leaves_other_parameters_unchanged(nccl):
     model = Model(2, 2)
     first, second = model.weights(1), model.weights(2)
 
@@ -216,15 +223,13 @@ def test_a_trainer_rank_without_moves(nccl):
         half.close()
 
 
-def test_what_lies_right_is_sent_from_where_it_lies(nccl, monkeypatch):
-    """bfloat16 to bfloat16 on one rank: all but the small moves, also a band of rows; nothing large is packed."""
-    from slipstream.weights.transports import nccl_packing
+def test_contiguous_pieces_are_sent_in_place(nccl, monkeypatch):
+    """bfloat16 to bfloat16 on one rank: all large moves, also bands of rows, are sent without packing."""
+    from slipstream.weights.transports.nccl import packing
 
     seen = []
-    real = nccl_packing.Packer._compile
-    monkeypatch.setattr(
-        nccl_packing.Packer, "_compile", lambda self, program: seen.append(program) or real(self, program)
-    )
+    real = packing.Packer._compile
+    monkeypatch.setattr(packing.Packer, "_compile", lambda self, program: seen.append(program) or real(self, program))
     model = Model(1, 1, "bfloat16", "bfloat16", most=3000)
     weights = model.weights(0)
     with Fleet(model, nccl) as fleet:
@@ -233,7 +238,7 @@ def test_what_lies_right_is_sent_from_where_it_lies(nccl, monkeypatch):
     assert seen and all(program.num_alone == 0 for program in seen)
 
 
-def test_pieces_on_another_device_are_brought(nccl):
+def test_pieces_on_another_device_are_copied_first(nccl):
     model = Model(2)
     weights = model.weights(0)
     with Fleet(model, nccl, 2) as fleet:
@@ -247,25 +252,25 @@ def test_pieces_on_another_device_are_brought(nccl):
             same(staged(receiver, model, rank), model.expected(weights, rank))
 
 
-def test_transposed_and_reshaped_cuts(nccl):
-    """A cut is any traceable function; only what is one run of memory goes straight."""
+def test_transposed_and_reshaped_pieces(nccl):
+    """A slice is any traceable function; only contiguous pieces are sent in place."""
     model = Model(1, 1, "float32", "float32")
     weights = model.weights(0)
 
-    class Turned(Piece):
-        def cut(self, array):
+    class Transposed(Piece):
+        def slice(self, array):
             return array.T[slices(self.box)]
 
     class Flat(Piece):
-        def cut(self, array):
+        def slice(self, array):
             return array.reshape(-1)[None][0].reshape(self.box)
 
     pieces = model.pieces(weights, 0, 0)
     for number, (index, piece) in enumerate(pieces.items()):
         if piece.array.ndim == 2:
-            turned = Turned(jnp.asarray(np.asarray(piece.array).T.copy()), piece.box)
+            transposed = Transposed(jnp.asarray(np.asarray(piece.array).T.copy()), piece.box)
             whole = piece.array.size == np.prod([b - a for a, b in piece.box])
-            pieces[index] = Flat(piece.array, piece.array.shape) if number % 2 and whole else turned
+            pieces[index] = Flat(piece.array, piece.array.shape) if number % 2 and whole else transposed
     with Fleet(model, nccl) as fleet:
         fleet.receivers[0].expect(0)
         fleet.senders[0, 0].send(0, pieces)
@@ -274,11 +279,11 @@ def test_transposed_and_reshaped_cuts(nccl):
 
 
 def test_programs_are_compiled_once_and_keep_no_array(nccl, monkeypatch):
-    from slipstream.weights.transports import nccl_packing
+    from slipstream.weights.transports.nccl import packing
 
     compiled = []
-    real = nccl_packing.Packer._compile
-    monkeypatch.setattr(nccl_packing.Packer, "_compile", lambda *a: compiled.append(1) or real(*a))
+    real = packing.Packer._compile
+    monkeypatch.setattr(packing.Packer, "_compile", lambda *a: compiled.append(1) or real(*a))
     model = Model(2)
     with Fleet(model, nccl, 2) as fleet:
         fleet.update(0, model.weights(0))
@@ -309,7 +314,7 @@ def test_at_most_two_buckets_are_in_flight(nccl):
     assert marked > 5 and most == 2
 
 
-def test_nothing_is_posted_while_no_update_is_under_way(nccl):
+def test_nothing_is_posted_between_updates(nccl):
     model = Model()
     posted = []
     nccl.before_group = lambda pair, what: posted.append(pair.rank)
@@ -321,7 +326,7 @@ def test_nothing_is_posted_while_no_update_is_under_way(nccl):
         assert len(posted) == 2 * count
 
 
-# --- what goes wrong ---
+# --- failures ---
 
 
 def receiver_of(model, nccl, deadline=20.0, senders=(0,)):
@@ -333,7 +338,7 @@ def sender_of(model, link, nccl, deadline=20.0, trainer=0, **over):
     return NcclSender(link, model.plan, moves, "engine 'e0' rank 0", SMALL, deadline, library=nccl, **over)
 
 
-def test_a_trainer_that_never_comes_is_named(nccl):
+def test_a_trainer_that_never_connects_is_named(nccl):
     model = Model(trainers=2)
     receiver = receiver_of(model, nccl, SOON, senders=(0, 1))
     receiver.start()
@@ -345,7 +350,7 @@ def test_a_trainer_that_never_comes_is_named(nccl):
     receiver.close()
 
 
-def test_a_receiver_that_never_comes_is_named(nccl):
+def test_a_receiver_that_never_connects_is_named(nccl):
     model = Model()
     receiver = receiver_of(model, nccl)
     link = receiver.links[0]
@@ -357,7 +362,7 @@ def test_a_receiver_that_never_comes_is_named(nccl):
 
 
 def test_a_trainer_that_stays_silent_is_named(nccl):
-    """It met the receiver, and then sends nothing."""
+    """It connects, and then sends nothing."""
     model = Model()
     receiver = receiver_of(model, nccl, SOON)
     receiver.start()
@@ -365,29 +370,29 @@ def test_a_trainer_that_stays_silent_is_named(nccl):
     receiver.expect(3)
     with pytest.raises(TransferError, match="header of version 3 with trainer rank 0"):
         receiver.wait(3, {0})
-    with pytest.raises(TransferError, match="trainer rank 0"):  # and it stays so
+    with pytest.raises(TransferError, match="trainer rank 0"):  # the error persists
         receiver.expect(4)
     with pytest.raises(TransferError, match="rank 0"):
         sender.send(3, model.pieces(model.weights(0), 0, 0))
 
 
 def test_a_receiver_that_stays_silent_is_named(nccl):
-    """No update was begun there, so nothing is received."""
+    """It did not begin an update, so it receives nothing."""
     model = Model(config=None, source="float32", dtype="float32")
     receiver = receiver_of(model, nccl)
     receiver.start()
     sender = sender_of(model, receiver.links[0], nccl, SOON)
     big = Model(dtype="float32", config=model.config)
     with pytest.raises(TransferError, match="engine 'e0' rank 0"):
-        for version in range(100):  # what the socket buffers is soon full
+        for version in range(100):  # the socket's buffers fill up
             sender.send(version, big.pieces(big.weights(0), 0, 0))
-    with pytest.raises(TransferError, match="needs new links"):
+    with pytest.raises(TransferError, match="need new links"):
         sender.send(0, {})
     receiver.close()
 
 
 def dying(rank, at):
-    """The pair of `rank` breaks at its group number `at`, without a word."""
+    """Break the communicator of `rank` silently at its `at`-th group."""
     seen = []
 
     def hook(pair, what):
@@ -401,7 +406,7 @@ def dying(rank, at):
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_trainer_that_dies_in_mid_transfer_and_the_next_update(nccl, at):
+def test_a_trainer_that_dies_during_a_transfer_and_the_next_update(nccl, at):
     model, weights = Model(2), None
     with Fleet(model, nccl, 2, deadline=10.0) as fleet:
         fleet.update(1, model.weights(1))
@@ -426,7 +431,7 @@ def test_a_trainer_that_dies_in_mid_transfer_and_the_next_update(nccl, at):
     assert all(pair.closed for pair in nccl.pairs)
 
 
-def test_a_receiver_that_gives_up_in_mid_transfer(nccl):
+def test_a_receiver_that_abandons_a_transfer(nccl):
     model = Model()
     with Fleet(model, nccl, deadline=10.0) as fleet:
         receiver, sender = fleet.receivers[0], fleet.senders[0, 0]
@@ -446,7 +451,7 @@ def test_a_receiver_that_gives_up_in_mid_transfer(nccl):
             go_on.set()
             with pytest.raises(TransferError, match="engine 'e0' rank 0"):
                 send.result()
-        with pytest.raises(TransferError, match="never expected"):
+        with pytest.raises(TransferError, match="did not expect version 1"):
             receiver.wait(1, {0})
         sender.close()
         nccl.before_group = lambda pair, what: None
@@ -483,7 +488,7 @@ def test_a_wrong_version_is_refused(nccl):
     receiver.expect(5)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(sender.send, 4, model.pieces(model.weights(0), 0, 0))
-        with pytest.raises(TransferError, match="trainer rank 0 sends version 4, version 5 is under way"):
+        with pytest.raises(TransferError, match="trainer rank 0 sends version 4, expected version 5"):
             receiver.wait(5, {0})
         sending.exception()
     receiver.close()
@@ -496,9 +501,9 @@ def test_other_moves_than_announced_are_refused(nccl):
         pieces = model.pieces(model.weights(0), 0, 0)
         receiver.expect(1)
         sender.send(1, {i: piece for i, piece in pieces.items() if i})
-        with pytest.raises(TransferError, match=r"trainer rank 0 sent other moves.*1 are missing \(\[0\]\)"):
+        with pytest.raises(TransferError, match=r"that trainer rank 0 sent differ.*1 missing \(\[0\]\)"):
             receiver.wait(1, pieces.keys())
-        with pytest.raises(TransferError, match="was not expected"):
+        with pytest.raises(TransferError, match="expected version 1"):
             receiver.wait(2, set())
         with pytest.raises(TransferError, match="move 10000"):
             receiver.wait(1, {10_000})
@@ -509,7 +514,7 @@ def test_pieces_that_do_not_fit_the_plan(nccl):
     for wrong in ({10_000: Piece(jnp.zeros(3), ((0, 3),))}, {0: Piece(jnp.zeros(3), ((0, 3),))}):
         with Fleet(model, nccl) as fleet:
             fleet.receivers[0].expect(0)
-            with pytest.raises(MappingError, match=r"planned|the plan"):
+            with pytest.raises(MappingError, match=r"the plan"):
                 fleet.senders[0, 0].send(0, wrong)
 
 
@@ -539,8 +544,8 @@ def test_another_plan_is_refused(nccl):
         lambda link: changed(link, id=base64.b64encode(b"short").decode()),
         lambda link: changed(link, id=7),
         lambda link: changed(link, nccl=None),
-        lambda link: changed(link, how="reduce"),
-        lambda link: changed(link, dense=""),
+        lambda link: changed(link, primitive="reduce"),
+        lambda link: changed(link, contiguous=""),
     ],
 )
 def test_a_corrupt_link(nccl, spoil):
@@ -558,19 +563,19 @@ def changed(link, **facts):
 @given(st.binary(max_size=40))
 def test_any_header_is_read_or_refused(data):
     stream = range(9)
-    data = data.ljust(Header.num_bytes(len(stream)), b"\0")
+    data = data.ljust(UpdateHeader.num_bytes(len(stream)), b"\0")
     for bits in (data, b"slipnccl" + data[8:]):
         try:
-            assert Header.unpack(bits[: Header.num_bytes(9)], stream, "trainer rank 0").sent <= set(stream)
+            assert UpdateHeader.unpack(bits[: UpdateHeader.num_bytes(9)], stream, "trainer rank 0").sent <= set(stream)
         except TransferError as error:
             assert "trainer rank 0" in str(error)
 
 
-def test_memory_that_may_still_be_written_to_is_never_used_again(nccl, monkeypatch):
-    """A communicator that cannot be aborted: its memory is left alone, and the next update has other memory."""
-    monkeypatch.setattr(nccl_wire, "lost", lost := [])
-    for module in ("nccl", "nccl_lane"):
-        monkeypatch.setattr(f"slipstream.weights.transports.{module}.lost", lost)
+def test_memory_that_may_still_be_written_is_never_reused(nccl, monkeypatch):
+    """If a communicator cannot be aborted, its memory is kept, and the next update uses other memory."""
+    leaked: list = []
+    for module in (transport, receive_thread):
+        monkeypatch.setattr(module, "leaked_memory", leaked)
     model = Model()
     with Fleet(model, nccl) as fleet:
         receiver = fleet.receivers[0]
@@ -580,7 +585,7 @@ def test_memory_that_may_still_be_written_to_is_never_used_again(nccl, monkeypat
         nccl.quiet = False
         receiver.abandon()
         nccl.quiet = True
-        assert lost
+        assert leaked
         assert receiver.view(name).data_ptr() != before
         fleet.senders[0, 0].close()
         fleet.connect()
@@ -591,7 +596,7 @@ def test_memory_that_may_still_be_written_to_is_never_used_again(nccl, monkeypat
 
 KILLED = """
 import os, signal, sys
-from slipstream.weights.transports.nccl import NcclSender
+from slipstream.weights.transports.nccl.transport import NcclSender
 from tests.weights.fake_nccl import FakeNccl
 from tests.weights.nccl_by_hand import Model
 nccl, model = FakeNccl(sys.argv[1]), Model()
@@ -606,7 +611,7 @@ sender.send(1, model.pieces(model.weights(1), 0, 0))
 """
 
 
-def test_a_trainer_process_killed_in_mid_transfer(nccl, tmp_path):
+def test_a_trainer_process_killed_during_a_transfer(nccl, tmp_path):
     model = Model()
     receiver = receiver_of(model, nccl, deadline=60.0)
     receiver.start()
@@ -620,13 +625,13 @@ def test_a_trainer_process_killed_in_mid_transfer(nccl, tmp_path):
     receiver.close()
 
 
-def test_importing_it_needs_neither_jax_nor_torch_nor_nccl():
+def test_importing_the_transport_loads_neither_jax_nor_torch_nor_nccl():
     without = ("jax", "jaxlib", "torch", "nccl", "cuda")
-    assert loaded_by("import slipstream.weights.transports.nccl", absent=without).isdisjoint(without)
+    assert loaded_by("import slipstream.weights.transports.nccl.transport", absent=without).isdisjoint(without)
 
 
 def test_without_nccl4py_the_error_says_what_to_install():
-    from slipstream.weights.transports.nccl_pair import NCCL
+    from slipstream.weights.transports.nccl.communicator import NCCL
 
     try:
         import nccl.bindings.nccl  # noqa: F401

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import MappingError, PlanMismatch
+from slipstream.model import families
 from slipstream.model.config import ModelConfig
-from slipstream.types import Parameter, Part, TensorSpec
-from slipstream.weights import families
-from slipstream.weights.image import ALIGNMENT, image_of
-from slipstream.weights.layout import shape_of, slices, split, volume, whole
-from slipstream.weights.plan import Plan, Source, check_cover, make_plan
+from slipstream.tensors.boxes import full_box, shape_of, slices, split, volume
+from slipstream.types import Parameter, ParameterPart, TensorSpec
+from slipstream.weights.plan import Plan, SourceTensor, check_cover, make_plan
+from slipstream.weights.rank_image import ALIGNMENT, rank_image
 
 
 def model(family="llama", **over):
@@ -22,11 +22,13 @@ def model(family="llama", **over):
 
 
 def replicated(tensors, ranks=1):
-    return {t.name: Source(t.shape, "float32", tuple((r, whole(t.shape)) for r in range(ranks))) for t in tensors}
+    return {
+        t.name: SourceTensor(t.shape, "float32", tuple((r, full_box(t.shape)) for r in range(ranks))) for t in tensors
+    }
 
 
 def execute(plan, arrays, parameters):
-    """The naive reference: carries out the moves one by one, counting writes."""
+    """Execute the moves one by one with numpy, counting writes."""
     local = {(p.name, p.rank): np.zeros(p.shape, np.float32) for p in parameters}
     writes = {key: np.zeros(a.shape, int) for key, a in local.items()}
     for move in plan.moves:
@@ -51,12 +53,12 @@ def test_a_model_to_tp_ranks_bit_for_bit(family, tp):
         for rank in range(tp):
             expected = array if dims[name] is None else np.split(array, tp, axis=dims[name])[rank]
             np.testing.assert_array_equal(local[name, rank], expected)
-    own = {rank: sum(4 * volume(whole(p.shape)) for p in parameters if p.rank == rank) for rank in range(tp)}
+    own = {rank: sum(4 * volume(full_box(p.shape)) for p in parameters if p.rank == rank) for rank in range(tp)}
     got = {rank: sum(map(plan.size_of, plan.incoming[rank])) for rank in range(tp)}
     assert got == own
 
 
-def test_kv_heads_that_do_not_divide_are_held_whole():
+def test_kv_heads_that_do_not_divide_are_replicated():
     config = model(num_kv_heads=1)
     dims = families.shard_dims(config, 2)
     assert dims["model.layers.0.self_attn.k_proj.weight"] is None
@@ -65,13 +67,13 @@ def test_kv_heads_that_do_not_divide_are_held_whole():
 
 @st.composite
 def sharded(draw):
-    """A tensor cut over trainer ranks along one dimension, perhaps with replicas, and over engine ranks along another."""
+    """A tensor sharded over trainer ranks along one dimension, perhaps with replicas, and over engine ranks along another."""
     shape = tuple(draw(st.sampled_from([4, 8, 12, 24])) for _ in range(draw(st.integers(1, 3))))
 
     def cuts(counts):
         dim = draw(st.sampled_from([None, *range(len(shape))]))
         count = draw(st.sampled_from([c for c in counts if dim is None or shape[dim] % c == 0]))
-        return [split(whole(shape), dim, i, count) for i in range(count)]
+        return [split(full_box(shape), dim, i, count) for i in range(count)]
 
     senders, receivers = cuts([1, 2, 3, 4]), cuts([1, 2, 3, 4])
     return shape, senders, receivers
@@ -82,9 +84,11 @@ def sharded(draw):
 def test_any_sharding_to_any_sharding(case):
     shape, senders, receivers = case
     tensors = [TensorSpec("w", shape)]
-    sources = {"w": Source(shape, "float32", tuple(enumerate(senders)))}
+    sources = {"w": SourceTensor(shape, "float32", tuple(enumerate(senders)))}
     parameters = [
-        Parameter("w", rank, tuple(b - a for a, b in box), (Part("w", box, whole(tuple(b - a for a, b in box))),))
+        Parameter(
+            "w", rank, tuple(b - a for a, b in box), (ParameterPart("w", box, full_box(tuple(b - a for a, b in box))),)
+        )
         for rank, box in enumerate(receivers)
     ]
     plan = make_plan(sources, tensors, parameters, "float32")
@@ -100,8 +104,8 @@ def test_any_sharding_to_any_sharding(case):
 
 @st.composite
 def trees(draw):
-    """Several tensors on a trainer's mesh of two axes, each split by either, both or none of them, and engine ranks that
-    split each along some dimension or hold it whole."""
+    """Tensors on a trainer's mesh of two axes, each sharded by either, both or none of them, and engine ranks that
+    shard each tensor along some dimension or replicate it."""
     mesh = draw(st.tuples(st.integers(1, 4), st.integers(1, 3)))
     num_ranks = draw(st.integers(1, 5))
     sources, parameters, shapes = {}, [], {}
@@ -116,13 +120,17 @@ def trees(draw):
             dims[1] = None
         shards = []
         for rank in range(mesh[0] * mesh[1]):
-            box = split(whole(shape), dims[0], rank // mesh[1], mesh[0])
+            box = split(full_box(shape), dims[0], rank // mesh[1], mesh[0])
             shards.append((rank, split(box, dims[1], rank % mesh[1], mesh[1])))
-        sources[name] = Source(shape, "float32", tuple(shards))
+        sources[name] = SourceTensor(shape, "float32", tuple(shards))
         cut = draw(st.sampled_from([None, *range(len(shape))]))
         for rank in range(num_ranks):
-            box = split(whole(shape), cut if cut is not None and shape[cut] % num_ranks == 0 else None, rank, num_ranks)
-            parameters.append(Parameter(name, rank, shape_of(box), (Part(name, box, whole(shape_of(box))),)))
+            box = split(
+                full_box(shape), cut if cut is not None and shape[cut] % num_ranks == 0 else None, rank, num_ranks
+            )
+            parameters.append(
+                Parameter(name, rank, shape_of(box), (ParameterPart(name, box, full_box(shape_of(box))),))
+            )
     return sources, parameters, shapes, num_ranks
 
 
@@ -140,7 +148,7 @@ def test_random_trees_meshes_and_targets(tree, bucket_bytes):
         direct = arrays[parameter.name][slices(parameter.parts[0].tensor_box)]
         np.testing.assert_array_equal(local[parameter.name, parameter.rank], direct)
     for rank in range(num_ranks):
-        own = sum(4 * volume(whole(p.shape)) for p in parameters if p.rank == rank)
+        own = sum(4 * volume(full_box(p.shape)) for p in parameters if p.rank == rank)
         assert sum(map(plan.size_of, plan.incoming[rank])) == own
     assert all(plan.size_of(move) <= max(bucket_bytes, 4) for move in plan.moves)
     held = {(name, rank): box for name, source in sources.items() for rank, box in source.shards}
@@ -154,7 +162,7 @@ def test_random_trees_meshes_and_targets(tree, bucket_bytes):
 def test_replicas_share_the_load_evenly(replicas, num_ranks, count):
     specs = [TensorSpec(f"t{i}", (12, 8)) for i in range(count)]
     parameters = [
-        Parameter(s.name, r, (12, 8), (Part(s.name, whole((12, 8)), whole((12, 8))),))
+        Parameter(s.name, r, (12, 8), (ParameterPart(s.name, full_box((12, 8)), full_box((12, 8))),))
         for s in specs
         for r in range(num_ranks)
     ]
@@ -163,7 +171,7 @@ def test_replicas_share_the_load_evenly(replicas, num_ranks, count):
     assert max(sent) - min(sent) <= 4 * 96 and max(sent) <= 1.2 * min(sent)
 
 
-def test_replicas_share_the_sending():
+def test_replicas_divide_the_sending():
     config = model(num_layers=8)
     tensors = families.tensors(config)
     plan = make_plan(replicated(tensors, ranks=3), tensors, families.parameters(config, 2), "bfloat16")
@@ -174,7 +182,13 @@ def test_replicas_share_the_sending():
 def test_a_fused_parameter_has_several_parts():
     tensors = [TensorSpec("q", (4, 2)), TensorSpec("k", (2, 2))]
     fused = Parameter(
-        "qkv", 0, (3, 2), (Part("q", ((2, 4), (0, 2)), ((0, 2), (0, 2))), Part("k", ((1, 2), (0, 2)), ((2, 3), (0, 2))))
+        "qkv",
+        0,
+        (3, 2),
+        (
+            ParameterPart("q", ((2, 4), (0, 2)), ((0, 2), (0, 2))),
+            ParameterPart("k", ((1, 2), (0, 2)), ((2, 3), (0, 2))),
+        ),
     )
     plan = make_plan(replicated(tensors), tensors, [fused], "float32")
     arrays = {"q": np.arange(8, dtype=np.float32).reshape(4, 2), "k": np.arange(10, 14, dtype=np.float32).reshape(2, 2)}
@@ -186,13 +200,16 @@ def test_experts_stack_and_a_padded_vocabulary_is_covered():
     tensors = [TensorSpec("e0", (2, 3)), TensorSpec("e1", (2, 3)), TensorSpec("head", (5, 2))]
     whole_expert = ((0, 2), (0, 3))
     stacked = Parameter(
-        "experts", 0, (2, 2, 3), tuple(Part(f"e{i}", whole_expert, ((i, i + 1), *whole_expert)) for i in range(2))
+        "experts",
+        0,
+        (2, 2, 3),
+        tuple(ParameterPart(f"e{i}", whole_expert, ((i, i + 1), *whole_expert)) for i in range(2)),
     )
     padded = Parameter(
-        "head", 0, (8, 2), (Part("head", ((0, 5), (0, 2)), ((0, 5), (0, 2))),), padding=(((5, 8), (0, 2)),)
+        "head", 0, (8, 2), (ParameterPart("head", ((0, 5), (0, 2)), ((0, 5), (0, 2))),), padding=(((5, 8), (0, 2)),)
     )
     sources = replicated(tensors)
-    sources["e0"] = Source((2, 3), "float32", ((0, ((0, 1), (0, 3))), (1, ((1, 2), (0, 3)))))  # rows of two ranks
+    sources["e0"] = SourceTensor((2, 3), "float32", ((0, ((0, 1), (0, 3))), (1, ((1, 2), (0, 3)))))  # rows of two ranks
     plan = make_plan(sources, tensors, [stacked, padded], "float32")
     rng = np.random.default_rng(0)
     arrays = {t.name: rng.standard_normal(t.shape, np.float32) for t in tensors}
@@ -205,22 +222,18 @@ def test_experts_stack_and_a_padded_vocabulary_is_covered():
         make_plan(sources, tensors, [stacked, Parameter("head", 0, (8, 2), padded.parts)], "float32")
 
 
-def test_no_move_is_larger_than_a_bucket_and_buckets_hold_a_stream():
+def test_no_move_is_larger_than_a_bucket():
     config = model(vocab_size=1000)
     tensors, parameters = families.tensors(config), families.parameters(config, 2)
     plan = make_plan(replicated(tensors), tensors, parameters, "float32", bucket_bytes=5000)
     assert max(plan.size_of(m) for m in plan.moves) <= 5000
     execute(plan, {t.name: np.ones(t.shape, np.float32) for t in tensors}, parameters)
-    for rank in range(2):
-        buckets = plan.buckets(0, rank, limit=5000)
-        sizes = [sum(plan.size_of(plan.incoming[rank][i]) for i in bucket) for bucket in buckets]
-        assert max(sizes) <= 5000 and [i for b in buckets for i in b] == list(plan.stream(0, rank))
 
 
 def test_images_are_aligned_and_their_parameters_do_not_overlap():
     config = model(hidden_size=33)
     for rank in range(2):
-        image = image_of(families.parameters(config, 2), rank, "bfloat16")
+        image = rank_image(families.parameters(config, 2), rank, "bfloat16")
         end = 0
         for offset, shape in image.places.values():
             assert offset % ALIGNMENT == 0 and offset >= end
@@ -232,15 +245,15 @@ def test_images_are_aligned_and_their_parameters_do_not_overlap():
     ("change", "said"),
     [
         (lambda s: s.pop("model.norm.weight"), "missing: model.norm.weight"),
-        (lambda s: s.update(extra=Source((2,), "float32", ())), "not in the model: extra"),
+        (lambda s: s.update(extra=SourceTensor((2,), "float32", ())), "not in the model: extra"),
         (
-            lambda s: s.update({"model.norm.weight": Source((31,), "float32", ())}),
+            lambda s: s.update({"model.norm.weight": SourceTensor((31,), "float32", ())}),
             "expects shape [32], the trainer has [31]",
         ),
-        (lambda s: s.update({"model.norm.weight": Source((32,), "int32", ())}), "dtype int32"),
+        (lambda s: s.update({"model.norm.weight": SourceTensor((32,), "int32", ())}), "dtype int32"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(change, said):
+def test_mismatches_are_refused_by_name(change, said):
     config = model()
     tensors = families.tensors(config)
     sources = replicated(tensors)
@@ -257,13 +270,13 @@ def test_a_plan_that_leaves_a_gap_or_writes_twice_is_refused():
         check_cover(Plan(plan.dtype, plan.moves[1:]), parameters)
     with pytest.raises(MappingError, match="overlap"):
         check_cover(Plan(plan.dtype, (*plan.moves, plan.moves[0])), parameters)
-    with pytest.raises(MappingError, match="does not have"):
+    with pytest.raises(MappingError, match="has no such parameter"):
         check_cover(plan, [p for p in parameters if p.name != "model.norm.weight"])
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_bytes_that_are_no_plan_are_refused(data):
+def test_malformed_plans_are_refused(data):
     with pytest.raises(PlanMismatch):
         Plan.from_bytes(data)
 

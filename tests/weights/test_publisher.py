@@ -1,4 +1,4 @@
-"""What a publisher remembers from one update to the next, against a real engine in this process."""
+"""State that a publisher keeps between updates, tested with a real engine in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,17 +17,17 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import slipstream
-from slipstream import portal
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig
 from slipstream.errors import MappingError, TransferError, UpdateInProgress
-from slipstream.types import Berths, CommitReport, StageReport
-from slipstream.weights import families
-from slipstream.weights import publisher as publisher_module
-from slipstream.weights.publisher import Publisher
-from slipstream.weights.source import named_tensors
-from slipstream.weights.transforms import Permute, Take, Unstack
-from slipstream.weights.trees import Rule, Target, TreeMapping, Within
-from slipstream.weights.unchanged import Memory
+from slipstream.model import families
+from slipstream.runtime import event_loop
+from slipstream.types import CommitReport, Destinations, Offer, StageReport, UpdateReports, UpdateSteps
+from slipstream.weights.sources.named_tensors import named_tensors
+from slipstream.weights.sources.transforms import Permute, Take, Unstack
+from slipstream.weights.sources.tree_mapping import Rule, Target, TreeMapping, Within
+from slipstream.weights.update import publisher as publisher_module
+from slipstream.weights.update.publisher import Publisher
+from slipstream.weights.update.unchanged import HeldTensors
 from tests.tiny import random_params, tiny_config, write_config
 
 CONFIG = tiny_config()
@@ -41,7 +41,7 @@ ALL_BYTES = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
 def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slipstream.Bridge]:
     """Its engine holds nothing yet."""
     model = write_config(tmp_path_factory.mktemp("model"), CONFIG)
-    with slipstream.inprocess(model, engine=EngineConfig(max_concurrency=8)) as bridge:
+    with slipstream.inprocess(model, engine=EmbeddedConfig(max_num_seqs=8)) as bridge:
         yield bridge
 
 
@@ -118,19 +118,19 @@ TURNED = TreeMapping(
 )
 
 
-def unchanged(memory: Memory, tensors: Any) -> set[str]:
-    return memory.unchanged(tensors, ())
+def unchanged(held: HeldTensors, tensors: Any) -> set[str]:
+    return held.unchanged(tensors, ())
 
 
 def test_the_same_array_cut_in_another_way_is_another_tensor() -> None:
-    memory, tree = Memory(), {"kv": jnp.arange(8.0).reshape(4, 2)}
-    memory = memory.after(FUSED.tensors(tree))
-    assert unchanged(memory, FUSED.tensors(tree)) == {"k", "v"}
-    assert unchanged(memory, TreeMapping(FUSED.rules).tensors(tree)) == {"k", "v"}  # no matter who says how
+    held, tree = HeldTensors(), {"kv": jnp.arange(8.0).reshape(4, 2)}
+    held = held.after(FUSED.tensors(tree))
+    assert unchanged(held, FUSED.tensors(tree)) == {"k", "v"}
+    assert unchanged(held, TreeMapping(FUSED.rules).tensors(tree)) == {"k", "v"}  # no matter who says how
     for other in (SWAPPED, TURNED):
-        assert unchanged(memory, other.tensors(tree)) == set()
-    memory = memory.after(SWAPPED.tensors(tree))
-    assert unchanged(memory, FUSED.tensors(tree)) == set()
+        assert unchanged(held, other.tensors(tree)) == set()
+    held = held.after(SWAPPED.tensors(tree))
+    assert unchanged(held, FUSED.tensors(tree)) == set()
 
 
 def test_of_a_tensor_from_several_arrays_all_must_be_the_same() -> None:
@@ -138,49 +138,49 @@ def test_of_a_tensor_from_several_arrays_all_must_be_the_same() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     put = lambda array: jax.device_put(array, NamedSharding(mesh, PartitionSpec("x")))  # noqa: E731
     halves = TreeMapping(tuple(Rule(x, Target("w", within=Within(0, 4 * i, 8))) for i, x in enumerate("ab")))
-    memory, tree = Memory(), {x: put(jnp.ones((4, 2))) for x in "ab"}
-    memory = memory.after(halves.tensors(tree))
-    assert unchanged(memory, halves.tensors(tree)) == {"w"}
-    assert unchanged(memory, halves.tensors({"a": tree["b"], "b": tree["a"]})) == set()
+    held, tree = HeldTensors(), {x: put(jnp.ones((4, 2))) for x in "ab"}
+    held = held.after(halves.tensors(tree))
+    assert unchanged(held, halves.tensors(tree)) == {"w"}
+    assert unchanged(held, halves.tensors({"a": tree["b"], "b": tree["a"]})) == set()
     for x in "ab":
-        assert unchanged(memory, halves.tensors({**tree, x: put(jnp.zeros((4, 2)))})) == set()
+        assert unchanged(held, halves.tensors({**tree, x: put(jnp.zeros((4, 2)))})) == set()
 
 
 def test_an_array_in_the_place_of_one_that_is_gone_is_another() -> None:
-    memory, array = Memory(), jnp.zeros((4, 2))
-    memory = memory.after(FUSED.tensors({"kv": array}))
+    held, array = HeldTensors(), jnp.zeros((4, 2))
+    held = held.after(FUSED.tensors({"kv": array}))
     del array
     gc.collect()
     kept = []  # so that sooner or later one has the address of the first
     for number in range(100):
         kept.append(jnp.full((4, 2), float(number)))
-        assert unchanged(memory, FUSED.tensors({"kv": kept[-1]})) == set()
+        assert unchanged(held, FUSED.tensors({"kv": kept[-1]})) == set()
 
 
 def test_arrays_that_can_be_written_to_are_sent_where_they_are_mapped() -> None:
-    memory, array = Memory(), np.zeros((4, 2), np.float32)
-    memory = memory.after(FUSED.tensors({"kv": array}))
+    held, array = HeldTensors(), np.zeros((4, 2), np.float32)
+    held = held.after(FUSED.tensors({"kv": array}))
     array[0] = 1
-    assert unchanged(memory, FUSED.tensors({"kv": array})) == set()
+    assert unchanged(held, FUSED.tensors({"kv": array})) == set()
 
 
 def test_a_checksum_is_of_what_was_committed_last() -> None:
     """Not of what was before, when an array of another kind has come between."""
-    memory, array, mapped = Memory(), np.zeros((2, 2), np.float32), FUSED.tensors({"kv": jnp.ones((4, 2))})
+    held, array, mapped = HeldTensors(), np.zeros((2, 2), np.float32), FUSED.tensors({"kv": jnp.ones((4, 2))})
     for between in (jnp.ones((2, 2)), mapped["k"]):
-        memory = memory.after({"k": array})
-        assert unchanged(memory, {"k": array.copy()}) == {"k"}
-        memory = memory.after({"k": between})
-        assert unchanged(memory, {"k": array}) == set()
+        held = held.after({"k": array})
+        assert unchanged(held, {"k": array.copy()}) == {"k"}
+        held = held.after({"k": between})
+        assert unchanged(held, {"k": array}) == set()
 
 
-# --- the order to swap, and what it is about ---
+# --- the bundle of steps, and the bytes it is about ---
 
 
 class Outbox:
-    """Tells what happens, and in which order."""
+    """Records what happens, and in which order."""
 
-    note, berths = "", Berths(((b"link",),), b"")
+    note, destinations = "", Destinations(((b"link",),), b"")
 
     def __init__(self, events: list[str], promises: bool, breaks: bool) -> None:
         self._events, self._promises, self._breaks = events, promises, breaks
@@ -201,16 +201,16 @@ class Outbox:
         return 0.0
 
 
-class Fleet:
+class Client:
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    async def swap(self, version: int, offers: Any, expected: Any, manifests: Any, in_flight: Any) -> None:
-        assert manifests == {"a": [[b"manifest"]]}
-        self._events.append("swap")
+    async def send_steps(self, steps: Mapping[str, UpdateSteps], drop_failed: bool = False) -> None:
+        assert steps["a"].expected is Outbox.destinations and steps["a"].manifests == [[b"manifest"]]
+        self._events.append("bundle")
 
-    async def swapped(self) -> Any:
-        return {"a": StageReport(4, 0.0)}, {"a": CommitReport(0.0, 0.0)}
+    async def receive_reports(self) -> Any:
+        return {"a": UpdateReports(Outbox.destinations, StageReport(4, 0.0), CommitReport(0.0, 0.0))}
 
     async def rollback(self, version: int) -> None:
         self._events.append("rollback")
@@ -231,14 +231,14 @@ def published(
         engine=SimpleNamespace(name="a", num_ranks=ranks),
         outbox=Outbox(events, promises, breaks),
         is_quick=True,
-        way="here",
-        offer=lambda: None,
+        transport_label="here",
+        offer=lambda: Offer(b"", "plan", "memory"),
         unchanged=lambda tensors: set(unchanged),
-        foresee=lambda tensors: None,
+        prepare_commit=lambda tensors: None,
         committed=lambda unchanged: None,
         close=lambda: events.append("close"),
     )
-    publisher = Publisher(Fleet(events))  # type: ignore[arg-type]
+    publisher = Publisher(Client(events))  # type: ignore[arg-type]
     publisher._routes = {"a": route}  # type: ignore[dict-item]
     monkeypatch.setattr(publisher, "_routes_for", lambda *_: dict(publisher._routes))
     monkeypatch.setattr(publisher_module, "are_ready", ready)
@@ -259,18 +259,18 @@ class Looks:
         return self._answer(self.at[-1])
 
 
-def test_the_order_is_on_its_way_while_a_rank_is_told_what_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published(monkeypatch) == ["swap", "send", "confirmed"]
+def test_the_bundle_travels_while_a_rank_is_sent_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch) == ["bundle", "send", "confirmed"]
 
 
-def test_no_engine_waits_for_weights_that_are_still_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published(monkeypatch, ready=lambda tensors: False) == ["send: computed later", "swap", "confirmed"]
+def test_the_bundle_waits_for_weights_that_are_still_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch, ready=lambda tensors: False) == ["send: computed later", "bundle", "confirmed"]
 
 
-def test_who_cannot_be_told_by_a_few_is_waited_for_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is out. The event loop goes on; what is not computed is waited for in a thread."""
+def test_arrays_that_the_sample_missed_are_waited_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundle is sent already, and the event loop must not block."""
     looks = Looks(lambda num_arrays: num_arrays < 100)
-    assert published(monkeypatch, ready=looks) == ["swap", "send: computed later", "confirmed"]
+    assert published(monkeypatch, ready=looks) == ["bundle", "send: computed later", "confirmed"]
     assert looks.at[0] <= 10 and looks.at[1] == 100
 
 
@@ -278,7 +278,7 @@ def test_only_what_is_sent_says_whether_it_is_computed(monkeypatch: pytest.Monke
     """What did not change is computed long since."""
     looks = Looks()
     published(monkeypatch, ready=looks, unchanged=[f"w{i}" for i in range(98)])
-    assert looks.at == [3, 100]  # the last of two twice; and all of them once the order is out
+    assert looks.at == [3, 100]  # the last of two twice; and all of them once the bundle is sent
 
 
 @pytest.mark.parametrize("policy", ["finish", "recompute"])
@@ -288,20 +288,20 @@ def test_where_an_engine_would_stand_still_all_must_be_computed(monkeypatch: pyt
     assert looks.at[0] == 100
 
 
-def test_checksums_that_come_of_sending_go_with_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published(monkeypatch, promises=False) == ["send", "swap", "confirmed"]
+def test_checksums_that_result_from_sending_go_with_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch, promises=False) == ["send", "bundle", "confirmed"]
 
 
-def test_of_several_ranks_none_swaps_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published(monkeypatch, ranks=2) == ["send", "confirmed", "swap"]
+def test_several_ranks_confirm_before_any_gets_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch, ranks=2) == ["send", "confirmed", "bundle"]
 
 
-def test_an_order_without_what_it_is_about_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line is closed first: who waits at its other end hears that."""
-    assert published(monkeypatch, breaks=True) == ["swap", "send", "close", "rollback"]
+def test_a_bundle_whose_bytes_fail_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed first, which ends the wait of the rank at its other end."""
+    assert published(monkeypatch, breaks=True) == ["bundle", "send", "close", "rollback"]
 
 
-# --- a sync that nobody waits for ---
+# --- syncs in the background ---
 
 
 def test_a_started_sync_ends_by_itself_and_another_begins_after_it(bridge: slipstream.Bridge) -> None:
@@ -321,7 +321,7 @@ def test_one_sync_at_a_time(bridge: slipstream.Bridge, monkeypatch: pytest.Monke
     monkeypatch.setattr(bridge._publisher, "publish", waits)
     begun = bridge.start_sync(PARAMS)
     for another in (bridge.start_sync, bridge.sync, bridge.repair):
-        with pytest.raises(UpdateInProgress, match="one update at a time"):
+        with pytest.raises(UpdateInProgress, match="one at a time"):
             another(PARAMS)
     held.set()
     assert begun.result().version == 0
@@ -337,10 +337,10 @@ def test_a_started_sync_that_fails_says_so_and_leaves_the_way_free(bridge: slips
 
 def test_a_sync_that_is_called_off_before_it_began_leaves_the_way_free(bridge: slipstream.Bridge) -> None:
     busy, free = threading.Event(), threading.Event()
-    portal.loop().call_soon_threadsafe(lambda: (busy.set(), free.wait(30)))
+    event_loop.loop().call_soon_threadsafe(lambda: (busy.set(), free.wait(30)))
     busy.wait(30)
     begun = bridge.start_sync(PARAMS)
     assert begun.cancel()
     free.set()
-    portal.run(asyncio.sleep(0))
+    event_loop.run(asyncio.sleep(0))
     assert bridge.sync(PARAMS).version == 0

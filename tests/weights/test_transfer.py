@@ -1,4 +1,4 @@
-"""The sending and the receiving half against each other, over real planes, with everything that can go wrong."""
+"""The sending and receiving halves of a transfer over real transports, including faults."""
 
 import dataclasses
 
@@ -15,12 +15,12 @@ from slipstream.errors import (
     UpdateInProgress,
     VersionError,
 )
+from slipstream.model import families
 from slipstream.model.config import ModelConfig
 from slipstream.types import Offer, Parameter
-from slipstream.weights import families
 from slipstream.weights.checksum import checksum, copy_and_checksum, pack_manifest, unpack_manifest
 from slipstream.weights.plan import Plan
-from slipstream.weights.transfer import Inbox
+from slipstream.weights.update.transfer import Inbox
 from tests.weights.by_hand import HandUpdate
 
 CONFIG = ModelConfig(
@@ -162,13 +162,13 @@ def test_a_late_writer_of_a_rolled_back_update_hurts_nobody(transport):
     engine = Engine(2, transport=transport)
     engine.run(engine.update_to(weights(1)))
     late = engine.update_to(weights(2))
-    berths = engine.begin(late)
-    late.send(berths, unchanged={n for n in weights(2) if "layers.1" in n})  # it stops in the middle
+    destinations = engine.begin(late)
+    late.send(destinations, unchanged={n for n in weights(2) if "layers.1" in n})  # it stops in the middle
     engine.inbox.rollback(late.version)
     again = engine.update_to(weights(3))
     manifests = again.send(engine.begin(again))
     try:
-        late.send(berths)  # and goes on now
+        late.send(destinations)  # and goes on now
     except TransferError:
         pass  # a plane may notice
     engine.finish(again, manifests)
@@ -182,7 +182,7 @@ def test_a_parameter_comes_whole_or_not_at_all():
     count = len(update.plan.incoming[1])
     sums = unpack_manifest(manifests[1][0], 0, count)
     del sums[5]
-    with pytest.raises(ChecksumMismatch, match=r"1 of the 2 pieces of model\."):
+    with pytest.raises(ChecksumMismatch, match=r"got 1 of 2 pieces of model\."):
         engine.finish(update, [manifests[0], [pack_manifest(0, sums)]])
 
 
@@ -246,7 +246,7 @@ def test_one_update_at_a_time():
 def test_steps_for_a_version_that_is_not_under_way():
     inbox = Engine().inbox
     for step in (lambda: inbox.receive(0, [[b""]]), lambda: inbox.finish(0), lambda: inbox.check(0)):
-        with pytest.raises(UnknownVersion, match="version 0 is not under way"):
+        with pytest.raises(UnknownVersion, match="version 0 is not in progress"):
             step()
 
 
@@ -278,7 +278,7 @@ def test_a_partial_sync_must_bring_all_tensors_of_a_parameter():
     specs = [s for s in SPECS if s.name in {p.tensor for p in fused[0].parts}]
     both = {s.name: weights(1)[s.name] for s in specs}
     update, inbox = HandUpdate(both, specs, fused, "float32", 0), Inbox(fused, "float32", "e0")
-    berths = inbox.begin(-1, 0, update.offer)
+    destinations = inbox.begin(-1, 0, update.offer)
     del update.tensors[specs[1].name]
-    with pytest.raises(MappingError, match="must bring all the tensors"):
-        update.send(berths, unchanged={specs[1].name})
+    with pytest.raises(MappingError, match="pass all tensors of a parameter"):
+        update.send(destinations, unchanged={specs[1].name})

@@ -1,4 +1,4 @@
-"""Steps against plain numpy: on whole arrays of three libraries, and on shards cut anywhere."""
+"""Transforms compared with plain numpy: on full arrays of three libraries, and on arbitrary shards."""
 
 from itertools import pairwise
 
@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import MappingError
-from slipstream.weights.layout import exact_cover, slices, whole
-from slipstream.weights.transforms import Merge, Permute, Rotary, Scale, Split, Take, Unstack, expand
+from slipstream.tensors.boxes import exact_cover, full_box, slices
+from slipstream.weights.sources.transforms import Merge, Permute, Rotary, Scale, Split, Take, Unstack, expand
 
 
 def interleaved_to_half(array, dim, head_dim):
-    """As a gather by index, nothing like the reshape of the implementation."""
+    """Return the permutation as an index gather, unlike the implementation's reshape."""
     order = [
         h + i for h in range(0, array.shape[dim], head_dim) for i in (*range(0, head_dim, 2), *range(1, head_dim, 2))
     ]
@@ -46,17 +46,17 @@ def leaf(shape):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("library", [np.asarray, jnp.asarray, torch.from_numpy])
-def test_a_whole_leaf_in_every_library(case, library):
+def test_a_full_leaf_in_every_library(case, library):
     shape, steps, naive = CASES[case]
-    (made,) = expand(steps, shape, whole(shape))
+    (made,) = expand(steps, shape, full_box(shape))
     array = made.view(library(leaf(shape)))
-    assert made.box == whole(made.shape) == whole(tuple(array.shape))
+    assert made.box == full_box(made.shape) == full_box(tuple(array.shape))
     np.testing.assert_array_equal(np.asarray(array), naive(leaf(shape)))
 
 
 @st.composite
 def cuts(draw, shape):
-    """Disjoint boxes that cover a shape: each dimension cut at random places."""
+    """Partition a shape into boxes by cutting each dimension at random places."""
     ranges = []
     for size in shape:
         edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
@@ -70,7 +70,7 @@ def cuts(draw, shape):
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_shards_cut_anywhere_come_together_as_the_whole(case, data):
+def test_arbitrary_shards_assemble_to_the_full_tensor(case, data):
     shape, steps, naive = CASES[case]
     expected = naive(leaf(shape))
     found, written = np.full(expected.shape, np.nan, np.float32), []
@@ -78,17 +78,17 @@ def test_shards_cut_anywhere_come_together_as_the_whole(case, data):
         for piece in expand(steps, shape, box):
             found[slices(piece.box)] = piece.view(leaf(shape)[slices(box)])
             written.append(piece.box)
-    assert exact_cover(written, whole(expected.shape)) is None
+    assert exact_cover(written, full_box(expected.shape)) is None
     np.testing.assert_array_equal(found, expected)
 
 
-def test_a_stack_gives_a_tensor_for_each_index_that_the_shard_has():
+def test_a_stack_gives_one_tensor_per_index_of_the_shard():
     stack = leaf((3, 4, 2))
     pieces = expand((Unstack(1, "layer"), Permute((1, 0))), stack.shape, ((0, 3), (1, 3), (0, 2)))
-    assert [p.bound for p in pieces] == [{"layer": 1}, {"layer": 2}]
+    assert [p.placeholders for p in pieces] == [{"layer": 1}, {"layer": 2}]
     for piece in pieces:
         assert (piece.shape, piece.box) == ((2, 3), ((0, 2), (0, 3)))
-        np.testing.assert_array_equal(piece.view(stack[:, 1:3]), stack[:, piece.bound["layer"]].T)
+        np.testing.assert_array_equal(piece.view(stack[:, 1:3]), stack[:, piece.placeholders["layer"]].T)
 
 
 def test_views_do_not_copy_where_strides_allow():
@@ -98,16 +98,16 @@ def test_views_do_not_copy_where_strides_allow():
         (Unstack(1, "i"), Permute((1, 0))),
         (Take(1, 1, 2), Permute((1, 2, 0))),
     ):
-        for piece in expand(steps, array.shape, whole(array.shape)):
+        for piece in expand(steps, array.shape, full_box(array.shape)):
             assert np.shares_memory(piece.view(array), array)
 
 
-def test_the_number_of_pieces_is_what_the_cut_asks_for():
+def test_the_number_of_pieces_is_minimal():
     heads_out = (Permute((1, 2, 0)), Merge(0))
-    assert len(expand(heads_out, (6, 4, 8), ((0, 3), (2, 4), (0, 8)))) == 1  # whole heads of some rows of D
+    assert len(expand(heads_out, (6, 4, 8), ((0, 3), (2, 4), (0, 8)))) == 1  # complete heads of some rows of D
     assert len(expand(heads_out, (6, 4, 8), ((0, 6), (0, 4), (0, 4)))) == 4  # half of each head
-    assert len(expand((Rotary(0, 8),), (32,), ((8, 24),))) == 1  # whole heads
-    assert len(expand((Rotary(0, 8),), (32,), ((7, 24),))) == 2  # and one element of the head before
+    assert len(expand((Rotary(0, 8),), (32,), ((8, 24),))) == 1  # complete heads
+    assert len(expand((Rotary(0, 8),), (32,), ((7, 24),))) == 2  # plus one element of the head before
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_number_of_pieces_is_what_the_cut_asks_for():
 )
 def test_scale_rounds_once(library):
     array = np.random.default_rng(0).standard_normal(64).astype(ml_dtypes.bfloat16)
-    (piece,) = expand((Scale(11.3137),), (64,), whole((64,)))
+    (piece,) = expand((Scale(11.3137),), (64,), full_box((64,)))
     scaled = piece.view(library(array))
     assert "bfloat16" in str(scaled.dtype)
     found = scaled.float().numpy() if hasattr(scaled, "float") else np.asarray(scaled).astype(np.float32)
@@ -125,9 +125,9 @@ def test_scale_rounds_once(library):
 
 
 @pytest.mark.parametrize(
-    "step, shape",
+    "transform, shape",
     [(Permute((1, 0)), (2, 3, 4)), (Merge(1, 2), (2, 3)), (Split(0, (2, 3)), (7,)), (Take(0, 2, 5), (4,)), (Unstack(2, "i"), (2, 3)), (Rotary(0, 4), (6,)), (Rotary(0, 3), (6,))],
 )  # fmt: skip
-def test_a_shape_that_does_not_fit_is_refused(step, shape):
-    with pytest.raises(MappingError, match=type(step).__name__):
-        expand((step,), shape, whole(shape))
+def test_a_shape_that_does_not_fit_is_refused(transform, shape):
+    with pytest.raises(MappingError, match=type(transform).__name__):
+        expand((transform,), shape, full_box(shape))

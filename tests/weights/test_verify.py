@@ -1,4 +1,4 @@
-"""Comparing what an engine says that it holds with a trainer's tree, without an engine: parameters made by hand."""
+"""Comparison of the tensors that an engine reports with a trainer's tree, on handwritten parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slipstream.errors import FleetChanged
+from slipstream.model import families
 from slipstream.model.config import ModelConfig
+from slipstream.model.families.vllm_parameters import vllm_parameters
 from slipstream.model.tree import flatten
+from slipstream.tensors.boxes import full_box, shape_of, slices
 from slipstream.types import Box, Checksums, EngineInfo, Parameter, ParameterChecksums
-from slipstream.weights import families
-from slipstream.weights.families.live import vllm_parameters
-from slipstream.weights.image import numpy_dtype
-from slipstream.weights.layout import shape_of, slices, whole
-from slipstream.weights.verify import compare, hash_parameters
+from slipstream.weights.rank_image import numpy_dtype
+from slipstream.weights.update.verify import compare, hash_parameters
 from tests.tiny import random_params, tiny_config
 
 
@@ -123,13 +123,13 @@ class Half:
         raise AssertionError("it is not all here")
 
     def boxes(self) -> tuple[Box, ...]:
-        return (((0, self.shape[0] // 2), *whole(self.shape[1:])),)
+        return (((0, self.shape[0] // 2), *full_box(self.shape[1:])),)
 
     def read_box(self, box: Box) -> np.ndarray:
-        from slipstream.weights.source import gather
+        from slipstream.weights.sources.named_tensors import assemble
 
         (own,) = self.boxes()
-        return gather(box, [(own, lambda: self._array[slices(own)])])
+        return assemble(box, [(own, lambda: self._array[slices(own)])])
 
 
 def test_what_another_process_holds_is_said_to_be_unchecked() -> None:

@@ -1,0 +1,124 @@
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+import slipstream
+from slipstream.cli.fleet import _print_status
+from slipstream.cli.main import GROUPS, app
+from slipstream.errors import ConfigError
+from slipstream.model import families
+from slipstream.model.chat_template import ChatTemplate
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.hf_config import read_config
+from slipstream.model.checkpoints.sample_model import (
+    BOS,
+    EOS,
+    SPECIAL,
+    UNKNOWN,
+    write_sample_config,
+    write_sample_model,
+)
+from slipstream.types import EngineInfo, EngineStatus, FleetStatus
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+COMMANDS = [command.__name__.replace("_", "-") for group in GROUPS.values() for command in group]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0 and "Usage" in result.output
+
+
+def test_the_list_of_commands_has_one_line_each_at_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    lines = run("--help").output.splitlines()
+    assert max(map(len, lines)) <= 80
+    listed = {
+        line.split()[1]: line.strip("│ ") for line in lines if line.startswith("│ ") and not line.startswith("│  ")
+    }
+    assert set(COMMANDS) <= set(listed)
+    assert all(listed[command].endswith(".") for command in COMMANDS), "a summary is one sentence on one line"
+
+
+def test_the_sample_model_generates_and_chats(tmp_path):
+    result = run("sample-model", tmp_path / "model", "--seed", 3)
+    assert result.exit_code == 0 and f'slipstream.launch("{tmp_path / "model"}")' in "".join(result.output.splitlines())
+    assert isinstance(run("sample-model", tmp_path / "model").exception, ConfigError), "it is never overwritten"
+    template = ChatTemplate.read(tmp_path / "model")
+    prompt = template.render([{"role": "user", "content": "hi"}])
+    assert prompt == "<bos><|user|>\nhi<eos>\n<|assistant|>\n"
+    ids = Tokenizer.from_file(str(tmp_path / "model/tokenizer.json")).encode(prompt, add_special_tokens=False).ids
+    assert SPECIAL.index(UNKNOWN) not in ids and ids[0] == SPECIAL.index(BOS) and ids.count(SPECIAL.index(EOS)) == 1
+    with slipstream.inprocess(tmp_path / "model", engine=slipstream.EmbeddedConfig(max_num_seqs=2)) as bridge:
+        assert bridge.version == 0
+        (completion,) = bridge.generate([ids], slipstream.SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(completion.token_ids) == 4
+    other = write_sample_model(tmp_path / "other", seed=4)
+    same, differs = (hf_weights.read_arrays(tmp_path / name, other) for name in ("model", "other"))
+    assert any((same[name] != differs[name]).any() for name in same)
+
+
+def test_status_fits_into_80_columns():
+    info = EngineInfo("engine-0", "vllm", "llama-0123456789abcdef", "float32", 4, (), (), (), "host", 64, 8, version=12)
+    ready = EngineStatus(info, "ready", 17, 0.3, looked_up_tokens=10, hit_tokens=5)
+    broken = EngineStatus(info, "ready", 0, 0.3, note="its last 3 calls failed: " + 30 * "why ", circuit="half-open")
+    console = Console(width=80, record=True, file=io.StringIO())
+    _print_status(FleetStatus(12, 3600.0, 123_456, (ready, broken), num_retried=3), console)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert "policy version 12" in text and "50%" in text and "half-open" in text and "its last 3 calls" in text
+
+
+def test_plan_counts_the_bytes_that_a_sync_moves(tmp_path):
+    write_sample_config(tmp_path)
+    config = read_config(tmp_path)
+    total = sum(4 * math.prod(t.shape) for t in families.tensors(config))
+    norms = sum(4 * math.prod(t.shape) for t in families.tensors(config) if "norm" in t.name)
+    result = run("plan", tmp_path, "--tp", 2, "--engines", 3, "--dtype", "float32", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["model_bytes"] == total
+    assert found["engine_rank_bytes"] == (total + norms) // 2  # norms are replicated
+    assert found["total_bytes"] == 3 * (total + norms)
+    assert "an engine rank receives" in run("plan", tmp_path).output
+    for arguments in (
+        (tmp_path, "--dtype", "int4"),
+        (tmp_path, "--tp", 3),
+        (tmp_path / "nothing",),
+        (tmp_path, "--trainer", "pp=2"),
+    ):
+        assert isinstance(run("plan", *arguments).exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-8b", 8.03), ("llama-70b", 70.55), ("qwen3-235b-a22b", 235.1), ("kimi-k2", 1026)]
+)
+def test_plan_knows_shapes_by_name(name, billions):
+    mesh = ("--trainer", "fsdp=128,tp=8", "--engines", 64, "--tp", 4)
+    found = json.loads(run("plan", name, *mesh, "--json").output)
+    assert found["num_parameters"] / 1e9 == pytest.approx(billions, rel=0.01)
+    assert found["trainer_rank_bytes"] * 1024 >= found["total_bytes"] >= 64 * found["model_bytes"]
+    experts = json.loads(run("plan", name, *mesh, "--ep", "--json").output)
+    assert experts["engine_rank_bytes"] <= found["engine_rank_bytes"] * 1.01
+
+
+def test_doctor_finds_this_machine_fit():
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert "JAX devices" in result.output and "shared memory" in result.output
+
+
+def test_a_gateway_must_be_named():
+    assert isinstance(run("status").exception, ConfigError)
+    assert isinstance(run("engine", "--model", "x").exception, ConfigError)

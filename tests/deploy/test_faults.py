@@ -1,0 +1,254 @@
+"""Faults during an update, with real processes and every transport. After each fault the error names peer and tensor, the old
+version is unchanged, and the next sync succeeds."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import slipstream
+from slipstream.config import EmbeddedConfig
+from slipstream.errors import ChecksumMismatch, EngineLost, SlipstreamError, TransferError
+from slipstream.gateway.client import GatewayFleet
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.sample_model import write_sample_config
+from slipstream.model.transformer import decoder
+from slipstream.types import SamplingParams
+from slipstream.weights.transports.host import shm
+from slipstream.weights.transports.host.disk import DiskSender
+from slipstream.weights.transports.host.tcp import _FRAME, TcpSender
+from slipstream.weights.update import transfer
+
+OPTIONS = EmbeddedConfig(max_num_seqs=8, max_model_len=64)
+SAMPLING = SamplingParams(max_tokens=4, n=2, seed=3)
+VICTIM = 5
+"""Index of the damaged piece."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    config = write_sample_config(directory)
+
+    def weights(seed):
+        return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, decoder.init(config, jax.random.key(seed)))
+
+    hf_weights.save(directory, weights(0), config)
+    return directory, weights
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp", "disk"])
+def fleet(request, model, tmp_path_factory):
+    where = f"disk:{tmp_path_factory.mktemp('shuttle')}" if request.param == "disk" else request.param
+    run_dir = tmp_path_factory.mktemp("run")
+    with slipstream.launch(model[0], engine=OPTIONS, run_dir=run_dir, transport=where, timeout=20) as bridge:
+        yield bridge
+
+
+def tokens(bridge):
+    return [c.token_ids for c in bridge.generate(["12=", "7="], SAMPLING)]
+
+
+def segments():
+    return list(shm.directory().glob(f"slipstream-{os.getuid()}-*"))
+
+
+class Tampering:
+    """A sender that mishandles one piece."""
+
+    def __init__(self, sender, fault):
+        self._sender, self._fault = sender, fault
+
+    def __getattr__(self, name):
+        return getattr(self._sender, name)
+
+    def send(self, index, array):
+        if index != VICTIM:
+            return self._sender.send(index, array)
+        return self._fault(self._sender, index, array)
+
+
+def corrupted(sender, index, array):
+    checksum = sender.send(index, array)
+    sender.send(index, array + 1)  # data that does not match its checksum
+    return checksum
+
+
+def duplicated(sender, index, array):
+    sender.send(index, array)
+    return sender.send(index, array)
+
+
+def truncated(sender, index, array):
+    """Send half of the piece, then nothing."""
+    if isinstance(sender, TcpSender):
+        sender._socket.sendall(_FRAME.pack(sender._version, index, array.nbytes) + b"\0" * (array.nbytes // 2))
+        sender.close()
+        raise TransferError("the trainer's connection broke")
+    checksum = sender.send(index, array)
+    if isinstance(sender, DiskSender):
+        sender._pending[str(index)] = sender._pending[str(index)][:-4].copy()
+    else:
+        sender.send(index, array * 0)
+    return checksum
+
+
+def with_fault(monkeypatch, fault):
+    real = transfer.open_sender
+    monkeypatch.setattr(transfer, "open_sender", lambda *arguments: Tampering(real(*arguments), fault))
+
+
+@pytest.mark.parametrize("fault", [corrupted, truncated])
+def test_bytes_that_are_not_what_was_announced(fleet, model, monkeypatch, fault):
+    fleet.sync(model[1](1))
+    before, version = tokens(fleet), fleet.version
+    with_fault(monkeypatch, fault)
+    fleet._publisher.close()  # reconnect, through the fault
+    with pytest.raises((ChecksumMismatch, TransferError)) as caught:
+        fleet.sync(model[1](2))
+    if isinstance(caught.value, ChecksumMismatch):
+        assert "engine 'engine-0', rank 0: model.layers.0." in str(caught.value)
+    monkeypatch.undo()
+    assert tokens(fleet) == before and fleet.version == version
+    fleet.sync(model[1](2))
+    assert tokens(fleet) != before and fleet.version == version + 1
+    assert segments() == []
+
+
+def test_a_piece_that_comes_twice_and_pieces_in_another_order_do_no_harm(fleet, model, monkeypatch):
+    fleet.sync(model[1](1))
+    expected = tokens(fleet)
+    fleet.sync(model[1](2))
+    with_fault(monkeypatch, duplicated)
+    real = transfer.Plan.stream
+    monkeypatch.setattr(transfer.Plan, "stream", lambda *arguments: dict(reversed(real(*arguments).items())))
+    fleet._publisher.close()
+    fleet.sync(model[1](1))
+    assert tokens(fleet) == expected
+
+
+def test_checksums_that_do_not_come(fleet, model, monkeypatch):
+    fleet.sync(model[1](1))
+    before = tokens(fleet)
+    real = transfer.Outbox._send_rank
+
+    def forgetful(*arguments):
+        sums = real(*arguments)
+        sums.pop(VICTIM)
+        return {**sums, VICTIM: 1}
+
+    monkeypatch.setattr(transfer.Outbox, "_send_rank", forgetful)
+    with pytest.raises(ChecksumMismatch, match=r"engine 'engine-0', rank 0: model\.layers\.0\."):
+        fleet.sync(model[1](2))
+    monkeypatch.undo()
+    assert tokens(fleet) == before
+    fleet.sync(model[1](2))
+    assert tokens(fleet) != before
+
+
+STEPS = {"begin": "offer", "stage": "manifests", "commit": "in_flight"}
+"""Steps of an update, with the field of `UpdateSteps` for each."""
+
+
+@pytest.mark.parametrize("phase", ["begin", "begun", "stage", "commit"])
+def test_an_engine_killed_at_a_phase_boundary(model, tmp_path, monkeypatch, phase):
+    with slipstream.launch(model[0], engines=2, engine=OPTIONS, run_dir=tmp_path, timeout=10) as bridge:
+        bridge.sync(model[1](1))
+        before, victim = tokens(bridge), next(e.info for e in bridge.status().engines if e.info.name == "engine-1")
+        send_steps, receive_reports = GatewayFleet.send_steps, GatewayFleet.receive_reports
+
+        async def killing_before_step(fleet, steps, drop_failed=False):
+            if all(getattr(engine_steps, STEPS[phase]) is not None for engine_steps in steps.values()):
+                os.kill(victim.pid, signal.SIGKILL)
+                monkeypatch.undo()  # once
+                while (
+                    phase == "begin" and len((await fleet.status()).present) == 2
+                ):  # wait until the gateway has noticed
+                    await asyncio.sleep(0.02)
+            await send_steps(fleet, steps, drop_failed)
+
+        async def killing_after_reports(fleet):
+            reports = await receive_reports(fleet)
+            os.kill(victim.pid, signal.SIGKILL)
+            return reports
+
+        if phase == "begun":
+            monkeypatch.setattr(GatewayFleet, "receive_reports", killing_after_reports)
+        else:
+            monkeypatch.setattr(GatewayFleet, "send_steps", killing_before_step)
+        if phase in ("begun", "stage"):
+            with pytest.raises(EngineLost, match="'engine-1'"):
+                bridge.sync(model[1](2))
+            assert tokens(bridge) == before and bridge.version == 1
+        else:  # before the update the fleet is refreshed; once all have staged, the others commit
+            report = bridge.sync(model[1](2))
+            assert report.lost == (("engine-1",) if phase == "commit" else ())
+            assert [e.engine for e in report.engines] == ["engine-0"]
+            assert tokens(bridge) != before and bridge.version == 2
+        monkeypatch.undo()
+        assert {e.info.name: e.state for e in bridge.status().engines} == {"engine-0": "ready", "engine-1": "lost"}
+        bridge.sync(model[1](3))
+        assert len(tokens(bridge)) == 4
+    assert segments() == []
+
+
+TRAINER = """
+import os, signal, sys
+import slipstream
+from slipstream.gateway.client import GatewayFleet
+from slipstream.weights.update.transfer import Outbox
+from tests.deploy.test_faults import STEPS
+from slipstream.model.checkpoints import hf_weights as checkpoint
+model, run_dir, phase = sys.argv[1:]
+params = checkpoint.load(model)
+with slipstream.connect(run_dir, timeout=10) as bridge:
+    bridge.sync(params)
+    def die(*arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+    send_steps, receive_reports = GatewayFleet.send_steps, GatewayFleet.receive_reports
+    num_replies = 0
+    async def dying_before_step(fleet, steps, drop_failed=False):
+        if all(getattr(engine_steps, STEPS[phase]) is not None for engine_steps in steps.values()):
+            die()
+        await send_steps(fleet, steps, drop_failed)
+    async def dying_before_second_reply(fleet):
+        global num_replies
+        num_replies += 1
+        return await receive_reports(fleet) if num_replies == 1 else die()
+    if phase == "send":
+        Outbox.send = die
+    elif phase == "staged":
+        GatewayFleet.receive_reports = dying_before_second_reply
+    else:
+        GatewayFleet.send_steps = dying_before_step
+    import jax
+    bridge.sync(jax.tree.map(lambda x: x + 1, params))
+"""
+
+
+def test_a_trainer_killed_at_every_phase_boundary(model, tmp_path):
+    with slipstream.launch(model[0], engine=OPTIONS, run_dir=tmp_path, timeout=10) as bridge:
+        before = tokens(bridge)
+        for phase in ("begin", "send", "stage", "staged", "commit"):
+            version = slipstream.connect(tmp_path).version
+            done = subprocess.run(
+                [sys.executable, "-c", TRAINER, str(model[0]), str(tmp_path), phase], capture_output=True, text=True
+            )
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            with slipstream.connect(tmp_path) as reader:
+                assert reader.version == version + 1, phase  # its first sync; the second did not happen
+                assert tokens(reader) == before, phase
+        # The last of them left an update behind, which the gateway has rolled back.
+        report = None
+        for _ in range(20):
+            try:
+                report = bridge.sync(model[1](7))
+                break
+            except SlipstreamError:
+                continue
+        assert report is not None and tokens(bridge) != before
+    assert segments() == []

@@ -1,0 +1,299 @@
+"""Several machines: gateway, two engines and a trainer, each with its own address, and TLS between them."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import slipstream
+from slipstream.config import EmbeddedConfig
+from slipstream.deploy.processes import certificates
+from slipstream.model.checkpoints.sample_model import write_sample_config
+from tests.deploy import host_trainer
+from tests.deploy.lan import Machine, environment, lan
+
+NODES = ("node1", "node2", "node3", "node4")
+OPTIONS = ("max_num_seqs=8", "max_model_len=64")
+TRAINER = str(Path(host_trainer.__file__))
+
+
+@dataclass(frozen=True)
+class Network:
+    directory: Path
+    machines: dict[str, Machine]
+    model: Path
+    files: certificates.Certificates
+    """Not valid for the address of node1, only for its name."""
+    other_ca: str
+
+
+def expected_of(model, seed):
+    """Return the tokens of an engine in this process."""
+    with slipstream.inprocess(model, engine=EmbeddedConfig(max_num_seqs=8, max_model_len=64)) as bridge:
+        bridge.sync(host_trainer.weights(model, seed))
+        return host_trainer.answers(bridge)
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("network")
+    with lan(directory, *NODES) as machines:
+        write_sample_config(directory / "model")
+        files = certificates.make(directory / "certificates", NODES)
+        other = certificates.make(directory / "other", ["node1"])
+        yield Network(directory, {machine.name: machine for machine in machines}, directory / "model", files, other.ca)
+
+
+@dataclass(frozen=True)
+class Up:
+    address: str
+    url: str
+    run_dir: Path
+    seen: Path
+    """Return all recorded traffic."""
+
+    @property
+    def token(self):
+        return (self.run_dir / "token").read_text()
+
+
+@pytest.fixture(scope="module")
+def up(network):
+    """A gateway with HTTP on node1, engines on node2 and node3, started by commands."""
+    run_dir, seen = network.directory / "run", network.directory / "seen"
+    node1 = network.machines["node1"]
+    certificate, key = network.files.of("node1")
+    tls = ["--certificate", certificate, "--key", key, "--ca", network.files.ca]
+    front = ["--http", "0", "host=node1", f"certificate={certificate}", f"key={key}"]
+    processes = []
+    try:
+        sniffer = subprocess.Popen(
+            [*node1.switch, sys.executable, str(Path(TRAINER).with_name("host_sniffer.py")), str(seen)],
+            stdout=subprocess.PIPE,
+        )
+        processes.append(sniffer)
+        assert sniffer.stdout.readline() == b"listening\n"
+        command = node1.slipstream("gateway", "--run-dir", str(run_dir), "--host", "node1", *tls, *front)
+        processes.append(node1.start(command, network.directory / "gateway.log"))
+        eventually(lambda: (run_dir / "gateway.json").exists(), network.directory / "gateway.log")
+        facts = json.loads((run_dir / "gateway.json").read_text())
+        for name in ("node2", "node3"):
+            certificate, key = network.files.of(name)
+            how = ["--gateway", facts["address"], "--token-file", str(run_dir / "token"), "--ca", network.files.ca]
+            listen = [f"listen={name}", f"certificate={certificate}", f"key={key}", *OPTIONS]
+            machine = network.machines[name]
+            command = machine.slipstream("engine", "--model", str(network.model), "--name", name, *how, *listen)
+            processes.append(machine.start(command, network.directory / f"{name}.log"))
+        yield Up(facts["address"], facts["http"], run_dir, seen)
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+
+
+def eventually(done, log, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def test_sync_and_generate_across_machines(network, up):
+    node4, out = network.machines["node4"], network.directory / "trained.json"
+    credentials = {"SLIPSTREAM_TOKEN": up.token, "SLIPSTREAM_CA": network.files.ca}
+    command = node4.command(sys.executable, TRAINER, str(network.model), "2", str(out), up.address)
+    done = node4.run(command, **credentials)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(out.read_text())
+
+    assert up.address.startswith("node1:")
+    expected = [expected_of(network.model, seed) for seed in host_trainer.SEEDS]
+    assert expected[0] != expected[1]
+    assert facts["tokens"] == [{"node2": tokens, "node3": tokens} for tokens in expected]
+    assert set(facts["transports"]) == {"tcp"} and len(facts["transports"]) == 4
+
+    # A tampered link fails with the engine's address in the error, and the policy is unchanged.
+    for what, said in {
+        "secret": "rejected the connection: the link's secret is wrong",
+        "certificate": "has another certificate than the gateway announced",
+        "plaintext": "announced no certificate; refusing to send weights unencrypted",
+    }.items():
+        kind, text = facts["refused"][what]
+        assert kind == "TransferError" and said in text and "10.77.0." in text
+    assert facts["after"] == [facts["version"], expected[1]]
+
+    # Neither the token nor the weights are visible on the network.
+    seen = up.seen.read_bytes()
+    embedding = np.asarray(host_trainer.weights(network.model, 1)["model"]["embed_tokens"]["weight"])
+    assert len(seen) > facts["num_bytes"] and b"node1" in seen  # the host name (SNI) is not encrypted
+    assert up.token.encode() not in seen
+    assert not any(row.tobytes() in seen for row in embedding)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("wrong token", "Unauthorized: the gateway at node1:{port}: token missing or wrong"),
+        ("wrong ca", "TlsError: the certificate of the gateway at node1:{port} was not signed by"),
+        ("wrong name", "TlsError: the certificate of the gateway at 10.77.0.1:{port} is not valid for '10.77.0.1'"),
+        (
+            "no ca",
+            "ConfigError: the gateway at node1:{port} is beyond loopback, where the token must not travel in the clear; give the "
+            "run's CA (ca=, --ca or SLIPSTREAM_CA), or join by its run directory",
+        ),
+    ],
+    ids=["token", "ca", "name", "plaintext"],
+)
+def test_refused_connections_have_a_reason(network, up, case, said):
+    port = up.address.rpartition(":")[2]
+    address = f"10.77.0.1:{port}" if case == "wrong name" else up.address
+    credentials = {
+        "SLIPSTREAM_TOKEN": "wrong" if case == "wrong token" else up.token,
+        "SLIPSTREAM_CA": {"wrong ca": network.other_ca, "no ca": ""}.get(case, network.files.ca),
+    }
+    trainer, engine = network.machines["node4"], network.machines["node2"]
+    asked = trainer.run(trainer.slipstream("status", "--gateway", address), **credentials)
+    # The gateway is contacted before the model is loaded: there is no model.
+    joins = engine.slipstream("engine", "--gateway", address, "--model", str(network.directory / "none"))
+    joined = engine.run(joins, **credentials)
+    for done in (asked, joined):
+        assert done.returncode in (1, 2) and f"slipstream: {said.format(port=port)}" in done.stderr
+
+
+def test_plaintext_is_refused_with_a_reason(network, up):
+    """Our clients refuse plaintext beyond loopback; behind a tunnel they cannot know."""
+    node4, greeting = network.machines["node4"], b"PRI * HTTP/2.0"
+    assert greeting not in up.seen.read_bytes()
+    dig = node4.command(sys.executable, str(Path(TRAINER).with_name("host_tunnel.py")), up.address)
+    with subprocess.Popen(dig, stdout=subprocess.PIPE, text=True, env=environment()) as tunnel:
+        try:
+            near = f"127.0.0.1:{int(tunnel.stdout.readline())}"
+            ask = node4.slipstream("status", "--gateway", near)
+            join = node4.slipstream("engine", "--gateway", near, "--model", str(network.directory / "none"))
+            told = [node4.run(command, SLIPSTREAM_TOKEN=up.token, SLIPSTREAM_CA="") for command in (ask, join)]
+        finally:
+            tunnel.terminate()
+    for done in told:
+        said = f"slipstream: TlsError: the gateway at {near} requires TLS; pass the CA of the run"
+        assert done.returncode in (1, 2) and said in done.stderr
+    # The connection was plaintext, and the token was not sent.
+    eventually(lambda: greeting in up.seen.read_bytes(), network.directory / "gateway.log")
+    assert up.token.encode() not in up.seen.read_bytes()
+
+
+def test_plaintext_gets_no_answer(network, up):
+    """A foreign client without TLS."""
+    script = (
+        "import grpc, sys\nfrom slipstream.gateway import slipstream_pb2 as pb, slipstream_pb2_grpc as stubs\n"
+        "try:\n    stubs.GatewayStub(grpc.insecure_channel(sys.argv[1])).Status(pb.StatusRequest(), timeout=20,"
+        " metadata=(('authorization', 'Bearer ' + sys.argv[2]),))\n"
+        "except grpc.RpcError as error:\n    print(error.code().name)\n"
+    )
+    node4 = network.machines["node4"]
+    done = node4.run(node4.command(sys.executable, "-c", script, up.address, up.token))
+    assert done.stdout == "UNAVAILABLE\n", done.stderr
+
+
+def test_http_beyond_loopback_is_https(network, up):
+    node4 = network.machines["node4"]
+    assert up.url.startswith("https://node1:")
+
+    def curl(*arguments):
+        command = ["curl", "-sS", "--max-time", "20", "-o", "-", "-w", "%{http_code}", *arguments]
+        return node4.run(node4.command(*command))
+
+    authorised = ["-H", f"Authorization: Bearer {up.token}"]
+    good = curl("--cacert", network.files.ca, *authorised, f"{up.url}/v1/models")
+    assert good.returncode == 0 and good.stdout.endswith("200")
+    assert curl("--cacert", network.files.ca, f"{up.url}/v1/models").stdout.endswith("401")
+    assert "certificate" in curl("--cacert", network.other_ca, *authorised, f"{up.url}/v1/models").stderr
+    assert curl(*authorised, f"{up.url.replace('https', 'http')}/v1/models").returncode != 0
+
+
+# --- SLURM ------------------------------------------------------------------------------------------------------------
+
+SRUN = """\
+import json, os, subprocess, sys, time
+from slipstream.deploy.slurm.job import expand
+nodes, command = json.load(open({nodes!r})), [word for word in sys.argv[1:] if word != "--kill-on-bad-exit=1"]
+started = [
+    subprocess.Popen(
+        [*nodes[name], *command],
+        env={{**os.environ, "SLURM_NODEID": str(index), "SLURMD_NODENAME": name, "SLURM_LOCALID": "0"}},
+    )
+    for index, name in enumerate(expand(os.environ["SLURM_JOB_NODELIST"]))
+]
+while None in (codes := [process.poll() for process in started]) and not any(codes):
+    time.sleep(0.05)
+for process, code in zip(started, codes):
+    if code is None:
+        process.terminate()  # a failure ends the others
+        process.wait()
+sys.exit(max(code or 0 for code in codes))
+"""
+
+
+def cluster_in(directory, nodes):
+    """A directory for PATH with `slipstream`, and an `srun` that runs a command on each node."""
+    (directory / "nodes.json").write_text(json.dumps(nodes))
+    programs = {
+        "srun": SRUN.format(nodes=str(directory / "nodes.json")),
+        "slipstream": "from slipstream.cli.main import main; main()",
+    }
+    for name, text in programs.items():
+        (directory / name).write_text(f"#!{sys.executable}\n{text}")
+        (directory / name).chmod(0o755)
+    return directory
+
+
+def sbatch(cluster, *arguments, **variables):
+    """Print a script with `slipstream slurm`, and run it as a job."""
+    own = environment(variables)
+    own["PATH"] = f"{cluster}:{own['PATH']}"
+    options = ["--run-dir", str(cluster / "runs"), *(word for option in OPTIONS for word in ("--engine", option))]
+    script = subprocess.run(
+        ["slipstream", "slurm", *options, *arguments], env=own, capture_output=True, text=True, check=True
+    )
+    job = {"SLURM_JOB_NAME": "slipstream", "SLURM_JOB_ID": "77"}
+    done = subprocess.run(
+        ["bash", "-c", script.stdout], env={**own, **job}, capture_output=True, text=True, timeout=200, check=False
+    )
+    return done, cluster / "runs" / "slipstream-77-0"
+
+
+def test_a_slurm_job_on_three_nodes(network, tmp_path):
+    cluster = cluster_in(tmp_path, {name: machine.command() for name, machine in network.machines.items()})
+    out = cluster / "trained.json"
+    trainer = ["--", sys.executable, TRAINER, str(network.model), "2", str(out)]
+    options = ["--model", str(network.model), "--inference-nodes", "2"]
+    done, run_dir = sbatch(cluster, *options, *trainer, SLURM_JOB_NODELIST="node[1-3]", KILL_AN_ENGINE="1")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(out.read_text())
+    expected = [expected_of(network.model, seed) for seed in host_trainer.SEEDS]
+    assert facts["tokens"] == [{"node2-0": tokens, "node3-0": tokens} for tokens in expected]
+    assert set(facts["transports"]) == {"tcp"}
+    assert list(facts["killed"].values()) == [expected[1]]  # restarted on its node, and repaired
+    assert not (run_dir / "gateway.json").exists() and not (run_dir / "token").exists()
+    assert run_dir.stat().st_mode & 0o077 == 0
+    again, _ = sbatch(
+        cluster, "--model", str(network.model), "--inference-nodes", "1", "--", "true", SLURM_JOB_NODELIST="node1,node2"
+    )  # the same job and attempt
+    assert again.returncode == 2 and "was used by another attempt" in again.stderr
+
+
+def test_a_slurm_job_on_one_machine_ends_as_its_trainer_does(tmp_path):
+    """Without a network."""
+    write_sample_config(model := tmp_path / "model")
+    cluster, out = cluster_in(tmp_path, {"node4": []}), tmp_path / "trained.json"
+    command = f"{sys.executable} {TRAINER} {model} 2 {out} && exit 3"
+    options = ["--model", str(model), "--inference-nodes", "0", "--engines-per-node", "2"]
+    done, _ = sbatch(cluster, *options, "--", "sh", "-c", command, SLURM_JOB_NODELIST="node4")
+    assert done.returncode == 3, done.stderr
+    facts = json.loads(out.read_text())
+    assert facts["tokens"][1] == {name: expected_of(model, 2) for name in ("node4-0", "node4-1")}

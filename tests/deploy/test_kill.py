@@ -1,0 +1,70 @@
+"""After kill -9 of any role, no process and no shared memory is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from slipstream.model.checkpoints.sample_model import write_sample_config
+from slipstream.weights.transports.host import shm
+
+TRAINER = """
+import sys, threading, time
+import jax, slipstream
+from slipstream.model.transformer import decoder
+from slipstream.model.checkpoints.hf_config import read_config
+model, run_dir = sys.argv[1:]
+params = decoder.init(read_config(model), jax.random.key(0))
+with slipstream.launch(model, engines=2, run_dir=run_dir, timeout=30) as bridge:
+    print("up", flush=True)
+    while True:
+        bridge.sync(params)
+        bridge.generate(["1="], slipstream.SamplingParams(max_tokens=4))
+"""
+
+
+def segments():
+    return list(shm.directory().glob(f"slipstream-{os.getuid()}-*"))
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A process that syncs and generates in a loop, with a gateway and two engines."""
+    write_sample_config(tmp_path / "model")
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tmp_path / "model"), str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().strip() == "up"
+    yield process, tmp_path / "run"
+    process.kill()
+    process.wait()
+
+
+def gone_within(seconds, processes):
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [p.cmdline() for p in alive]
+
+
+@pytest.mark.parametrize("role", ["trainer", "gateway", "engine"])
+def test_nothing_is_left_after_kill_9(trainer, role):
+    process, run_dir = trainer
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 3
+    gateway = json.loads((run_dir / "gateway.json").read_text())["pid"]
+    engine = next(c.pid for c in children if c.pid != gateway)
+    time.sleep(0.5)  # during syncs
+    os.kill({"trainer": process.pid, "gateway": gateway, "engine": engine}[role], signal.SIGKILL)
+    if role == "engine":
+        # The other engine continues; the trainer may have failed in a sync. Then it is killed as well.
+        time.sleep(1)
+        process.kill()
+    process.wait(timeout=30)  # killed, or ended with a typed error
+    assert gone_within(15, children) == []
+    assert segments() == []

@@ -1,0 +1,41 @@
+"""Skipped network tests are reported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.deploy.lan import environment, not_run
+
+USERS = """\
+import pytest
+from tests.deploy.lan import lan
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    with lan(tmp_path_factory.mktemp("lan"), "node1") as machines:
+        yield machines
+
+def test_first(machines): ...
+def test_second(machines): ...
+def test_of_something_else(): pytest.skip("no time")
+"""
+
+
+@pytest.mark.parametrize("required", ["0", "1"])
+def test_what_was_not_run(tmp_path, required):
+    (tmp_path / "test_users.py").write_text(USERS)
+    report = tmp_path / "report.xml"
+    own = environment({"SLIPSTREAM_REQUIRE_NETNS": required, "PATH": ""})  # nothing is there to make it with
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tmp_path}",
+        f"--junitxml={report}",
+    ]
+    done = subprocess.run([*command, str(tmp_path)], env=own, cwd=tmp_path, capture_output=True, text=True, check=False)
+    skipped = ["test_users.py::test_first", "test_users.py::test_second"]
+    assert (done.returncode, not_run(report)) == ((1, []) if required == "1" else (0, skipped)), done.stdout

@@ -1,0 +1,427 @@
+"""Weights written directly into vLLM's workers: the engine's side, with torch ranks on CPU as workers and a stand-in for the
+GPU driver. `tests/vllm` has real workers, `tests/gpu` the real driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from slipstream.engines.vllm import direct_loader, live_parameters
+from slipstream.engines.vllm.direct_loader import DirectLoader
+from slipstream.engines.vllm.live_parameters import LiveParameters, NothingWritten, NotYetReceived
+from slipstream.engines.vllm.reload_loader import ReloadLoader
+from slipstream.engines.vllm.weight_loading import WeightsPending
+from slipstream.errors import (
+    ChecksumMismatch,
+    EngineFailure,
+    FleetChanged,
+    TransferError,
+    UnknownVersion,
+    Unsupported,
+    UpdateInProgress,
+    VersionError,
+)
+from slipstream.model import families
+from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
+from slipstream.types import Checksums, EngineInfo, Offer
+from slipstream.weights.checksum import add_manifest_header, strip_manifest_header
+from slipstream.weights.plan import Plan, make_plan
+from slipstream.weights.sources import named_tensors
+from slipstream.weights.transports.cuda import mapped_memory
+from slipstream.weights.update.device_outbox import DeviceOutbox
+from slipstream.weights.update.verify import compare
+from tests.tiny import random_params, tiny_config
+from tests.weights.by_hand import HandUpdate
+from tests.weights.memfd import Memfd
+from tests.weights.test_cuda import TorchMemory, assert_bits, naive
+
+CONFIG = tiny_config("qwen2")
+TP = 2
+
+
+class Workers:
+    """Two ranks, called like vLLM's workers."""
+
+    def __init__(self, failed: Sequence[str] = ()) -> None:
+        self.calls: list[str] = []
+        self.broken = False
+        self.loaded: list[dict[str, torch.Tensor]] = [{}, {}]
+        self._maps: dict[str, mmap.mmap] = {}
+        self._parameters, self._reloaded = written_parameters(CONFIG, TP, failed)
+        self.live, self.ranks = [], []
+        for rank in range(TP):
+            own = [p for p in vllm_parameters(CONFIG, TP) if p.rank == rank]
+            self.live.append({p.name: torch.full(p.shape, float("nan")) for p in own})
+            held = LiveParameters(self.live[-1], self.loaded[rank].update, rank, torch.device("cpu"))
+            held._make_receiver = lambda *_, held=held: mapped_memory.CudaReceiver(
+                [0], TorchMemory, Memfd(), 5.0, held.stage
+            )  # type: ignore[method-assign]
+            self.ranks.append(held)
+
+    async def __call__(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append(method)
+        if self.broken and method in ("slipstream_apply", "slipstream_write"):
+            raise RuntimeError("the device is gone")
+        return [getattr(self, method)(rank, *args) for rank in range(TP)]
+
+    def slipstream_connect(self, rank: int, transport: str, plan: bytes, failed: Sequence[str]) -> list[bytes]:
+        return self.ranks[rank].connect(transport, Plan.from_bytes(plan), self._parameters, self._reloaded)
+
+    def slipstream_apply(
+        self, rank: int, version: int, indices: Any, timeout: float
+    ) -> tuple[dict[str, int], float, str, bool]:
+        try:
+            if any(indices):
+                self.ranks[rank].apply(version, indices[rank], timeout)
+        except NothingWritten as error:
+            return {}, 0.0, str(error), isinstance(error, NotYetReceived)
+        return {"s0": 3}, 0.0, "", False
+
+    def slipstream_map_files(self, rank: int, files: Sequence[str]) -> None:
+        for file in files:
+            with open(file, "r+b") as opened:
+                self._maps[file] = mmap.mmap(opened.fileno(), 0)
+
+    def slipstream_write(
+        self, rank: int, places: Any, dtype: str, reloaded: Any
+    ) -> tuple[dict[str, int], float, str, bool]:
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, at in places:
+                file, offset, shape = at[rank]
+                count = int(torch.Size(shape).numel())
+                memory = torch.frombuffer(self._maps[file], dtype=torch.float32, count=count, offset=offset)
+                yield name, memory.reshape(shape)
+
+        self.ranks[rank].write(tensors(), reloaded)
+        return {"s0": 3}, 0.0, "", False
+
+    def slipstream_checksums(self, rank: int, names: Sequence[str]) -> list[tuple[str, list[int]]]:
+        own = [p for p in vllm_parameters(CONFIG, TP) if p.rank == rank and p.name in names]
+        return self.ranks[rank].checksums(own)
+
+    def slipstream_discard(self, rank: int) -> None:
+        self.ranks[rank].discard()
+
+
+class Trainer:
+    """One process that sends over `cuda`, step by step."""
+
+    def __init__(self, loader: DirectLoader) -> None:
+        self.loader, self.serving = loader, -1
+        self.tensors = named_tensors.named_tensors(jax.tree.map(jnp.asarray, random_params(CONFIG)))
+        specs = families.tensors(CONFIG)
+        self.plan = make_plan(named_tensors.describe(self.tensors), specs, loader.parameters, "float32")
+        self.outbox = DeviceOutbox(self.plan, loader.parameters, 0, "engine-0")
+        self.fresh = True
+
+    async def stage(self, version: int, unchanged: set[str] | None = None) -> None:
+        offer = Offer(self.plan.to_bytes(), self.plan.fingerprint, "cuda", self.fresh)
+        self.outbox.destinations = await self.loader.begin(self.serving, version, offer)
+        self.fresh = False
+        manifests = self.send(version, unchanged)
+        await self.outbox.confirmed()
+        await self.loader.stage(version, [[m] for m in manifests])
+
+    def send(self, version: int, unchanged: set[str] | None = None) -> list[bytes]:
+        return self.outbox.send(self.tensors, unchanged or set(), version)[0]
+
+    async def commit(self, version: int) -> dict[str, int]:
+        drawn, _ = await self.loader.load(version)
+        self.loader.finish(version)
+        await self.outbox.released()
+        self.serving = version
+        return drawn
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
+    return Workers()
+
+
+def direct(workers: Workers, has_weights: bool = False, failed: dict[str, str] | None = None) -> DirectLoader:
+    return DirectLoader("engine-0", CONFIG, "float32", TP, workers, failed or {}, has_weights)
+
+
+async def with_one_version_committed(workers: Workers) -> tuple[DirectLoader, Trainer, Any]:
+    """Also returns the tensors of the first version, which serves."""
+    loader = direct(workers)
+    trainer = Trainer(loader)
+    await trainer.stage(1)
+    await trainer.commit(1)
+    old = trainer.tensors
+    trainer.tensors = {n: jnp.asarray(t) * 2 for n, t in old.items()}
+    return loader, trainer, old
+
+
+async def with_a_second_version_staged(workers: Workers) -> tuple[DirectLoader, Trainer, Any]:
+    loader, trainer, old = await with_one_version_committed(workers)
+    await trainer.stage(2)
+    return loader, trainer, old
+
+
+async def with_weights_in_transit(workers: Workers) -> tuple[DirectLoader, Trainer, Any]:
+    """Like `with_a_second_version_staged`, but the second version has not reached the ranks."""
+    loader, trainer, old = await with_one_version_committed(workers)
+    await loader.begin(1, 2, Offer(b"", trainer.plan.fingerprint, "cuda", fresh=False))
+    await loader.stage(2, [[m] for m in trainer.outbox.promise(set(), 2)[0]])
+    return loader, trainer, old
+
+
+def assert_serves(workers: Workers, tensors: Any, padded: bool = False) -> None:
+    """`padded`: padding is zero instead of unchanged."""
+    for rank in range(TP):
+        expected = naive(CONFIG, tensors, TP, rank, torch.float32)
+        assert_bits(workers.live[rank], {n: torch.nan_to_num(t) if padded else t for n, t in expected.items()})
+
+
+def test_versions_reach_every_rank_with_one_call_each(workers: Workers) -> None:
+    async def scenario() -> None:
+        trainer = Trainer(direct(workers))
+        await trainer.stage(1)
+        assert workers.calls == ["slipstream_connect"]
+        assert all(torch.isnan(t).all() for live in workers.live for t in live.values())  # nothing before the commit
+        assert await trainer.commit(1) == {"s0": 3}
+        assert_serves(workers, trainer.tensors)
+        for version in (2, 3):
+            trainer.tensors = {n: jnp.asarray(t) * -version for n, t in trainer.tensors.items()}
+            workers.calls.clear()
+            await trainer.stage(version)
+            await trainer.commit(version)
+            assert workers.calls == ["slipstream_apply"]
+            assert_serves(workers, trainer.tensors)
+        everything = {t.name for t in families.tensors(CONFIG)}
+        await trainer.stage(4, everything)
+        await trainer.commit(4)
+        assert_serves(workers, trainer.tensors)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_rollback_keeps_the_serving_weights_and_renews_the_links(workers: Workers) -> None:
+    async def scenario() -> None:
+        loader, trainer, old = await with_a_second_version_staged(workers)
+        await loader.rollback(2)
+        await loader.rollback(2)
+        with pytest.raises(UnknownVersion):
+            await loader.load(2)
+        assert not loader.is_updating
+        assert_serves(workers, old)
+        trainer.outbox.close()
+        await trainer.stage(3)
+        assert workers.calls.count("slipstream_connect") == 2
+        await trainer.commit(3)
+        assert_serves(workers, trainer.tensors)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_invalid_updates_are_refused(workers: Workers) -> None:
+    async def scenario() -> None:
+        loader = direct(workers)
+        trainer = Trainer(loader)
+        with pytest.raises(FleetChanged, match="needs every tensor"):
+            await trainer.stage(1, {"model.norm.weight"})
+        await loader.rollback(1)
+        trainer.outbox.close()
+        offer = Offer(trainer.plan.to_bytes(), trainer.plan.fingerprint, "cuda")
+        with pytest.raises(VersionError):
+            await loader.begin(5, 5, offer)
+        await loader.begin(-1, 1, offer)
+        for transport in ("cuda", "shm"):
+            with pytest.raises(UpdateInProgress):
+                await loader.begin(-1, 2, Offer(offer.plan, offer.fingerprint, transport))
+        with pytest.raises(ChecksumMismatch, match="manifests for 1 of 2"):
+            await loader.stage(1, [[]])
+        with pytest.raises(UnknownVersion):
+            await loader.stage(7, [[], []])
+        await loader.rollback(1)
+
+    asyncio.run(scenario())
+
+
+def test_manifests_are_checked_even_if_they_look_like_the_last_ones(workers: Workers) -> None:
+    async def scenario() -> None:
+        loader = direct(workers)
+        trainer = Trainer(loader)
+        for version in (1, 2):
+            await trainer.stage(version)
+            await trainer.commit(version)
+        manifests, _ = trainer.outbox.promise(set(), 3)
+        await loader.begin(2, 3, Offer(b"", trainer.plan.fingerprint, "cuda", fresh=False))
+        twice = add_manifest_header(3, 2 * strip_manifest_header(manifests[0], 3))
+        for first, why in (
+            (trainer.outbox.promise(set(), 2)[0][0], "a manifest of version 3, got one of version 2"),
+            (manifests[0][:-1], "malformed|expected a manifest of"),
+            (twice, "repeats a piece"),
+            (add_manifest_header(3, strip_manifest_header(manifests[0], 3)[:-12]), r"got .* pieces of"),
+        ):
+            with pytest.raises(ChecksumMismatch, match=why):
+                await loader.stage(3, [[first], [manifests[1]]])
+        report = await loader.stage(3, [[m] for m in manifests])
+        assert report.num_bytes == trainer.plan.num_bytes
+        await loader.rollback(3)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_loading_before_the_weights_arrive_changes_nothing_and_can_be_retried(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_loader, "WORKER_WAIT_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        loader, trainer, old = await with_weights_in_transit(workers)
+        for _ in range(3):
+            with pytest.raises(WeightsPending, match=r"piece\(s\) of version 2, but has 0 of version -1"):
+                await loader.load(2)
+            assert_serves(workers, old)
+            await loader.restore()  # there is nothing to restore
+        trainer.send(2)
+        await trainer.outbox.confirmed()
+        assert await loader.load(2) == ({"s0": 3}, 0.0)
+        assert_serves(workers, trainer.tensors)
+        loader.finish(2)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["rolled back", "the trainer is gone"])
+def test_loading_weights_that_never_arrive_changes_nothing(workers: Workers, how: str) -> None:
+    async def scenario() -> None:
+        loader, trainer, old = await with_weights_in_transit(workers)
+        if how == "rolled back":
+            await loader.rollback(2)
+        trainer.outbox.close()
+        with pytest.raises(UnknownVersion if how == "rolled back" else TransferError, match=r"not staged|disconnected"):
+            while True:
+                with contextlib.suppress(WeightsPending):  # until the ranks know
+                    await loader.load(2)
+        await loader.restore()
+        assert_serves(workers, old)
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_without_the_version_writes_nothing(workers: Workers) -> None:
+    async def scenario() -> None:
+        loader, trainer, old = await with_a_second_version_staged(workers)
+        for rank in workers.ranks:
+            rank.discard()
+        with pytest.raises(WeightsPending, match=r"but has 0 of version -1"):
+            await loader.load(2)
+        await loader.restore()  # there is nothing to restore
+        assert_serves(workers, old)
+        await loader.rollback(2)
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["one rank refuses", "the device fails"])
+def test_weights_that_may_be_torn_are_not_served(workers: Workers, how: str) -> None:
+    async def scenario() -> None:
+        loader = direct(workers, has_weights=True)
+        trainer = Trainer(loader)
+        await trainer.stage(1)
+        if how == "one rank refuses":
+            workers.ranks[1].discard()
+        workers.broken = how == "the device fails"
+        with pytest.raises((TransferError, RuntimeError)):
+            await loader.load(1)
+        with pytest.raises(EngineFailure, match="overwritten in part"):
+            await loader.restore()
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_versions_reach_every_rank_through_shared_memory(workers: Workers) -> None:
+    async def scenario() -> None:
+        loader = direct(workers)
+        for version in (1, 2, 3):
+            params = jax.tree.map(lambda a, v=version: jnp.asarray(a) * v, random_params(CONFIG))
+            update = HandUpdate(params, families.tensors(CONFIG), loader.parameters, "float32", version, "shm")
+            destinations = await loader.begin(version - 1, version, update.offer)
+            with pytest.raises(UpdateInProgress):
+                await loader.begin(version - 1, version, Offer(update.offer.plan, update.offer.fingerprint, "cuda"))
+            await loader.stage(version, update.send(destinations))
+            await loader.load(version)
+            loader.finish(version)
+            assert_serves(workers, named_tensors.named_tensors(params), padded=True)
+        loader.close()
+
+    asyncio.run(scenario())
+
+
+def test_parameters_that_failed_the_mapping_check_go_through_vllms_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
+    failed = {f"model.layers.0.self_attn.qkv_proj.{x}": "it is elsewhere" for x in ("weight", "bias")}
+    workers = Workers(list(failed))
+
+    async def scenario() -> None:
+        trainer = Trainer(direct(workers, failed=failed))
+        await trainer.stage(1)
+        await trainer.commit(1)
+        for rank in range(TP):
+            assert len(workers.loaded[rank]) == 6
+            for name, tensor in workers.loaded[rank].items():
+                assert torch.equal(tensor, torch.tensor(trainer.tensors[name].tolist())), name
+            expected = naive(CONFIG, trainer.tensors, TP, rank, torch.float32)
+            assert_bits(workers.live[rank], {n: t for n, t in expected.items() if n not in failed})
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_checksums_cover_every_part_that_is_written_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
+    monkeypatch.setattr(direct_loader, "HASHED_BYTES", 1 << 12)  # several calls
+    monkeypatch.setattr(live_parameters, "HASH_CHUNK_BYTES", 1 << 9)  # several chunks of rows
+    failed = {"model.layers.1.mlp.gate_up_proj.weight": "of the test"}
+    workers = Workers(list(failed))
+
+    async def scenario() -> None:
+        loader = direct(workers, failed=failed)
+        trainer = Trainer(loader)
+        await trainer.stage(1)
+        await trainer.commit(1)
+        q = "model.layers.0.self_attn.q_proj.weight"
+        workers.live[1]["model.layers.0.self_attn.qkv_proj.weight"][0, 0] += 1  # rank 1's first row of q
+        workers.calls.clear()
+        found = {"engine-0": Checksums(1, await loader.checksums())}
+        assert len(workers.calls) > 3 and set(workers.calls) == {"slipstream_checksums"}
+        info = EngineInfo(
+            "engine-0", "vllm", "m", "float32", TP, families.tensors(CONFIG), loader.parameters, (), "h", 64, 8, 1
+        )
+        report = compare(trainer.tensors, [info], found)
+        assert [(d.rank, d.parameter, d.tensor) for d in report.differences] == [
+            (1, "model.layers.0.self_attn.qkv_proj.weight", q)
+        ]
+        names = {f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")}
+        assert {u.tensor for u in report.unchecked} == names
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_weights_packed_on_cpu_have_no_checksums() -> None:
+    async def call(*_: Any) -> list[Any]:
+        return []
+
+    loader = ReloadLoader("engine-0", CONFIG, "float32", call, True)
+    with pytest.raises(Unsupported, match="packs linear weights"):
+        asyncio.run(loader.checksums())
+    loader.close()

@@ -1,0 +1,89 @@
+"""The gateway process: imported modules, listening addresses, cleanup."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+@pytest.fixture
+def gateway(tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "slipstream.cli", "gateway", "--run-dir", str(tmp_path)])
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "gateway.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    yield process, tmp_path
+    process.kill()
+    process.wait()
+
+
+def listening(pid):
+    """The host of each address that it listens on. The kernel's table changes under the reader while other tests open and close connections, so that one
+    look may miss an entry."""
+    found = set()
+    for _ in range(20):
+        connections = psutil.Process(pid).net_connections("inet")
+        found |= {c.laddr for c in connections if c.status == "LISTEN"}
+        time.sleep(0.01)
+    return [address.ip.removeprefix("::ffff:") for address in found]
+
+
+def test_it_never_loads_jax_listens_on_loopback_and_cleans_up(gateway):
+    process, run_dir = gateway
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "grpc" in maps and not any(word in maps for word in ("jaxlib", "torch", "libcuda"))
+    assert listening(process.pid) == ["127.0.0.1"]
+    assert (run_dir / "token").stat().st_mode & 0o777 == 0o600
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
+    assert not (run_dir / "token").exists() and not (run_dir / "gateway.json").exists()
+
+
+def test_random_bytes_on_its_port_do_not_hurt_it(gateway):
+    process, run_dir = gateway
+    host, port = json.loads((run_dir / "gateway.json").read_text())["address"].rsplit(":", 1)
+    for junk in (
+        os.urandom(4096),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(2048),
+        b"",
+    ):
+        with socket.create_connection((host, int(port)), timeout=5) as peer:
+            peer.sendall(junk)
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.cli", "status", "--run-dir", str(run_dir)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "none yet" in done.stdout
+    assert process.poll() is None
+
+
+def test_a_port_in_use_and_an_address_beyond_loopback_are_refused(gateway, tmp_path):
+    _, run_dir = gateway
+    port = json.loads((run_dir / "gateway.json").read_text())["address"].rpartition(":")[2]
+
+    def start(*options):
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream.cli",
+            "gateway",
+            "--run-dir",
+            str(tmp_path / "other"),
+            *options,
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    taken = start("--port", port)
+    assert taken.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in taken.stderr
+    beyond = start("--host", "0.0.0.0")
+    assert beyond.returncode == 2 and "beyond loopback" in beyond.stderr and "TLS is required" in beyond.stderr

@@ -1,0 +1,86 @@
+"""`RecoveringBridge`: pending syncs, retries and repair."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from slipstream.errors import EngineLost, MappingError
+from slipstream.rl.trainer.recovery import RecoveringBridge
+
+
+class Bridge:
+    """A fake whose syncs finish when the test sets their result."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, Future[Any]]] = []
+        self.synced: list[str] = []
+        self.repaired: list[str] = []
+
+    def start_sync(self, params: str, in_flight: str) -> Future[Any]:
+        assert all(future.done() for _, future in self.begun), "one at a time"
+        self.begun.append((params, Future()))
+        return self.begun[-1][1]
+
+    def sync(self, params: str, in_flight: str) -> str:
+        assert all(future.done() for _, future in self.begun)
+        self.synced.append(params)
+        return f"report of {params}"
+
+    def repair(self, params: str) -> None:
+        self.repaired.append(params)
+
+
+@pytest.fixture
+def bridge() -> Bridge:
+    return Bridge()
+
+
+@pytest.fixture
+def fleet(bridge: Bridge) -> RecoveringBridge:
+    return RecoveringBridge(bridge, patience=5.0)  # type: ignore[arg-type]
+
+
+def test_the_report_of_a_started_sync_is_returned_once(bridge: Bridge, fleet: RecoveringBridge) -> None:
+    assert fleet.finish_sync() is None
+    fleet.start_sync("one")
+    bridge.begun[0][1].set_result("report of one")
+    assert fleet.finish_sync() == "report of one" and fleet.finish_sync() is None  # type: ignore[comparison-overlap]
+
+
+def test_an_earlier_sync_finishes_first(bridge: Bridge, fleet: RecoveringBridge) -> None:
+    fleet.start_sync("one")
+    bridge.begun[0][1].set_result("report of one")
+    fleet.start_sync("two")
+    bridge.begun[1][1].set_result("report of two")
+    assert fleet.sync("three") == "report of three"  # type: ignore[comparison-overlap]
+    assert [params for params, _ in bridge.begun] == ["one", "two"] and bridge.synced == ["three"]
+
+
+def test_a_sync_that_lost_an_engine_is_retried(bridge: Bridge, fleet: RecoveringBridge) -> None:
+    fleet.start_sync("one")
+    bridge.begun[0][1].set_exception(EngineLost("it died"))
+    assert fleet.finish_sync() == "report of one" and bridge.synced == ["one"]  # type: ignore[comparison-overlap]
+
+
+def test_permanent_errors_of_a_sync_are_raised(bridge: Bridge, fleet: RecoveringBridge) -> None:
+    fleet.start_sync("one")
+    bridge.begun[0][1].set_exception(MappingError("missing: lm_head.weight"))
+    with pytest.raises(MappingError, match="lm_head"):
+        fleet.finish_sync()
+    assert fleet.finish_sync() is None and not bridge.synced
+
+
+def test_repair_uses_the_weights_of_the_pending_sync(bridge: Bridge, fleet: RecoveringBridge) -> None:
+    fleet.start_sync("one")
+    bridge.begun[0][1].set_result("report of one")
+    calls = iter([EngineLost("it died"), None])
+
+    def call() -> str:
+        if (error := next(calls)) is not None:
+            raise error
+        return "done"
+
+    assert fleet.retry(call) == "done" and bridge.repaired == ["one"]

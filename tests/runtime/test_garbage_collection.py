@@ -1,0 +1,23 @@
+"""Garbage collection in server processes."""
+
+import subprocess
+import sys
+
+CHILD = """
+import gc
+import jax  # has many objects
+from slipstream.runtime.garbage_collection import freeze_loaded_objects
+before = len(gc.get_objects())
+freeze_loaded_objects()
+assert gc.get_freeze_count() > 0.9 * before > 10_000
+assert len(gc.get_objects()) < 0.1 * before, "what a full collection looks at"
+cycle = []
+cycle.append(cycle)
+del cycle
+assert gc.collect() >= 1, "what comes later is collected as always"
+"""
+
+
+def test_what_is_loaded_is_not_looked_at_again():
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
