@@ -1,16 +1,17 @@
-"""What paged attention and a decode step cost on one GPU, beside their rivals and their floors.
+"""Paged attention and a decode step on one GPU, compared with alternatives and hardware limits.
 
     python benchmarks/attention_gpu.py [--only decode,prefill,...] [--budget 90] [--json out.json] [--tiny]
 
-Sections, each in a process of its own (a kernel that faults takes only its section along), in order of importance:
-  decode    GB/s of one decode attention: naive, our kernel in several tiles and page sizes, JAX's own, cuDNN's
-  step      a bare 1.24B decode step at 512 rows, scan and while_loop; again (last) with CUDA graphs off and with WHILE
-  loop      8 steps x 16 layers of write + attend, the cache carried: ms per step, temporary memory (a copy would show)
-  prefill   TFLOP/s of prefill blocks, beside cuDNN's dense attention
-  matmul    the floor of a step: the model's products at 64, 512, 1024 rows
+Sections, in order of importance. Each runs in its own process, so that a faulting kernel ends only its section:
+  decode    GB/s of decode attention: naive, our kernel with several tiles and page sizes, JAX's kernel, cuDNN's
+  step      a bare 1.24B decode step with 512 rows, scan and while_loop; at the end again without CUDA graphs, and with
+            graphs for WHILE
+  loop      8 steps x 16 layers of write + attend with the cache as carry: ms per step, temporary memory (shows copies)
+  prefill   TFLOP/s of prefill blocks, compared with cuDNN's dense attention
+  matmul    lower bound of a step: the model's matrix products with 64, 512, 1024 rows
   sampling  inverse CDF and argmax over [512, 128256]
-Every variant that fails prints its error and the rest goes on. The last line is JSON. `--tiny` runs small shapes, the
-kernels interpreted, on any machine: it tests the script, its times mean nothing."""
+A failing variant prints its error, and the others still run. The last line is JSON. `--tiny` runs small shapes with
+interpreted kernels on any machine, to test this script; its times are meaningless."""
 
 from __future__ import annotations
 
@@ -77,17 +78,17 @@ def section_in_process(section: str, tiny: bool, folder: Path, left: float) -> d
     print(f"== {section}", flush=True)
     try:
         code = subprocess.run(command, env=environment, timeout=left, check=False).returncode
-        how: dict[str, float] = {} if code == 0 else {"exit": code}
+        status: dict[str, float] = {} if code == 0 else {"exit": code}
     except subprocess.TimeoutExpired:
-        how = {"timeout_s": left}
+        status = {"timeout_s": left}
     found = json.loads(path.read_text()) if path.exists() else {}
-    return {**found, **how, "seconds": round(time.monotonic() - began, 1)}
+    return {**found, **status, "seconds": round(time.monotonic() - began, 1)}
 
 
-# ---- one section: everything below runs in its process
+# ---- everything below runs in the process of one section
 
 
-class How(NamedTuple):
+class AttentionSpec(NamedTuple):
     scale: float = 0.125
     window: int | None = None
     softcap: float | None = None
@@ -139,8 +140,8 @@ def run_section(section: str, tiny: bool, path: Path, budget: float) -> None:
 
 
 def load_kernels() -> Any:
-    """The kernels' module alone: the package around it needs more than a GPU image may have installed."""
-    path = Path(__file__).resolve().parents[1] / "src/slipstream/engines/embedded/attention_gpu.py"
+    """Load the module of the kernels without its package, whose dependencies a GPU image may lack."""
+    path = Path(__file__).resolve().parents[1] / "src/slipstream/engines/embedded/compute/attention_gpu.py"
     spec = importlib.util.spec_from_file_location("attention_gpu", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -162,7 +163,7 @@ def fail(name: str, error: BaseException) -> None:
 
 
 def can_run(name: str, compiled: Any) -> bool:
-    """Whether it was compiled (an exception if not) and there is time left; if not, that is its result."""
+    """Return whether compilation succeeded and time is left. Otherwise record the reason as the result."""
     if time.monotonic() > deadline:
         record(name, skipped="no time left")
         return False
@@ -174,9 +175,9 @@ def can_run(name: str, compiled: Any) -> bool:
 
 @dataclasses.dataclass
 class Candidate:
-    """`run(*args)` applies the measured thing `times` times, on the device, each depending on the one before.
+    """A measured variant. `run(*args)` applies the operation `times` times on the device, each to the previous result.
 
-    `check` gets what run returned, and says how far off it is."""
+    `check` returns the error of the output of `run`."""
 
     name: str
     run: Callable[..., Any]
@@ -187,7 +188,7 @@ class Candidate:
 
 
 def measure(candidates: list[Candidate]) -> Iterator[None]:
-    """Compiles all at once on the host's cores, then times one after the other: the best of 4 calls."""
+    """Compile all candidates in parallel, then time one after another, and record the best of 4 calls."""
     import jax
 
     def compile_one(candidate: Candidate) -> Any:
@@ -216,7 +217,8 @@ def measure(candidates: list[Candidate]) -> Iterator[None]:
 
 
 def repeated(attend: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """The output is the next query: same shape, and no work can be left out. Returns the first output and the last."""
+    """Chain `attend`, with each output as the next query, so that XLA cannot skip work. Returns first and last
+    output."""
     from jax import lax
 
     def run(q: Any, *rest: Any) -> tuple[Any, Any]:
@@ -232,7 +234,7 @@ class Cache(NamedTuple):
 
 
 def random_cache(num_sequences: int, longest: int, page_size: int, seed: int = 0, spare: int = 0) -> Cache:
-    """Every sequence its own pages, dealt at random; exactly as many pages as the tables name, plus `spare`."""
+    """Return a cache whose sequences have disjoint, randomly assigned pages, plus `spare` unused pages."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -245,8 +247,8 @@ def random_cache(num_sequences: int, longest: int, page_size: int, seed: int = 0
     return Cache((keys, values), jnp.asarray(tables.reshape(num_sequences, width), jnp.int32))
 
 
-def naive(q: Any, layer: tuple[Any, Any], tables: Any, positions: Any, how: How, dtype: Any = None) -> Any:
-    """Gather the whole table's keys, einsum, mask: the plain JAX way. float32 throughout if `dtype` says so."""
+def naive(q: Any, layer: tuple[Any, Any], tables: Any, positions: Any, spec: AttentionSpec, dtype: Any = None) -> Any:
+    """Attention in plain JAX: gather the keys of the whole table, einsum, mask. Computes in `dtype` if it is given."""
     import jax
     import jax.numpy as jnp
 
@@ -258,7 +260,7 @@ def naive(q: Any, layer: tuple[Any, Any], tables: Any, positions: Any, how: How,
         q, k, v, precision = q.astype(dtype), k.astype(dtype), v.astype(dtype), jax.lax.Precision.HIGHEST
     grouped = q.reshape(*q.shape[:2], kv_heads, heads // kv_heads, head_dim)
     f32 = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
-    logits = f32("bqkgd,bktd->bkgqt", grouped, k) * how.scale
+    logits = f32("bqkgd,bktd->bkgqt", grouped, k) * spec.scale
     seen = jnp.arange(k.shape[2]) <= positions[:, None, None, :, None]
     weights = jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1).astype(v.dtype)
     return f32("bkgqt,bktd->bqkgd", weights, v).reshape(q.shape)
@@ -290,7 +292,7 @@ def measure_decode() -> Iterator[None]:
         positions = jnp.asarray(lengths[:, None] - 1, jnp.int32)
         q = jax.random.normal(jax.random.key(7), (batch, 1, sizes.heads, sizes.head_dim), jnp.bfloat16)
         args = (q, cache.layer, cache.tables, positions)
-        return args, int(lengths.sum()), jax.jit(partial(naive, how=How(), dtype=jnp.float32))(*args)
+        return args, int(lengths.sum()), jax.jit(partial(naive, spec=AttentionSpec(), dtype=jnp.float32))(*args)
 
     def candidate(name: str, attend: Callable[..., Any], given: tuple[Any, ...], times: int | None = None) -> Candidate:
         args, tokens, wanted = given
@@ -305,7 +307,7 @@ def measure_decode() -> Iterator[None]:
         )
 
     def ours(name: str, given: tuple[Any, ...], **options: Any) -> Candidate:
-        return candidate(name, partial(attention(**options).attend, how=How()), given)
+        return candidate(name, partial(attention(**options).attend, spec=AttentionSpec()), given)
 
     half = sizes.longest // 2
     page_sizes = (16, 32, 64, 128) if not interpret else (8, 16)
@@ -326,17 +328,17 @@ def measure_decode() -> Iterator[None]:
             for keys, warps, stages in chosen
         ]
     )
-    rivals = [candidate(f"decode naive p{few}", partial(naive, how=How()), main_case[few], 4)]
+    alternatives = [candidate(f"decode naive p{few}", partial(naive, spec=AttentionSpec()), main_case[few], 4)]
     for size in (few, many):
-        rivals.append(candidate(f"decode cudnn paged p{size}", cudnn_paged, main_case[size]))
+        alternatives.append(candidate(f"decode cudnn paged p{size}", cudnn_paged, main_case[size]))
         args, tokens, wanted = main_case[size]
         heads_first = tuple(jnp.swapaxes(pages, 0, 1) for pages in args[1])
         for splits, per_block in ((1, 64 // size or 1), (1, 128 // size or 1), (2, 64 // size or 1)):
             attend = partial(jax_paged, k_splits=splits, pages_per_compute_block=per_block)
             given = ((args[0], heads_first, *args[2:]), tokens, wanted)
-            rivals.append(candidate(f"decode jax paged p{size} splits{splits} x{per_block}", attend, given))
-    yield from measure(rivals)
-    del main_case, rivals
+            alternatives.append(candidate(f"decode jax paged p{size} splits{splits} x{per_block}", attend, given))
+    yield from measure(alternatives)
+    del main_case, alternatives
     shapes = [(1024, 64, 128), (64, 256, 512), (8, 3500, 4096), (64, 2048, 4096)] if not interpret else [(2, 30, 40)]
     for batch, shortest, longest in shapes:
         given = case(batch, shortest, longest, many)
@@ -353,7 +355,7 @@ def cudnn_paged(q: Any, layer: tuple[Any, Any], tables: Any, positions: Any) -> 
     table = tables[:, None, :, None]
     out = cudnn.paged_attention(
         jnp.swapaxes(q, 1, 2), *layer, jnp.ones(q.shape[0], jnp.int32), positions[:, 0] + 1, table, table,
-        scale=How().scale, mask_type=cudnn.MaskType.PADDING, qkv_layout="BNTH",
+        scale=AttentionSpec().scale, mask_type=cudnn.MaskType.PADDING, qkv_layout="BNTH",
     )  # fmt: skip
     return jnp.swapaxes(out[0] if isinstance(out, (tuple, list)) else out, 1, 2)
 
@@ -362,7 +364,7 @@ def jax_paged(q: Any, layer: tuple[Any, Any], tables: Any, positions: Any, **opt
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-    scaled = (q[:, 0] * How().scale).astype(q.dtype)
+    scaled = (q[:, 0] * AttentionSpec().scale).astype(q.dtype)
     out = paged_attention(scaled, *layer, tables, positions[:, 0] + 1, interpret=interpret, num_warps=4, **options)
     return out[:, None].astype(jnp.bfloat16)
 
@@ -384,9 +386,9 @@ def measure_prefill() -> Iterator[None]:
         q = jax.random.normal(jax.random.key(3), (*where.shape, sizes.heads, sizes.head_dim), jnp.bfloat16)
         args = (q, cache.layer, tables, jnp.asarray(where))
         flops = float((where + 1).sum()) * 4 * sizes.heads * sizes.head_dim
-        pick = slice(None, None, max(1, len(where) // 4))  # a few blocks are enough to check, and fit in memory
+        pick = slice(None, None, max(1, len(where) // 4))  # check only a few blocks, which fit in memory
         part = (q[pick], cache.layer, tables[pick], args[3][pick])
-        return args, flops, (pick, jax.jit(partial(naive, how=How(), dtype=jnp.float32))(*part))
+        return args, flops, (pick, jax.jit(partial(naive, spec=AttentionSpec(), dtype=jnp.float32))(*part))
 
     def candidate(name: str, attend: Callable[..., Any], given: tuple[Any, ...]) -> Candidate:
         args, flops, (pick, wanted) = given
@@ -402,30 +404,37 @@ def measure_prefill() -> Iterator[None]:
         for per_block in (16, 32, 64) if first and not interpret else (32,) if not interpret else (8,):
             given = case(sequences, begin, end, per_block)
             name = f"prefill {sequences}x{begin}..{end} Q{per_block}"
-            exact = candidate(f"{name} deterministic", partial(attention().attend, how=How()), given)
+            exact = candidate(f"{name} deterministic", partial(attention().attend, spec=AttentionSpec()), given)
             chosen = settings if per_block == 32 else settings[1:2] + settings[5:6]
             free = [
                 candidate(
                     f"{name} r{rows} k{keys} w{warps} s{stages}",
-                    partial(attention(deterministic=False, prefill=tile(rows, keys, warps, stages)).attend, how=How()),
+                    partial(
+                        attention(deterministic=False, prefill=tile(rows, keys, warps, stages)).attend,
+                        spec=AttentionSpec(),
+                    ),
                     given,
                 )
                 for rows, keys, warps, stages in (chosen if not interpret else chosen[:1])
             ]
-            plain = [candidate(f"{name} naive", partial(naive, how=How()), given)] if sequences > 1 and first else []
+            plain = (
+                [candidate(f"{name} naive", partial(naive, spec=AttentionSpec()), given)]
+                if sequences > 1 and first
+                else []
+            )
             yield from measure([exact, *free, *plain])
         if begin == 0 and not interpret:
             yield from measure([dense_attention(sequences, end, times)])
 
 
 def dense_attention(sequences: int, length: int, times: int) -> Candidate:
-    """cuDNN on contiguous sequences: what a prefill without pages would reach."""
+    """cuDNN attention on contiguous sequences, as a reference without pages."""
     import jax
     import jax.numpy as jnp
 
     shapes = [(sequences, length, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
     args = tuple(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
-    attend = partial(jax.nn.dot_product_attention, scale=How().scale, is_causal=True, implementation="cudnn")
+    attend = partial(jax.nn.dot_product_attention, scale=AttentionSpec().scale, is_causal=True, implementation="cudnn")
     flops = sequences * length * (length + 1) / 2 * 4 * sizes.heads * sizes.head_dim
     report = lambda seconds, _: {"TFLOP/s": flops / seconds / 1e12}  # noqa: E731
     return Candidate(f"prefill {sequences}x0..{length} cudnn dense", repeated(attend, times), args, times, report)
@@ -439,7 +448,7 @@ def memory_of(compiled: Any) -> dict[str, float]:
 
 
 class Loop(NamedTuple):
-    """`run(carried, *rest) -> carried'` of some steps."""
+    """A measured loop of `steps` steps: `run(carried, *rest)` returns the new `carried`."""
 
     name: str
     run: Callable[..., Any]
@@ -447,7 +456,7 @@ class Loop(NamedTuple):
 
 
 def measure_loops(loops: list[Loop], carried: Any, rest: tuple[Any, ...]) -> Iterator[None]:
-    """The first argument donated: ms per step, and the memory that the program needs beside it."""
+    """Run the loops with `carried` donated, and record ms per step and the program's memory besides it."""
     import jax
 
     def compile_one(loop: Loop) -> Any:
@@ -458,7 +467,7 @@ def measure_loops(loops: list[Loop], carried: Any, rest: tuple[Any, ...]) -> Ite
             return error
 
     with ThreadPoolExecutor(1 if interpret else 8) as pool:
-        programs = list(pool.map(compile_one, loops))  # all before the first run, which donates `carried`
+        programs = list(pool.map(compile_one, loops))  # compile all before the first run, which donates `carried`
     for loop, program in zip(loops, programs):
         if not can_run(loop.name, program):
             continue
@@ -497,8 +506,8 @@ def measure_loop() -> Iterator[None]:
                     part = q[:, :, : sizes.kv_heads]
                     layer = attention.write(layer, part, part, cache.tables, position)
                 if do_attend:
-                    q = attention.attend(q, layer, cache.tables, position, How())
-                else:  # something small that depends on the write
+                    q = attention.attend(q, layer, cache.tables, position, AttentionSpec())
+                else:  # a small operation that depends on the write
                     q = q + layer[0][0, 0, 0, 0] * 1e-3
                 new.append(layer)
             return tuple(new), q
@@ -514,12 +523,12 @@ def measure_loop() -> Iterator[None]:
     floor_ms = tokens * sizes.kv_heads * sizes.head_dim * 4 / (PEAK_GB * 1e9) * 1e3
     record("loop sizes", cache_MB=cache_mb, read_at_peak_ms=floor_ms)
     loops = []
-    for how in ("scatter", "kernel"):
-        attention = kernels.PallasAttention(interpret=interpret, write_with_kernel=how == "kernel")
+    for method in ("scatter", "kernel"):
+        attention = kernels.PallasAttention(interpret=interpret, write_with_kernel=method == "kernel")
         loops += [
-            Loop(f"loop write by {how} + attend, scan", steps_of(attention, True, True, False), steps),
-            Loop(f"loop write by {how} + attend, dynamic loop", steps_of(attention, True, True, True), steps),
-            Loop(f"loop write by {how} alone, scan", steps_of(attention, True, False, False), steps),
+            Loop(f"loop write by {method} + attend, scan", steps_of(attention, True, True, False), steps),
+            Loop(f"loop write by {method} + attend, dynamic loop", steps_of(attention, True, True, True), steps),
+            Loop(f"loop write by {method} alone, scan", steps_of(attention, True, False, False), steps),
         ]
     loops.append(Loop("loop attend alone, scan", steps_of(attention, False, True, False), steps))
     yield from measure_loops(loops, (layers, heads), (start, jnp.int32(steps)))
@@ -545,7 +554,7 @@ def random_model() -> Any:
 
 
 def decode_step(params: Any, attention: Any, layers: Any, tokens: Any, tables: Any, positions: Any) -> Any:
-    """A bare Llama step: the next tokens by argmax, and the layers' pages."""
+    """Run a bare Llama step, and return the next tokens (argmax) and the pages of the layers."""
     import jax
     import jax.numpy as jnp
 
@@ -571,7 +580,7 @@ def decode_step(params: Any, attention: Any, layers: Any, tokens: Any, tables: A
         qkv = times(norm(x), weights["qkv"]).reshape(len(tokens), -1, sizes.head_dim)
         q, k, v = rotate(qkv[:, :q_end]), rotate(qkv[:, q_end:k_end]), qkv[:, k_end:]
         layer = attention.write(layer, k[:, None], v[:, None], tables, positions)
-        out = attention.attend(q[:, None], layer, tables, positions, How())
+        out = attention.attend(q[:, None], layer, tables, positions, AttentionSpec())
         x = x + times(out.reshape(len(tokens), -1), weights["o"])
         gate, up = jnp.split(times(norm(x), weights["gate_up"]), 2, axis=-1)
         x = x + times(jax.nn.silu(gate) * up, weights["down"])
@@ -625,7 +634,7 @@ def measure_step() -> Iterator[None]:
 
 
 def measure_matmul() -> Iterator[None]:
-    """Each product with its own x and W, enough of them that the weights do not stay in the L2 cache."""
+    """Measure matrix products, each with its own x and W, and enough of them to exceed the L2 cache."""
     import jax
     import jax.numpy as jnp
 
@@ -664,7 +673,7 @@ def measure_sampling() -> Iterator[None]:
     uniform = jax.random.uniform(jax.random.key(1), (batch,))
 
     def by_blocks(block: int, logits: Any, u: Any) -> Any:
-        """Only the chosen block of each row is summed token by token."""
+        """Sum only the chosen block of each row token by token."""
         tiles = logits.reshape(batch, -1, block)
         peak = jnp.max(logits, -1)
         sums = jnp.sum(jnp.exp(tiles - peak[:, None, None]), -1)

@@ -1,19 +1,18 @@
-"""How fast tokens come: Slipstream's own engine beside real vLLM and, on CPU, beside `transformers`, in one run.
+"""Generation throughput: the embedded engine compared with real vLLM and, on CPU, `transformers`, in one run.
 
     python benchmarks/decode.py --cpu [--json benchmarks/results/decode_cpu.json]
     python benchmarks/decode.py --gpu [--cases 512,64] [--deterministic] [--json benchmarks/results/decode_gpu.json]
 
---cpu: the 135M shape (SmolLM2) in float32, 8 prompts of 128 tokens with 8 samples each, whose lengths have a long tail (16
-to 256 tokens), as rollouts do. --gpu: the 1.24B shape (Llama 3.2) in bfloat16, completions of 256 tokens. Weights are
-random, written once as an HF directory that every side reads; tokens are drawn at temperature 1, with logprobs; every side
-generates exactly the same number of tokens, and only those count.
+--cpu: the 135M shape (SmolLM2) in float32, 8 prompts of 128 tokens with 8 samples each, and long-tailed completion
+lengths (16 to 256 tokens), as in rollouts. --gpu: the 1.24B shape (Llama 3.2) in bfloat16, completions of 256 tokens.
+Weights are random, written once as an HF directory that every side reads. Tokens are sampled at temperature 1, with
+logprobs. Every side returns exactly the same number of tokens, and only these count.
 
-Each side has a process of its own, one after another, so that none disturbs the other; with --in-turn all are up at once, and
-a round of each goes before the next round of any, so that what slows the machine slows all alike. It warms up first
-(compilation is told apart), and every round has new prompts, so that no prefix cache knows them already. Medians are printed,
-also to a .md file beside the JSON. `--sides vllm,gateway` compares vLLM called directly with vLLM as an engine of ours. vLLM
-runs in the environment that `make vllm-env` makes, or where --vllm-python says. The exit code is 0 whatever the verdict: a
-benchmark reports."""
+The sides run one after another, each in its own process. With --in-turn, all processes run at the same time and the
+rounds alternate, so that a noisy machine slows all sides equally. Each side warms up first; compilation is reported
+separately. Every round has new prompts, which no prefix cache contains. The medians are printed, and written to a .md
+file beside the JSON. `--sides vllm,gateway` compares vLLM called directly with vLLM as a Slipstream engine. vLLM runs
+in the environment of `make vllm-env`, or in that of --vllm-python. The exit code is 0 even if a target is missed."""
 
 from __future__ import annotations
 
@@ -39,26 +38,26 @@ from typing import Any, Literal, TypeAlias
 import ml_dtypes
 import numpy as np
 import psutil
-from decode_job import GO, READY, SAID, Case, Job
+from decode_job import GO, PROGRESS_PREFIX, READY, Case, Job
 from decode_report import DETERMINISTIC, GATEWAY, HF, NO_CACHE, OURS, VLLM, describe, report, targets, write
 from rich.console import Console
 
-from slipstream.model import checkpoint
+from slipstream.model import families
+from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
 from slipstream.model.tree import unflatten
-from slipstream.weights import families
 
 HERE = Path(__file__).resolve().parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
-MOST_BUSY = 0.1
-"""Above this share of the processors, what else runs on the machine shows in the numbers."""
+MAX_BACKGROUND_LOAD = 0.1
+"""CPU load by other processes above which the results are unreliable."""
 SHARE, SHARE_IN_TURN = 0.6, 0.3
-"""Of a GPU's memory, for each vLLM."""
+"""Fraction of the GPU's memory for each vLLM, without and with `--in-turn`."""
 
 Turn: TypeAlias = tuple[str, str, list[str], dict[str, Any]]
-"""Name, script, Python and changes to the job."""
+"""Name, script, Python command, and changes to the job."""
 Outcome: TypeAlias = tuple[str, dict[str, Any] | None, float]
-"""Name, what was found if it did not fail, and how busy others kept the processors."""
+"""Name, result (None if it failed), and the CPU load by other processes."""
 
 
 def main() -> None:
@@ -66,32 +65,30 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--cpu", action="store_true", help="135M shape, float32, groups with ragged lengths")
     where.add_argument("--gpu", action="store_true", help="1.24B shape, bfloat16, several batch sizes")
-    parser.add_argument("--cases", help="only these, by name, separated by commas")
+    parser.add_argument("--cases", help="names of the cases to run, separated by commas (default: all)")
     parser.add_argument(
         "--sides",
         default="hf,vllm,ours",
-        help="only these, separated by commas: hf (for --cpu), vllm, ours, gateway (vLLM behind our gateway)",
+        help="sides to run, separated by commas: hf (--cpu only), vllm, ours, gateway (vLLM behind our gateway)",
     )
-    parser.add_argument("--deterministic", action="store_true", help="measure deterministic=True too")
+    parser.add_argument("--deterministic", action="store_true", help="also measure deterministic=True")
     parser.add_argument(
         "--in-turn",
         action="store_true",
-        help="all sides are up at once, and their rounds alternate: for a ratio near 1",
+        help="run all sides at the same time with alternating rounds; for precise ratios near 1",
     )
-    parser.add_argument("--rounds", type=int, help="measured rounds (3 on CPU, 2 on GPU)")
-    parser.add_argument("--small", action="store_true", help="two narrow layers and little work: does it run at all?")
+    parser.add_argument("--rounds", type=int, help="measured rounds (default: 3 on CPU, 2 on GPU)")
+    parser.add_argument("--small", action="store_true", help="smoke test: two narrow layers and little work")
+    parser.add_argument("--vllm-python", default=str(VLLM_PYTHON), help="Python command of an environment with vLLM")
+    parser.add_argument("--vllm-options", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--engine-options", type=json.loads, default={}, help="further engine settings, as JSON")
     parser.add_argument(
-        "--vllm-python", default=str(VLLM_PYTHON), help="command that starts Python where vLLM is installed"
-    )
-    parser.add_argument("--vllm-options", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
-    parser.add_argument("--engine-options", type=json.loads, default={}, help="JSON of further EngineConfig settings")
-    parser.add_argument(
-        "--json", type=Path, help="write the results to this file, and what is printed beside it as .md"
+        "--json", type=Path, help="write the results to this file, and the printed tables to a .md file beside it"
     )
     arguments = parser.parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=140)
     for results in measure(arguments, console):
-        if arguments.json:  # after every side, so that an interrupted run keeps what it has
+        if arguments.json:  # after every side, so that an interrupted run keeps its results
             write(arguments.json, results)
     console.print(report(results))
 
@@ -122,7 +119,7 @@ def cpu_cases(small: bool) -> list[Case]:
 
 
 def long_tail(count: int, low: int, high: int, typical: float) -> list[int]:
-    """Lognormal lengths within bounds, the same every time; the mean is about 1.4 × `typical`."""
+    """Return lognormal lengths within bounds, from a fixed seed; the mean is about 1.4 × `typical`."""
     source = random.Random(0)
     return [min(high, max(low, round(typical * source.lognormvariate(0.0, 0.85)))) for _ in range(count)]
 
@@ -135,8 +132,10 @@ def gpu_cases(small: bool) -> list[Case]:
 
 
 def write_model(directory: Path, config: ModelConfig, dtype: str) -> None:
-    """Random weights with deviation 0.019. Gigabytes of normal draws would take longer than the benchmark, so they are made
-    of random bits: sign, mantissa and lowest bit of the exponent are random, which gives ± 2⁻⁷ to 2⁻⁵."""
+    """Write a model with random weights of standard deviation 0.019.
+
+    Drawing gigabytes from a normal distribution would take longer than the benchmark. Instead, sign, mantissa and the
+    lowest bit of the exponent are random bits, which gives magnitudes from 2⁻⁷ to 2⁻⁵."""
     source = np.random.default_rng(0)
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     bits = np.dtype(f"u{kind.itemsize}")
@@ -149,7 +148,7 @@ def write_model(directory: Path, config: ModelConfig, dtype: str) -> None:
         else:
             drawn = np.frombuffer(source.bytes(kind.itemsize * int(np.prod(spec.shape))), bits)
             arrays[spec.name] = ((drawn & bits.type(random_part)) | bits.type(exponent)).view(kind).reshape(spec.shape)
-    checkpoint.save(directory, unflatten(arrays), config)
+    hf_weights.save(directory, unflatten(arrays), config)
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -160,7 +159,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    """The results so far, after each side."""
+    """Yield the results so far after each side."""
     small, device = arguments.small, "cpu" if arguments.cpu else "gpu"
     config = cpu_model(small) if arguments.cpu else gpu_model(small)
     dtype: Literal["float32", "bfloat16"] = "float32" if arguments.cpu or small else "bfloat16"
@@ -179,8 +178,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[st
         write_model(directory, config, dtype)
         console.print(f"weights written in {time.perf_counter() - start:.0f} s")
         job = Job(str(directory), dtype, config.vocab_size, rounds, cases)
-        one_by_one = in_turn if arguments.in_turn else one_after_the_other
-        for name, side, busy in one_by_one(turns, job, Path(temporary), console):
+        run_sides = run_interleaved if arguments.in_turn else run_sequentially
+        for name, side, busy in run_sides(turns, job, Path(temporary), console):
             if side is None:
                 failed.append(name)
             else:
@@ -198,17 +197,17 @@ def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[st
             }
 
 
-def one_after_the_other(turns: list[Turn], job: Job, folder: Path, console: Console) -> Iterator[Outcome]:
+def run_sequentially(turns: list[Turn], job: Job, folder: Path, console: Console) -> Iterator[Outcome]:
     for name, script, python, changes in turns:
         console.print(f"[bold]{name}")
-        busy = look_for_others(console)
+        busy = check_background_load(console)
         yield name, run_side(name, HERE / script, python, replace(job, **changes), folder, console), busy
 
 
-def in_turn(turns: list[Turn], job: Job, folder: Path, console: Console) -> Iterator[Outcome]:
-    """Each has started before the next one does, and then a round of each goes before the next round of any."""
-    busy = look_for_others(console)
-    found: dict[str, dict[str, Any] | None] = {}
+def run_interleaved(turns: list[Turn], job: Job, folder: Path, console: Console) -> Iterator[Outcome]:
+    """Start the sides one after another, then run one round of each side at a time."""
+    busy = check_background_load(console)
+    outcomes: dict[str, dict[str, Any] | None] = {}
     running: list[tuple[threading.Thread, Path]] = []
 
     def until_ready(thread: threading.Thread, place: Path) -> bool:
@@ -224,7 +223,7 @@ def in_turn(turns: list[Turn], job: Job, folder: Path, console: Console) -> Iter
         own = replace(job, turn=str(place), **changes)
 
         def run(name: str = name, script: str = script, python: list[str] = python, own: Job = own) -> None:
-            found[name] = run_side(name, HERE / script, python, own, Path(own.turn), console)
+            outcomes[name] = run_side(name, HERE / script, python, own, Path(own.turn), console)
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -237,13 +236,13 @@ def in_turn(turns: list[Turn], job: Job, folder: Path, console: Console) -> Iter
             until_ready(thread, place)
         running = [(thread, place) for thread, place in running if thread.is_alive()]
     for name, *_ in turns:
-        yield name, found[name], busy
+        yield name, outcomes[name], busy
 
 
-def look_for_others(console: Console) -> float:
-    busy = busy_share()
-    if busy > MOST_BUSY:
-        console.print(f"  others use {busy:.0%} of this machine's processors: these numbers will say little")
+def check_background_load(console: Console) -> float:
+    busy = background_load()
+    if busy > MAX_BACKGROUND_LOAD:
+        console.print(f"  other processes use {busy:.0%} of the CPU: the results will be unreliable")
     return busy
 
 
@@ -251,59 +250,57 @@ def pick_cases(cases: list[Case], names: str | None) -> list[Case]:
     wanted = names.split(",") if names else [case.name for case in cases]
     known = {case.name: case for case in cases}
     if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"--cases names {', '.join(unknown)}; there are: {', '.join(known)}")
+        raise SystemExit(f"--cases: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
     return [known[name] for name in wanted]
 
 
 def plan(arguments: argparse.Namespace, device: str, cases: list[Case]) -> list[Turn]:
-    """The sides."""
+    """Return the sides to run."""
     wanted = arguments.sides.split(",")
     if unknown := set(wanted) - {"hf", "vllm", "ours", "gateway"}:
-        raise SystemExit(f"--sides names {', '.join(sorted(unknown))}; there are: hf, vllm, ours, gateway")
-    here, there = [sys.executable], shlex.split(arguments.vllm_python)
-    found: list[Turn] = []
-    # Several at once must share a GPU.
+        raise SystemExit(f"--sides: unknown {', '.join(sorted(unknown))}; choose from hf, vllm, ours, gateway")
+    python, vllm_python = [sys.executable], shlex.split(arguments.vllm_python)
+    turns: list[Turn] = []
+    # Interleaved sides share the GPU.
     share = SHARE_IN_TURN if arguments.in_turn else SHARE
 
     def embedded(name: str, changes: dict[str, Any], **options: Any) -> None:
         options = {"engine": arguments.engine_options | options}
-        found.append((name, "decode_embedded.py", here, {"options": options} | changes))
+        turns.append((name, "decode_embedded.py", python, {"options": options} | changes))
 
     if "ours" in wanted:
         embedded(OURS, {})
         if groups := [case for case in cases if case.group > 1]:
-            embedded(NO_CACHE, {"rounds": 1, "cases": groups}, prefix_cache=False)
+            embedded(NO_CACHE, {"rounds": 1, "cases": groups}, enable_prefix_caching=False)
         if arguments.deterministic:
             embedded(DETERMINISTIC, {}, deterministic=True)
     if "vllm" in wanted:
-        if there == [str(VLLM_PYTHON)] and not VLLM_PYTHON.exists():
-            raise SystemExit(
-                f"{VLLM_PYTHON} is not there: `make vllm-env` makes it; or leave vLLM out: --sides hf,ours"
-            )
+        if vllm_python == [str(VLLM_PYTHON)] and not VLLM_PYTHON.exists():
+            raise SystemExit(f"{VLLM_PYTHON} does not exist: run `make vllm-env`, or skip vLLM with --sides hf,ours")
         on = "cpu" if arguments.small else device
         llm = ({} if on == "cpu" else {"gpu_memory_utilization": share}) | arguments.vllm_options
         options = {"device": on, "llm": llm}
-        found.append((VLLM, "decode_vllm.py", there, {"options": options}))
+        turns.append((VLLM, "decode_vllm.py", vllm_python, {"options": options}))
     if "gateway" in wanted:
-        engine = {"kind": "vllm", "python": there[0], "memory_share": share} | arguments.engine_options
-        found.append((GATEWAY, "decode_gateway.py", here, {"options": {"engine": engine}}))
+        engine = {"python": vllm_python[0], "gpu_memory_utilization": share} | arguments.engine_options
+        turns.append((GATEWAY, "decode_gateway.py", python, {"options": {"engine": engine}}))
     if "hf" in wanted and device == "cpu":
-        found.append((HF, "decode_hf.py", here, {"options": {"threads": os.cpu_count()}}))
-    if not found:
-        raise SystemExit(f"no side left to run: --sides {arguments.sides} on {device}")
-    return found
+        turns.append((HF, "decode_hf.py", python, {"options": {"threads": os.cpu_count()}}))
+    if not turns:
+        raise SystemExit(f"--sides {arguments.sides}: none of these run on {device}")
+    return turns
 
 
-def busy_share() -> float:
-    """Of the processors, by others: nothing of ours runs while this looks."""
+def background_load() -> float:
+    """Return the CPU load by other processes, measured while none of ours runs."""
     return psutil.cpu_percent(1.0) / 100
 
 
 def run_side(
     name: str, script: Path, python: list[str], job: Job, folder: Path, console: Console
 ) -> dict[str, Any] | None:
-    """Shows what the side says, and the rest of its output only if it fails; None then, since the other sides still
-    have something to tell."""
+    """Run a side, print its progress, and return its result. If it fails, print the end of its output and return None,
+    so that the other sides still run."""
     job_file, result_file = folder / "job.json", folder / "result.json"
     job.write(job_file)
     result_file.unlink(missing_ok=True)
@@ -314,16 +311,16 @@ def run_side(
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                _, said, text = line.partition(SAID)
+                _, prefix, text = line.partition(PROGRESS_PREFIX)
                 last.append(line)
-                if said:
+                if prefix:
                     console.print(f"  {time.perf_counter() - start:5.0f} s  {text.rstrip()}", markup=False)
-        finally:  # vLLM has processes of its own, which would outlive it if this is interrupted
+        finally:  # vLLM's child processes would survive an interrupt
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode or not result_file.exists():
         console.print(
-            f"{name} failed with exit code {process.returncode}. Its last lines:\n{''.join(last)}", markup=False
+            f"{name} failed with exit code {process.returncode}. End of its output:\n{''.join(last)}", markup=False
         )
         return None
     return {**json.loads(result_file.read_text()), "all_seconds": time.perf_counter() - start}

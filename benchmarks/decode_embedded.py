@@ -1,5 +1,4 @@
-"""The side of `decode.py` that is Slipstream's own engine, in-process. Every sample is a request with its own length and
-seed."""
+"""The embedded engine as a side of `decode.py`, in-process. Every sample is a request with its own length and seed."""
 
 from __future__ import annotations
 
@@ -11,20 +10,20 @@ import jax
 from decode_job import Case, Job, Round, run_rounds, say, serve
 
 import slipstream
-from slipstream.config import EngineConfig
-from slipstream.engines.embedded import thrift
+from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded.compute import program_choice
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.types import Completion, Failure, Request, SamplingParams
 
-LEVELS = ("num_programs", "compile_seconds", "cached_pages", "free_pages", "num_pages")
-"""Statistics that say how things are now; all others count up and are told as a round's own."""
+GAUGES = ("num_programs", "compile_seconds", "cached_pages", "free_pages", "num_pages")
+"""Gauges among the statistics. All others are counters, reported as the increase during a round."""
 
 
 def run(job: Job) -> dict[str, Any]:
-    thrift.PATIENCE = 0  # after the warm-up nothing is compiled, as late in a long run
+    program_choice.PATIENCE = 0  # no compilation after the warm-up, as late in a long run
     start = time.perf_counter()
-    options = EngineConfig(
-        max_concurrency=job.max_samples, max_model_len=job.max_model_len, dtype=job.dtype, **job.options["engine"]
+    options = EmbeddedConfig(
+        max_num_seqs=job.max_samples, max_model_len=job.max_model_len, dtype=job.dtype, **job.options["engine"]
     )
     engine = EmbeddedEngine.from_directory(job.directory, options=options)
     start_seconds = time.perf_counter() - start
@@ -54,27 +53,27 @@ def run(job: Job) -> dict[str, Any]:
 
 
 async def collect(engine: EmbeddedEngine, requests: list[Request]) -> list[Completion]:
-    found: dict[str, Completion] = {}
+    completions: dict[str, Completion] = {}
     async for batch in engine.generate(requests):
         for answer in batch:
             if isinstance(answer, Failure):
                 raise answer.error
             if isinstance(answer, Completion):
-                found[answer.request_id] = answer
-    return [found[request.id] for request in requests]
+                completions[answer.request_id] = answer
+    return [completions[request.id] for request in requests]
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """What a round added to the counters."""
-    found: dict[str, Any] = {}
+    """Return the increase of counters, and the current value of gauges."""
+    result: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, dict):
-            found[name] = difference(value, before.get(name, {}))
-        elif name in LEVELS or not isinstance(value, (int, float)):
-            found[name] = value
+            result[name] = difference(value, before.get(name, {}))
+        elif name in GAUGES or not isinstance(value, (int, float)):
+            result[name] = value
         else:
-            found[name] = value - before.get(name, 0)
-    return found
+            result[name] = value - before.get(name, 0)
+    return result
 
 
 if __name__ == "__main__":

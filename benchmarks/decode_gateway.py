@@ -1,5 +1,7 @@
-"""The side of `decode.py` that is vLLM as an engine of ours: in its own process, asked by a trainer through the gateway.
-Every sample is a request with its own length and seed, and comes back with both of its logprobs and its version."""
+"""vLLM as a Slipstream engine, as a side of `decode.py`: in its own process, called by a trainer through the gateway.
+
+Every sample is a request with its own length and seed. Results include both kinds of logprobs and the policy
+version."""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from typing import Any
 from decode_job import Case, Job, Round, run_rounds, say, serve
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import VllmConfig
 from slipstream.types import SamplingParams
 
 
 def run(job: Job) -> dict[str, Any]:
     start = time.perf_counter()
-    options = EngineConfig(
-        max_concurrency=job.max_samples,
+    options = VllmConfig(
+        max_num_seqs=job.max_samples,
         max_model_len=job.max_model_len,
         dtype=job.dtype,
         **job.options["engine"],

@@ -1,6 +1,6 @@
-"""The side of `decode.py` that is `transformers`: one padded batch, every row going on until the longest is done.
+"""`transformers` as a side of `decode.py`: one padded batch that runs until its longest row is done.
 
-Logprobs are taken step by step, which costs less than keeping the scores of all steps."""
+Logprobs are collected step by step, which costs less than keeping the scores of all steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 
 class Logprobs(LogitsProcessor):
-    """Collects the logprob of each drawn token. A step's logits come before its tokens, so it looks one step back."""
+    """Collects the logprob of each sampled token. Tokens are known one step after their logits."""
 
     def __init__(self) -> None:
         self._last: torch.Tensor | None = None
@@ -38,7 +38,7 @@ def run(job: Job) -> dict[str, Any]:
 
     @torch.inference_mode()
     def complete(prompts: list[list[int]], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and logprobs, both `[rows, length]`."""
+        """Return tokens and logprobs, both `[rows, length]`."""
         logprobs, tokens = Logprobs(), torch.tensor(prompts)
         out = model.generate(
             tokens,
@@ -63,7 +63,7 @@ def run(job: Job) -> dict[str, Any]:
         return Round(seconds, wanted.sum(1).tolist(), float(logprobs[wanted].mean()))
 
     def warm_up(case: Case) -> None:
-        """Nothing is compiled here, so a few tokens are enough."""
+        """Generate a few tokens, which suffices because nothing is compiled."""
         complete(case.prompts(job.vocab_size, 0), 8)
 
     say(f"transformers {transformers.__version__}, {torch.get_num_threads()} threads")

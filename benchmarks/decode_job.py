@@ -1,8 +1,8 @@
-"""What the sides of `decode.py` share: the work, the rounds, and how a result goes back. Standard library only, because each
-side runs in an environment of its own.
+"""Shared by the sides of `decode.py`: cases, rounds, and the files for jobs and results.
 
-A side is a script: `decode_<side>.py JOB RESULT`. It reads the job, runs it, and writes the result; lines that `say` prints
-are shown while it runs."""
+A side is a script, `decode_<side>.py JOB RESULT`, which reads the job, runs it, and writes the result. Lines printed by
+`say` are shown while it runs. This module needs only the standard library, because each side runs in its own
+environment."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-SAID = "decode> "
-"""Begins the lines that are meant for people; whatever else a side prints is shown only if it fails."""
+PROGRESS_PREFIX = "decode> "
+"""Prefix of progress lines. Other output of a side is shown only if the side fails."""
 
 READY, GO, TURN_SECONDS = "ready", "go", 900
 
 
 @dataclass(frozen=True)
 class Case:
-    """`lengths` are tokens to generate, no more and no fewer, one sample each. `group` neighbours share a prompt."""
+    """A workload: prompts, and completion lengths."""
 
     name: str
     lengths: list[int]
+    """Exact number of tokens to generate, by sample."""
     group: int
+    """Consecutive samples that share a prompt."""
     prompt_tokens: int
 
     @property
@@ -39,7 +41,7 @@ class Case:
         return sum(self.lengths)
 
     def prompts(self, vocab_size: int, round_index: int) -> list[list[int]]:
-        """One prompt for each sample. Every round has new ones: a prefix cache must not know them from the round before."""
+        """Return one prompt per sample. They differ between rounds, so that no prefix cache contains them."""
         source = random.Random(f"{self.name} {round_index}")
         tokens = range(vocab_size)
         distinct = [source.choices(tokens, k=self.prompt_tokens) for _ in range(self.num_prompts)]
@@ -53,12 +55,12 @@ class Job:
     dtype: Literal["float32", "bfloat16"]
     vocab_size: int
     rounds: int
-    """Measured ones; one more goes before them to compile and warm up."""
+    """Measured rounds, which follow one warm-up round."""
     cases: list[Case]
     options: dict[str, Any] = field(default_factory=dict)
-    """For this side alone."""
+    """Options of this side."""
     turn: str = ""
-    """Where it waits for its turn before every round, if it must; see `await_turn`."""
+    """Folder for `await_turn`, which precedes every round; empty to run without waiting."""
 
     @property
     def max_model_len(self) -> int:
@@ -81,23 +83,24 @@ class Job:
 class Round:
     seconds: float
     lengths: list[int]
-    """Tokens that came back, by sample."""
+    """Number of generated tokens, by sample."""
     mean_logprob: float
-    """Of the tokens, as this side reports it: sides that sample from the same model agree."""
+    """Mean logprob that this side reports for its tokens. Sides that sample from the same model agree."""
     stats: dict[str, Any] = field(default_factory=dict)
-    """What the engine counted during this round."""
+    """The engine's statistics for this round."""
 
 
 def say(text: str) -> None:
-    print(SAID + text, flush=True)
+    print(PROGRESS_PREFIX + text, flush=True)
 
 
 def run_rounds(
     job: Job, generate: Callable[[Case, list[list[int]]], Round], warm_up: Callable[[Case], None] | None = None
 ) -> dict[str, Any]:
-    """For every case, `job.rounds` measured rounds after one that is not, or after `warm_up` where that is enough. Fails if
-    a side made more or fewer tokens than asked."""
-    found = {}
+    """Run `job.rounds` measured rounds of each case, after `warm_up`, or after an unmeasured round if it is None.
+
+    Exits if the side generated a different number of tokens than requested."""
+    results = {}
     for case in job.cases:
         start = time.perf_counter()
         if warm_up is None:
@@ -106,22 +109,22 @@ def run_rounds(
             warm_up(case)
         warmup_seconds = time.perf_counter() - start
         rounds = [_one_round(job, case, index, generate) for index in range(1, job.rounds + 1)]
-        found[case.name] = {
+        results[case.name] = {
             "warmup_seconds": warmup_seconds,
             "seconds": [r.seconds for r in rounds],
             "mean_logprob": sum(r.mean_logprob for r in rounds) / len(rounds),
             "stats": rounds[-1].stats,
         }
-    return found
+    return results
 
 
 def await_turn(folder: Path) -> None:
-    """Says `ready`, and waits for `go`: both are files."""
+    """Create the file `ready`, and wait for the file `go`."""
     end = time.monotonic() + TURN_SECONDS
     (folder / READY).touch()
     while not (folder / GO).exists():
         if time.monotonic() > end:
-            raise SystemExit(f"its turn did not come within {TURN_SECONDS} s")
+            raise SystemExit(f"no {folder / GO} within {TURN_SECONDS} s")
         time.sleep(0.005)
     (folder / GO).unlink()
 
@@ -131,13 +134,13 @@ def _one_round(job: Job, case: Case, index: int, generate: Callable[[Case, list[
         await_turn(Path(job.turn))
     done = generate(case, case.prompts(job.vocab_size, index))
     if done.lengths != case.lengths:
-        raise SystemExit(f"{case.name}: wanted completions of {case.lengths} tokens, got {done.lengths}")
+        raise SystemExit(f"{case.name}: expected completions of {case.lengths} tokens, got {done.lengths}")
     what = f"round {index}" if index else "warm-up"
     say(f"{case.name}, {what}: {done.seconds:.2f} s, {case.num_tokens / done.seconds:,.0f} tokens/s")
     return done
 
 
 def serve(run: Callable[[Job], dict[str, Any]]) -> None:
-    """The main function of a side. `run` returns what `decode.py` reads: `versions`, `start_seconds`, `cases`."""
+    """Main function of a side. `run` returns the keys that `decode.py` reads: `versions`, `start_seconds`, `cases`."""
     _, job, result = sys.argv
     Path(result).write_text(json.dumps(run(Job.read(job))))

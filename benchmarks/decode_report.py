@@ -1,4 +1,4 @@
-"""What `decode.py` makes of its sides' results: ratios against targets, tables, files. No JAX, nothing measured here."""
+"""Report of `decode.py`: ratios compared with targets, tables, and result files. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.console import Console, Group
 from rich.table import Table
 
 HF_TARGET = 1.5
-"""Ours, in tokens per second, over `transformers`."""
+"""Minimum ratio of the embedded engine's tokens per second to those of `transformers`."""
 PREFILL_TARGET = 1 / 6
-"""Prompt tokens computed with the prefix cache, over those without, for groups of 8."""
+"""Maximum ratio of prompt tokens computed with the prefix cache to those without, for groups of 8."""
 
 OURS, NO_CACHE, DETERMINISTIC, VLLM, HF = "ours", "ours, no prefix cache", "ours, deterministic", "vLLM", "transformers"
 GATEWAY = "vLLM through the gateway"
 GATEWAY_TARGET = 0.97
-"""Of vLLM called directly."""
+"""Minimum ratio of tokens per second through the gateway to those of vLLM called directly."""
 
 
 def describe(case: Case) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def targets(all_sides: dict[str, Any], cases: list[Case]) -> dict[str, Any]:
         if len(sides) > 1:
             means = [side["cases"][case.name]["mean_logprob"] for side in sides.values()]
             spread = max(means) - min(means)
-            chance = max(0.05, 3 / math.sqrt(case.num_tokens))  # sides that sample from the same model differ no more
+            noise = max(0.05, 3 / math.sqrt(case.num_tokens))  # bound on sampling noise for sides with the same model
             name = f"{case.name}: spread of the sides' mean logprobs"
-            found[name] = {"measured": spread, "at_most": chance, "passed": spread <= chance}
+            found[name] = {"measured": spread, "at_most": noise, "passed": spread <= noise}
     return found
 
 
@@ -93,7 +93,8 @@ def speeds(results: dict[str, Any], case: str) -> Table:
     about, model = results["cases"][case], results["model"]
     title = (
         f"{case}: {about['prompts']} prompts × {about['group']} samples, {about['prompt_tokens']} + "
-        f"{about['mean_length']:.0f} tokens (longest {about['longest']}); {model['parameters'] / 1e6:,.0f}M, {model['dtype']}"
+        f"{about['mean_length']:.0f} tokens (longest {about['longest']}); "
+        f"{model['parameters'] / 1e6:,.0f}M, {model['dtype']}"
     )
     heads = ("tokens/s", "seconds", "lowest–highest", "warm-up", "start", "mean logprob", "others busy")
     table = Table("", *heads, title=title)
@@ -119,7 +120,7 @@ def speeds(results: dict[str, Any], case: str) -> Table:
 
 
 def where_the_time_goes(results: dict[str, Any], case: str) -> Table | None:
-    """What our engine counted in the last round: seconds by phase, as shares of the round, and all other numbers."""
+    """Return the engine's statistics of the last round: seconds by phase with their shares, then the others."""
     sides = {name: side for name, side in results["sides"].items() if side["cases"].get(case, {}).get("stats")}
     if not sides:
         return None
@@ -129,11 +130,11 @@ def where_the_time_goes(results: dict[str, Any], case: str) -> Table | None:
     rows: dict[str, dict[str, str]] = {}
     for name, side in sides.items():
         found = side["cases"][case]
-        whole = found["seconds"][-1]
+        total = found["seconds"][-1]
         stats = dict(found["stats"])
         spent = stats.pop("seconds", {})
-        for phase, seconds in {**spent, "rest": whole - sum(spent.values())}.items():
-            rows.setdefault(phase, {})[name] = f"{seconds:.2f} s  {seconds / whole:5.1%}"
+        for phase, seconds in {**spent, "rest": total - sum(spent.values())}.items():
+            rows.setdefault(phase, {})[name] = f"{seconds:.2f} s  {seconds / total:5.1%}"
         for key, value in stats.items():
             rows.setdefault(key.replace("_", " "), {})[name] = f"{value:,}" if isinstance(value, int) else str(value)
     for label, cells in rows.items():
@@ -148,5 +149,5 @@ def write(path: Path, results: dict[str, Any]) -> None:
     plain.print(report(results))
     lines = "\n".join(line.rstrip() for line in plain.export_text().splitlines())
     path.with_suffix(".md").write_text(
-        f"What `python benchmarks/decode.py --{results['device']}` printed:\n\n```\n{lines}\n```\n"
+        f"Output of `python benchmarks/decode.py --{results['device']}`:\n\n```\n{lines}\n```\n"
     )

@@ -1,7 +1,7 @@
-"""The side of `decode.py` that runs in vLLM's own environment: real vLLM, unmodified, on CPU or GPU.
+"""Unmodified vLLM as a side of `decode.py`, on CPU or GPU, in its own environment.
 
-Every sample is a request with its own length; prefix caching is on. Requests carry no seed: with one, vLLM draws row by row,
-which is slower. On CPU it runs without compilation (`enforce_eager`), on GPU with CUDA graphs."""
+Every sample is a request with its own length. Prefix caching is on. Requests have no seed, because with seeds vLLM
+samples row by row, which is slower. On CPU it runs without compilation (`enforce_eager`), on GPU with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(job: Job) -> dict[str, Any]:
     on_cpu = job.options["device"] == "cpu"
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        # By itself it keeps a core free for its scheduler's process, which on two cores is half the machine.
+        # By default vLLM reserves a core for its scheduler process, which is half of a machine with two cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     start = time.perf_counter()
     import torch

@@ -1,11 +1,10 @@
-"""What offloading costs: the time of a training step with the engine in another process, beside the same step with the
-engine inside the trainer.
+"""Cost of offloading: training step times with the engine in another process compared with an in-process engine.
 
     python benchmarks/loop.py [--steps 100] [--json benchmarks/results/loop.json]
 
-Both loops run in one go, in alternating blocks of steps, so that a noisy machine slows both alike. They have the same
-config and seed, hence the same prompts; that they drew the same tokens is checked. The first steps compile and do not
-count. The exit code is 0 whatever the verdict: a benchmark reports."""
+Both loops run in alternating blocks of steps, so that a noisy machine slows both equally. They have the same config and
+seed, and therefore the same prompts; the benchmark checks that they also sample the same tokens. The first steps, which
+compile, do not count. The exit code is 0 even if a target is missed."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ from rich.progress import track
 from rich.table import Table
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig
+from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.rl.config import TrainConfig
-from slipstream.rl.loop import train
-from slipstream.rl.records import Record, StepRecord
-from slipstream.rl.tokens import write_small_model
+from slipstream.rl.reporting.records import Record, StepRecord
+from slipstream.rl.trainer.loop import training_loop
 
 BLOCK = 5
-"""Steps that one loop does before it is the other's turn."""
+"""Steps of one loop before the other continues."""
 WARMUP_BLOCKS = 3
 
 SYNC_TARGET_MS = 10.0
@@ -49,14 +48,14 @@ class Loop:
     train: float
     sync: float
     other: float
-    """Prompts, rewards, batching."""
+    """Time for prompts, rewards and batching."""
     engine_pause: float
     tokens_per_second: float
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100, help="steps measured of each loop")
+    parser.add_argument("--steps", type=int, default=100, help="measured steps per loop")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
@@ -70,25 +69,25 @@ def main() -> None:
 
 
 def measure(blocks: int, seed: int) -> tuple[list[StepRecord], list[StepRecord]]:
-    """Records of the offloaded and of the in-process loop, `blocks` × BLOCK of each."""
+    """Return `blocks` × BLOCK records each of the offloaded and the in-process loop."""
     num_steps = (blocks + WARMUP_BLOCKS) * BLOCK
-    engine = EngineConfig(max_concurrency=256, max_model_len=32)
+    engine = EmbeddedConfig(max_num_seqs=256, max_model_len=32)
     config = TrainConfig(steps=num_steps, eval_every=num_steps + 1, save_every=0, seed=seed, engine=engine)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = root / "model"
-        write_small_model(model)
+        write_sample_config(model)
         bridges = (
             stack.enter_context(slipstream.launch(model, engine=engine, run_dir=root / "fleet")),
             stack.enter_context(slipstream.inprocess(model, engine=engine)),
         )
-        loops = [steps_of(train(config, bridge, model, root / str(i))) for i, bridge in enumerate(bridges)]
-        found: tuple[list[StepRecord], list[StepRecord]] = ([], [])
+        loops = [steps_of(training_loop(config, bridge, model, root / str(i))) for i, bridge in enumerate(bridges)]
+        records: tuple[list[StepRecord], list[StepRecord]] = ([], [])
         for block in track(range(blocks + WARMUP_BLOCKS), "alternating blocks"):
-            order = (0, 1) if block % 2 == 0 else (1, 0)  # neither is always the one that comes second
+            order = (0, 1) if block % 2 == 0 else (1, 0)  # alternate which loop goes first
             for which in order:
-                found[which].extend(next(loops[which]) for _ in range(BLOCK))
-    return found[0][WARMUP_BLOCKS * BLOCK :], found[1][WARMUP_BLOCKS * BLOCK :]
+                records[which].extend(next(loops[which]) for _ in range(BLOCK))
+    return records[0][WARMUP_BLOCKS * BLOCK :], records[1][WARMUP_BLOCKS * BLOCK :]
 
 
 def steps_of(records: Iterator[Record]) -> Iterator[StepRecord]:
@@ -96,7 +95,7 @@ def steps_of(records: Iterator[Record]) -> Iterator[StepRecord]:
 
 
 def compare(offloaded: list[StepRecord], local: list[StepRecord]) -> dict:
-    ours, theirs = summarise(offloaded), summarise(local)
+    ours, theirs = summarize(offloaded), summarize(local)
     overhead = ours.step / theirs.step - 1
     return {
         "machine": {
@@ -120,7 +119,7 @@ def compare(offloaded: list[StepRecord], local: list[StepRecord]) -> dict:
     }
 
 
-def summarise(steps: list[StepRecord]) -> Loop:
+def summarize(steps: list[StepRecord]) -> Loop:
     def median_ms(seconds: Callable[[StepRecord], float]) -> float:
         return 1e3 * statistics.median(seconds(step) for step in steps)
 
@@ -152,7 +151,8 @@ def show(results: dict, console: Console) -> None:
         goal = results["targets"][key]
         verdict = "[green]PASS[/]" if goal["passed"] else "[red]FAIL[/]"
         console.print(
-            f"{verdict}  {label}: {scale * goal['measured']:.1f}{unit} (target at most {scale * goal['target']:g}{unit})"
+            f"{verdict}  {label}: {scale * goal['measured']:.1f}{unit} "
+            f"(target at most {scale * goal['target']:g}{unit})"
         )
 
 

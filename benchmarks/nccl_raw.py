@@ -1,9 +1,9 @@
-"""What NCCL itself moves between two processes that share one GPU: one call over all bytes, as broadcast and as send and
-receive. The reference that a sync over `nccl` is measured against.
+"""Raw NCCL bandwidth between two processes on one GPU: the reference for weight syncs over `nccl`.
 
     python benchmarks/nccl_raw.py [--megabytes 2471] [--repeats 10] [--device 0]
 
-Needs nccl4py and NCCL 2.30 or later. `measure` is for other benchmarks."""
+Measures one call over all bytes, as broadcast and as send/receive. Needs nccl4py and NCCL 2.30 or later. Other
+benchmarks call `measure`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-HOWS = ("broadcast", "send")
+OPERATIONS = ("broadcast", "send")
 WARM_UPS = 3
 ANSWER_SECONDS = 120.0
 
@@ -26,12 +26,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", type=int, default=0)
     arguments = parser.parse_args()
-    for how, rate in measure(arguments.megabytes * 10**6, arguments.repeats, arguments.device).items():
-        print(f"{how:<10} {arguments.megabytes:,} MB  {rate:7.1f} GB/s")
+    for operation, rate in measure(arguments.megabytes * 10**6, arguments.repeats, arguments.device).items():
+        print(f"{operation:<10} {arguments.megabytes:,} MB  {rate:7.1f} GB/s")
 
 
-def measure(num_bytes: int, repeats: int = 10, device: int = 0, hows: tuple[str, ...] = HOWS) -> dict[str, float]:
-    """GB/s by each of `hows`: the median over `repeats`, as the receiving process sees it."""
+def measure(
+    num_bytes: int, repeats: int = 10, device: int = 0, operations: tuple[str, ...] = OPERATIONS
+) -> dict[str, float]:
+    """Return GB/s by operation: the median over `repeats`, timed in the receiving process."""
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe() for _ in range(2)]
     environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
@@ -39,7 +41,9 @@ def measure(num_bytes: int, repeats: int = 10, device: int = 0, hows: tuple[str,
     os.environ.update(environment)
     try:
         ranks = [
-            spawn.Process(target=_rank, args=(rank, num_bytes, repeats, device, hows, pipes[rank][1]), daemon=True)
+            spawn.Process(
+                target=_rank, args=(rank, num_bytes, repeats, device, operations, pipes[rank][1]), daemon=True
+            )
             for rank in range(2)
         ]
         for process in ranks:
@@ -50,7 +54,7 @@ def measure(num_bytes: int, repeats: int = 10, device: int = 0, hows: tuple[str,
     try:
         pipes[1][0].send(_answer(pipes[0][0]))  # rank 0's unique id
         seconds: dict[str, list[float]] = _answer(pipes[1][0])
-        return {how: num_bytes / statistics.median(times) / 1e9 for how, times in seconds.items()}
+        return {operation: num_bytes / statistics.median(times) / 1e9 for operation, times in seconds.items()}
     finally:
         for process in ranks:
             process.join(10)
@@ -60,23 +64,25 @@ def measure(num_bytes: int, repeats: int = 10, device: int = 0, hows: tuple[str,
 
 def _answer(pipe: Connection) -> Any:
     if not pipe.poll(ANSWER_SECONDS):
-        raise TimeoutError("a rank did not answer; NCCL_DEBUG=WARN may say why")
-    found = pipe.recv()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+        raise TimeoutError(
+            f"no answer from a rank within {ANSWER_SECONDS:.0f} s; NCCL_DEBUG=WARN shows NCCL's messages"
+        )
+    answer = pipe.recv()
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return answer
 
 
-def _rank(rank: int, num_bytes: int, repeats: int, device: int, hows: tuple[str, ...], pipe: Connection) -> None:
+def _rank(rank: int, num_bytes: int, repeats: int, device: int, operations: tuple[str, ...], pipe: Connection) -> None:
     try:
-        if (seconds := _run(rank, num_bytes, repeats, device, hows, pipe)) is not None:
+        if (seconds := _run(rank, num_bytes, repeats, device, operations, pipe)) is not None:
             pipe.send(seconds)
     except Exception as error:
         pipe.send(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def _run(
-    rank: int, num_bytes: int, repeats: int, device: int, hows: tuple[str, ...], pipe: Connection
+    rank: int, num_bytes: int, repeats: int, device: int, operations: tuple[str, ...], pipe: Connection
 ) -> dict[str, list[float]] | None:
     import cuda.core
     import nccl.core
@@ -98,16 +104,16 @@ def _run(
         "broadcast": lambda: raw.broadcast(pointer, pointer, num_bytes, uint8, 0, handle, queue),
         "send": lambda: (raw.send if rank == 0 else raw.recv)(pointer, num_bytes, uint8, 1 - rank, handle, queue),
     }
-    seconds: dict[str, list[float]] = {how: [] for how in hows}
+    seconds: dict[str, list[float]] = {operation: [] for operation in operations}
     for _ in range(WARM_UPS + repeats):
-        for how in hows:
+        for operation in operations:
             start = time.perf_counter()
-            calls[how]()
+            calls[operation]()
             stream.sync()
-            seconds[how].append(time.perf_counter() - start)
+            seconds[operation].append(time.perf_counter() - start)
     communicator.destroy()
     memory.close()
-    return {how: times[WARM_UPS:] for how, times in seconds.items()} if rank == 1 else None
+    return {operation: times[WARM_UPS:] for operation, times in seconds.items()} if rank == 1 else None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""What each way to an engine costs a request, and what more engines behind the balancer bring.
+"""Overhead of a request in-process, over gRPC and over HTTP, and throughput by number of engines.
 
     python benchmarks/topologies.py [--json benchmarks/results/topologies.json]
 
-One small model, the same requests, three doors: the engine inside this process, gRPC through the gateway, HTTP through the
-same gateway. A request for one token is nearly all overhead; what a door adds to the first is its cost. Then the tokens per
-second of 1, 2 and 4 engine processes. They share this machine's cores, so where one engine keeps them busy, more bring nothing:
-the count of cores is printed beside. What the balancer can do is seen with engines that wait instead of computing, as those
-do whose accelerators are elsewhere: a stand-in, and named so. All sides of a comparison run in alternating blocks."""
+Overhead: the same requests for one token of a small model go to an engine inside this process, over gRPC through the
+gateway, and over HTTP through the same gateway. Such a request is almost entirely overhead, so that the difference to
+the in-process engine is the cost of an interface.
+
+Throughput: tokens per second of 1, 2 and 4 engine processes. They share the cores of this machine, so that more engines
+do not help once the cores are busy. To show the load balancer alone, the same is measured with fake engines that sleep
+instead of computing, like engines whose accelerators are elsewhere. Compared measurements run in alternating blocks."""
 
 from __future__ import annotations
 
@@ -32,14 +34,24 @@ from rich.progress import track
 from rich.table import Table
 
 import slipstream
-from slipstream import portal
-from slipstream.bridge import Bridge
-from slipstream.config import EngineConfig, GatewayConfig
-from slipstream.gateway.attach import serve_engine
-from slipstream.rl.tokens import init_small, small_model, write_small_model
-from slipstream.topology import connect, read_run_dir
-from slipstream.topology.local import ProcessGroup
-from slipstream.types import Completion, EngineInfo, MemoryReport, Parameter, Part, Request, SamplingParams, TensorSpec
+from slipstream.bridge.bridge import Bridge
+from slipstream.config import EmbeddedConfig, GatewayConfig
+from slipstream.deploy.fleet import connect
+from slipstream.deploy.processes.process_group import ProcessGroup
+from slipstream.deploy.processes.run_dir import read_run_dir
+from slipstream.gateway.engine_stream import serve_engine
+from slipstream.model.checkpoints.sample_model import sample_config, sample_params, write_sample_config
+from slipstream.runtime import event_loop
+from slipstream.types import (
+    Completion,
+    EngineInfo,
+    MemoryReport,
+    Parameter,
+    ParameterPart,
+    Request,
+    SamplingParams,
+    TensorSpec,
+)
 from slipstream.types import VersionSpan as Span
 
 PROMPT_TOKENS, BATCH = 32, 64
@@ -47,24 +59,24 @@ BLOCK = 20
 FLEETS = (1, 2, 4)
 SCALE_PROMPTS, SCALE_TOKENS = 128, 32
 WAIT_SLOTS, WAIT_SECONDS = 8, 0.004
-"""Of an engine that waits: sequences at once, and seconds for a token."""
+"""Concurrent sequences and seconds per token of a fake engine."""
 
-Door = Callable[[Sequence[tuple[int, ...]]], int]
-"""Has prompts completed by one token each; how many tokens came."""
+Call = Callable[[Sequence[tuple[int, ...]]], int]
+"""Generates one token for each prompt, and returns the number of tokens received."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=300, help="single requests measured at each door")
-    parser.add_argument("--rounds", type=int, default=5, help="of each fleet")
+    parser.add_argument("--requests", type=int, default=300, help="single requests measured per interface")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds per fleet")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
-    engine = EngineConfig(max_concurrency=BATCH, max_model_len=128)
+    engine = EmbeddedConfig(max_num_seqs=BATCH, max_model_len=128)
     with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
         model = Path(root) / "model"
-        write_small_model(model)
-        params = init_small(small_model(), 0)
-        results, others = {"machine": machine()}, Others()
+        write_sample_config(model)
+        params = sample_params(sample_config(), 0)
+        results, others = {"machine": machine()}, BackgroundLoad()
         results["overhead"] = overhead(stack, model, params, engine, Path(root), arguments.requests)
         results["tokens_per_second"] = {
             "engines that compute": computing(stack, model, params, engine, Path(root), arguments.rounds),
@@ -88,8 +100,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-class Others:
-    """What processes that are not ours take of the processors, from now on. Zero is what a measurement wants."""
+class BackgroundLoad:
+    """Measures the CPU load by processes other than ours, from its creation on. It should be near zero."""
 
     def __init__(self) -> None:
         self._start, self._busy, self._ours = time.perf_counter(), busy_seconds(), our_seconds()
@@ -110,27 +122,27 @@ def our_seconds() -> float:
     return float(sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True))))
 
 
-# --- the doors --------------------------------------------------------------------------------------------------------
+# --- interfaces -------------------------------------------------------------------------------------------------------
 
 
 def overhead(
-    stack: contextlib.ExitStack, model: Path, params: Any, engine: EngineConfig, root: Path, requests: int
+    stack: contextlib.ExitStack, model: Path, params: Any, engine: EmbeddedConfig, root: Path, requests: int
 ) -> dict[str, Any]:
-    """Milliseconds of a request at each door, one at a time and as one of a batch; of the gateway, its CPU time."""
+    """Return milliseconds per request by interface, one at a time and in a batch, and the gateway's CPU time."""
     local = stack.enter_context(slipstream.inprocess(model, engine=engine))
-    fleet = stack.enter_context(slipstream.launch(model, engine=engine, run_dir=root / "doors", http=True))
+    fleet = stack.enter_context(slipstream.launch(model, engine=engine, run_dir=root / "interfaces", http=True))
     for bridge in (local, fleet):
         bridge.sync(params)
-    doors = {"in-process": by_bridge(local), "gRPC": by_bridge(fleet), "HTTP": by_http(fleet)}
-    gateway = psutil.Process(json.loads((root / "doors" / "gateway.json").read_text())["pid"])
+    interfaces = {"in-process": by_bridge(local), "gRPC": by_bridge(fleet), "HTTP": by_http(fleet)}
+    gateway = psutil.Process(json.loads((root / "interfaces" / "gateway.json").read_text())["pid"])
     prompts = random_prompts(BATCH)
-    found: dict[str, dict[str, list[float]]] = {name: {"one": [], "batch": [], "cpu": []} for name in doors}
-    for block in track(range(-2, max(1, requests // BLOCK)), "doors"):
-        for name in list(doors)[:: 1 if block % 2 else -1]:
-            door, seen = doors[name], found[name]
-            single = [timed(door, [prompts[i % BATCH]]) for i in range(BLOCK)]
+    found: dict[str, dict[str, list[float]]] = {name: {"one": [], "batch": [], "cpu": []} for name in interfaces}
+    for block in track(range(-2, max(1, requests // BLOCK)), "interfaces"):
+        for name in list(interfaces)[:: 1 if block % 2 else -1]:
+            call, seen = interfaces[name], found[name]
+            single = [timed(call, [prompts[i % BATCH]]) for i in range(BLOCK)]
             before = sum(gateway.cpu_times()[:2])
-            batches = [timed(door, prompts) / BATCH for _ in range(3)]
+            batches = [timed(call, prompts) / BATCH for _ in range(3)]
             if block >= 0:  # the first two compile and warm up
                 seen["one"] += single
                 seen["batch"] += batches
@@ -145,19 +157,19 @@ def overhead(
     }
 
 
-def timed(door: Door, prompts: Sequence[tuple[int, ...]]) -> float:
+def timed(call: Call, prompts: Sequence[tuple[int, ...]]) -> float:
     start = time.perf_counter()
-    assert door(prompts) == len(prompts)
+    assert call(prompts) == len(prompts)
     return time.perf_counter() - start
 
 
-def by_bridge(bridge: Bridge) -> Door:
+def by_bridge(bridge: Bridge) -> Call:
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
     return lambda prompts: sum(len(c.token_ids) for c in bridge.generate(prompts, sampling))
 
 
-def by_http(bridge: Bridge) -> Door:
-    """OpenAI's completions over one connection that is kept."""
+def by_http(bridge: Bridge) -> Call:
+    """Call the OpenAI completions endpoint over one persistent connection."""
     url = urlsplit(bridge.http_url)
     headers = {"Authorization": f"Bearer {(Path(bridge.run_dir) / 'token').read_text()}"}
     connection = http.client.HTTPConnection(url.hostname or "", url.port)
@@ -179,7 +191,7 @@ def random_prompts(count: int) -> list[tuple[int, ...]]:
 
 
 def computing(
-    stack: contextlib.ExitStack, model: Path, params: Any, engine: EngineConfig, root: Path, rounds: int
+    stack: contextlib.ExitStack, model: Path, params: Any, engine: EmbeddedConfig, root: Path, rounds: int
 ) -> dict[str, float]:
     bridges = {}
     for count in FLEETS:
@@ -202,7 +214,7 @@ def waiting(stack: contextlib.ExitStack, root: Path, rounds: int) -> dict[str, f
 
 
 def rates(bridges: dict[int, Bridge], rounds: int, what: str) -> dict[str, float]:
-    """Tokens per second of each fleet; medians over rounds that take turns, after two that do not count."""
+    """Return tokens per second by fleet size: medians over alternating rounds, after two rounds of warm-up."""
     prompts = random_prompts(SCALE_PROMPTS)
     sampling = SamplingParams(max_tokens=SCALE_TOKENS, ignore_eos=True, seed=0)
     found: dict[int, list[float]] = {count: [] for count in bridges}
@@ -216,7 +228,7 @@ def rates(bridges: dict[int, Bridge], rounds: int, what: str) -> dict[str, float
 
 
 class WaitingEngine:
-    """Takes its time for every token and computes nothing; what an engine must have to be asked for completions."""
+    """Fake engine that sleeps for every token. Implements only what generation through the gateway needs."""
 
     def __init__(self, name: str) -> None:
         self._name, self._slots = name, asyncio.Semaphore(WAIT_SLOTS)
@@ -225,8 +237,8 @@ class WaitingEngine:
         box = ((0, 1),)
         return EngineInfo(
             name=self._name, kind="waiting", model="none", dtype="float32", num_ranks=1, tensors=(TensorSpec("w", (1,)),),
-            parameters=(Parameter("w", 0, (1,), (Part("w", box, box),)),), transports=("memory",), host=self._name,
-            max_model_len=512, max_concurrency=WAIT_SLOTS, version=0,
+            parameters=(Parameter("w", 0, (1,), (ParameterPart("w", box, box),)),), transports=("memory",), host=self._name,
+            max_model_len=512, max_num_seqs=WAIT_SLOTS, version=0,
         )  # fmt: skip
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion], None]:
@@ -261,34 +273,37 @@ def attached(engines: Sequence[WaitingEngine], address: str, token: str) -> Iter
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    portal.run(start())
+    event_loop.run(start())
     try:
         yield
     finally:
-        portal.run(stop())
+        event_loop.run(stop())
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    doors, fleets = results["overhead"], results["tokens_per_second"]
-    columns = list(next(iter(doors.values())))
-    table = Table("door", *columns, "beyond in-process, one at a time", title="a request for one token")
-    base = doors["in-process"]["one at a time, ms"]
-    for name, figures in doors.items():
+    interfaces, fleets = results["overhead"], results["tokens_per_second"]
+    columns = list(next(iter(interfaces.values())))
+    table = Table("interface", *columns, "overhead over in-process, one at a time", title="a request for one token")
+    base = interfaces["in-process"]["one at a time, ms"]
+    for name, figures in interfaces.items():
         table.add_row(name, *(f"{figures[c]:.3f}" for c in columns), f"{figures['one at a time, ms'] - base:+.3f} ms")
     console.print(table)
-    table = Table("tokens/s with engines", *map(str, FLEETS), title=f"{SCALE_PROMPTS} prompts × {SCALE_TOKENS} tokens")
+    table = Table(
+        "tokens/s by number of engines", *map(str, FLEETS), title=f"{SCALE_PROMPTS} prompts × {SCALE_TOKENS} tokens"
+    )
     for what, speeds in fleets.items():
         one = speeds[str(FLEETS[0])]
         table.add_row(what, *(f"{speeds[str(n)]:,.0f} ({speeds[str(n)] / one:.2f}×)" for n in FLEETS))
     console.print(table)
     facts = ", ".join(f"{key} {value}" for key, value in results["machine"].items() if key != "others_busy")
-    console.print(f"{facts}; other processes took {results['machine']['others_busy']:.0%} of the processors meanwhile")
+    console.print(f"{facts}; CPU load by other processes {results['machine']['others_busy']:.0%}")
     console.print(
-        f"Engines that compute share {results['machine']['cpus']} cores: more than those have work for bring nothing. Engines "
-        f"that wait ({WAIT_SLOTS} sequences at once, {1e3 * WAIT_SECONDS:g} ms a token) stand in for accelerators elsewhere."
+        f"Engines that compute share {results['machine']['cpus']} cores, and do not scale beyond them. "
+        f"Engines that wait ({WAIT_SLOTS} concurrent sequences, {1e3 * WAIT_SECONDS:g} ms per token) "
+        "stand in for remote accelerators."
     )
 
 

@@ -1,12 +1,13 @@
-"""What a weight sync costs: a whole model to the ranks of an engine in another process, beside a plain copy of the same
-bytes in memory and through a socket, in the same run.
+"""Cost of a weight sync to an engine in another process, compared with plain copies of the same bytes.
 
     python benchmarks/weight_sync.py [--layers 30] [--tp 2] [--repeats 7] [--json benchmarks/results/weight_sync.json]
     python benchmarks/weight_sync.py --gpu [--shapes 0.1B,1.2B,8B] [--json benchmarks/results/weight_sync_gpu.json]
 
-The model is the 135M shape (SmolLM2) in float32, 540 MB. Each round measures the two references and every transport, with
-and without checksums, so that a noisy machine slows all alike; medians are printed. "transfer" is everything from the
-first byte until every rank has verified (send and stage); "pause" is what the engine could not generate for."""
+The model has the 135M shape (SmolLM2) in float32, 540 MB. The references are a copy in memory and a transfer over a
+loopback socket. Each round measures both references and every transport, with and without checksums, so that a noisy
+machine slows all equally. Medians are printed. "transfer" lasts from the first byte until every rank has verified the
+weights (send and stage); "pause" is the time during which the engine could not generate. For --gpu, see
+weight_sync_gpu.py."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ from rich.progress import track
 from rich.table import Table
 
 import slipstream
-from slipstream.config import EngineConfig
-from slipstream.model import decoder
+from slipstream.config import EmbeddedConfig
+from slipstream.model.checkpoints.hf_config import to_hf
 from slipstream.model.config import ModelConfig
+from slipstream.model.transformer import decoder
 
 TARGETS = {
     ("shm", True): ("memcpy", 0.5),
@@ -50,10 +52,15 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--gpu", action="store_true", help="a JAX trainer and vLLM on one GPU: see weight_sync_gpu.py")
-    parser.add_argument("--native", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--shapes", default="0.1B,1.2B,8B", help="with --gpu: of the ladder 0.1B, 1.2B, 8B")
-    parser.add_argument("--vllm-python", default=sys.executable, help="with --gpu: interpreter that has vLLM")
+    parser.add_argument("--gpu", action="store_true", help="JAX trainer and vLLM on one GPU (weight_sync_gpu.py)")
+    parser.add_argument(
+        "--native",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --gpu: also measure vLLM's own weight transfer",
+    )
+    parser.add_argument("--shapes", default="0.1B,1.2B,8B", help="with --gpu: model shapes, out of 0.1B, 1.2B, 8B")
+    parser.add_argument("--vllm-python", default=sys.executable, help="with --gpu: Python interpreter with vLLM")
     arguments = parser.parse_args()
     if arguments.gpu:
         import weight_sync_gpu
@@ -87,8 +94,8 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
     pauses: dict[str, list[float]] = {}
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (root / "config.json").write_text(json.dumps(config.to_hf()))
-        options = EngineConfig(max_concurrency=1, max_model_len=64, tp=tp)
+        (root / "config.json").write_text(json.dumps(to_hf(config)))
+        options = EmbeddedConfig(max_num_seqs=1, max_model_len=64, tensor_parallel_size=tp)
         lanes = {}
         for transport, hashed in TARGETS:
             run_dir = root / f"{transport}-{hashed}"
@@ -98,7 +105,7 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
             lanes[transport, hashed] = bridge
         copy, exchange = memcpy_reference(arrays), stack.enter_context(SocketReference(arrays))
         bare = {lane: _engine_memory(bridge) for lane, bridge in lanes.items()}
-        for bridge in lanes.values():  # the first two make the engine's two images
+        for bridge in lanes.values():  # warm-up: the first two syncs create the engine's two images
             for params in (*versions, *versions):
                 bridge.sync(params)
         memory = {lane: _engine_memory(bridge) for lane, bridge in lanes.items()}
@@ -142,7 +149,7 @@ def memcpy_reference(arrays: list[np.ndarray]) -> Callable[[], float]:
 
 
 def compare_reference(old: list[np.ndarray], new: list[np.ndarray]) -> float:
-    """What a sparse delta would have to do first, before it could save a byte."""
+    """Time the comparison of old and new values, which sending only changed elements would require."""
     start = time.perf_counter()
     for a, b in zip(old, new):
         np.count_nonzero(a != b)
@@ -150,7 +157,7 @@ def compare_reference(old: list[np.ndarray], new: list[np.ndarray]) -> float:
 
 
 class SocketReference:
-    """The same bytes through one loopback connection into prepared memory of another process."""
+    """Sends the same bytes over one loopback connection into preallocated memory of another process."""
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self._arrays = [a.reshape(-1).view(np.uint8) for a in arrays]
@@ -161,7 +168,7 @@ class SocketReference:
         server = socket.create_server(("127.0.0.1", 0))
         context = mp.get_context("spawn")
         size = sum(a.nbytes for a in self._arrays)
-        self._process = context.Process(target=_receive_for_ever, args=(server.getsockname(), size), daemon=True)
+        self._process = context.Process(target=_receive_forever, args=(server.getsockname(), size), daemon=True)
         self._process.start()
         self._socket, _ = server.accept()
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -182,7 +189,7 @@ class SocketReference:
         self._process.kill()
 
 
-def _receive_for_ever(address: tuple[str, int], size: int) -> None:
+def _receive_forever(address: tuple[str, int], size: int) -> None:
     buffer = memoryview(bytearray(size))
     with socket.create_connection(address) as connection:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -198,7 +205,7 @@ def _receive_for_ever(address: tuple[str, int], size: int) -> None:
 
 
 def _engine_memory(bridge: slipstream.Bridge) -> int:
-    """Private and shared memory of the engine process, mapped files included."""
+    """Return the resident memory of the engine process, private and shared, including mapped files."""
     info = psutil.Process(bridge.status().engines[0].info.pid).memory_info()
     return info.rss
 
@@ -216,7 +223,7 @@ def show(results: dict, console: Console) -> None:
     title = (
         f"{size / 1e6:.0f} MB in {results['tensors']} tensors to {results['tp']} ranks of an engine in another process"
     )
-    table = Table("", "ms", "GB/s", "of its reference", "target", "", title=title)
+    table = Table("", "ms", "GB/s", "relative to reference", "target", "", title=title)
     for name in ("memcpy", "socket"):
         speed = f"{size / seconds[name] / 1e9:.2f}"
         table.add_row(f"[dim]reference:[/] {name}", f"{1e3 * seconds[name]:.1f}", speed, "", "", "")
@@ -224,33 +231,33 @@ def show(results: dict, console: Console) -> None:
     for (transport, hashed), (reference, target) in TARGETS.items():
         name = _name(transport, hashed)
         ratio, speed = seconds[reference] / seconds[name], f"{size / seconds[name] / 1e9:.2f}"
-        told = (f"{ratio:.2f} × {reference}", f"≥ {target}", _verdict(ratio >= target))
-        table.add_row(name, f"{1e3 * seconds[name]:.1f}", speed, *told)
+        cells = (f"{ratio:.2f} × {reference}", f"≥ {target}", _verdict(ratio >= target))
+        table.add_row(name, f"{1e3 * seconds[name]:.1f}", speed, *cells)
     table.add_section()
     for transport, hashed in TARGETS:
         name = _name(transport, hashed)
         pause = results["median_pause_seconds"][name]
         share = pause / seconds[name]
-        told = (f"{share:.2%} of the transfer", f"≤ {MAX_PAUSE_SHARE:.0%}", _verdict(share <= MAX_PAUSE_SHARE))
-        table.add_row(f"pause: {name}", f"{1e3 * pause:.2f}", "", *told)
+        cells = (f"{share:.2%} of the transfer", f"≤ {MAX_PAUSE_SHARE:.0%}", _verdict(share <= MAX_PAUSE_SHARE))
+        table.add_row(f"pause: {name}", f"{1e3 * pause:.2f}", "", *cells)
     table.add_section()
     for transport, hashed in TARGETS:
         name = _name(transport, hashed)
         unchanged = seconds[f"{name}, nothing changed"]
         speedup = seconds[f"{name}, whole sync"] / unchanged
-        told = (f"{speedup:.0f} × faster", f"≥ {MIN_UNCHANGED_SPEEDUP:g}", _verdict(speedup >= MIN_UNCHANGED_SPEEDUP))
-        table.add_row(f"nothing changed: {name}", f"{1e3 * unchanged:.1f}", "", *told)
+        cells = (f"{speedup:.0f} × faster", f"≥ {MIN_UNCHANGED_SPEEDUP:g}", _verdict(speedup >= MIN_UNCHANGED_SPEEDUP))
+        table.add_row(f"nothing changed: {name}", f"{1e3 * unchanged:.1f}", "", *cells)
     console.print(table)
     compare = seconds["finding changed elements"]
     full = seconds[_name("tcp", True)]
     console.print(
-        f"finding which elements changed, alone: {1e3 * compare:.1f} ms, {compare / full:.2f} × a full tcp transfer"
+        f"comparison to find changed elements: {1e3 * compare:.1f} ms, {compare / full:.2f} × a full tcp transfer"
     )
     for name, extra in results["engine_extra_bytes"].items():
-        # What the engine never touched (shared memory, without checksums) does not count as its memory.
-        console.print(f"engine's memory beyond bare and one copy of the model, {name}: {extra / size:.2f} × the model")
+        # Shared memory that the engine has not touched (without checksums) does not count.
+        console.print(f"engine memory beyond the bare process and one model, {name}: {extra / size:.2f} × the model")
     for name, growth in results["engine_memory_growth_bytes"].items():
-        console.print(f"engine's memory after all further syncs, {name}: {growth / 1e6:+.1f} MB")
+        console.print(f"engine memory growth over all measured syncs, {name}: {growth / 1e6:+.1f} MB")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """The GPU half of `weight_sync.py`: a JAX trainer's weights into a vLLM process on the same GPU.
 
-For each shape, in one run: (a) mapped memory, (b) NCCL, (d) the same bytes copied once on the device, (e) a raw NCCL broadcast
-of them; and (c) vLLM's own NCCL weight transfer, for one shape. "sync" is all of `bridge.sync` through the gateway,
-from the call until the new version serves; "transfer" is what moving the bytes takes alone, as vLLM's worker sees it (and as
-the receiver of the raw broadcast does); "pause" is what the engine could not generate for. Medians over the rounds."""
+Measures for each shape in one run: (a) mapped memory, (b) NCCL, (c) vLLM's own NCCL weight transfer, for one shape, (d)
+a plain device copy of the same bytes, (e) a raw NCCL broadcast of them. Reports medians over the rounds:
+
+    sync      all of `bridge.sync` through the gateway, from the call until the new version serves
+    transfer  moving the bytes, timed in vLLM's worker (for the raw broadcast, in its receiver)
+    pause     time during which the engine could not generate"""
 
 from __future__ import annotations
 
@@ -27,9 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 import slipstream
-from slipstream.config import EngineConfig
+from slipstream.config import VllmConfig
+from slipstream.model import families
+from slipstream.model.checkpoints.hf_config import to_hf
 from slipstream.model.config import ModelConfig
-from slipstream.weights import families
 
 HERE = Path(__file__).resolve().parent
 
@@ -48,11 +51,11 @@ SHAPES = {
     ),
 }  # fmt: skip
 MAIN = "1.2B"
-"""The shape that the targets speak of."""
+"""The shape to which the targets apply."""
 
 
 def run(shapes: list[str], native: list[str], rounds: int, python: str) -> dict[str, Any]:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.55")  # JAX's share; vLLM lives on the rest
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.55")  # for JAX; the rest is for vLLM
     console = Console(width=150)
     found: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
@@ -75,18 +78,17 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
     num_bytes = 2 * sum(math.prod(spec.shape) for spec in specs)
     result: dict[str, Any] = {"num_bytes": num_bytes, "tensors": len(specs), "seconds": {}, "failed": {}}
     take = result["seconds"].setdefault
-    options = EngineConfig(
-        kind="vllm",
+    options = VllmConfig(
         python=python,
         dtype="bfloat16",
-        max_concurrency=16,
+        max_num_seqs=16,
         max_model_len=512,
         kv_cache_tokens=8192,
-        eager=True,
+        enforce_eager=True,
     )
 
     def syncs(run_dir: Path, transport: str, versions: list[dict[str, jax.Array]]) -> Iterator[dict[str, float]]:
-        """The first two open connections and fill caches. What comes after is measured."""
+        """Sync `rounds` times after two syncs of warm-up (connections, caches), and yield the timings."""
         with slipstream.connect(run_dir, transport=transport) as bridge:
             for step in range(rounds + 2):
                 start = time.perf_counter()
@@ -98,7 +100,7 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
 
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        (root / "config.json").write_text(json.dumps(config.to_hf()))
+        (root / "config.json").write_text(json.dumps(to_hf(config)))
         with slipstream.launch(root, engine=options, run_dir=root / "run", start_timeout=400):
             console.print("  vLLM has started")
             versions = [make(specs, "bfloat16", seed) for seed in range(2)]
@@ -111,17 +113,18 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
                 take("cuda, while it generates", []).extend(syncs(root / "run", "cuda", versions))
             with attempt(result, "NCCL", console):
                 take("nccl", []).extend(syncs(root / "run", "nccl", versions))
-            del versions  # those of 8B in both dtypes would not leave vLLM enough
+            del versions  # weights of 8B in both dtypes would not leave enough memory for vLLM
             versions = [make(specs, "float32", seed) for seed in range(2)]
             take("cuda, float32 to bfloat16", []).extend(syncs(root / "run", "cuda", versions))
             del versions
     with attempt(result, "raw NCCL", console):
-        from nccl_raw import HOWS
+        from nccl_raw import OPERATIONS
         from nccl_raw import measure as raw_nccl
 
-        # On one GPU raw sends are slow: at 8B, minutes.
-        for how, rate in raw_nccl(num_bytes, rounds, hows=HOWS if config == SHAPES[MAIN] else HOWS[:1]).items():
-            take(how, []).append({"transfer": num_bytes / rate / 1e9})
+        # Raw sends within one GPU are slow: minutes at 8B.
+        operations = OPERATIONS if config == SHAPES[MAIN] else OPERATIONS[:1]
+        for operation, rate in raw_nccl(num_bytes, rounds, operations=operations).items():
+            take(operation, []).append({"transfer": num_bytes / rate / 1e9})
     if native:
         with attempt(result, "vLLM's own NCCL transfer", console):
             for seconds in vllm_native(config, python, rounds):
@@ -131,7 +134,7 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
 
 @contextmanager
 def busy(run_dir: Path) -> Iterator[None]:
-    """vLLM generates meanwhile: 16 samples at a time, whatever their number."""
+    """Keep vLLM generating in the background, 16 samples at a time."""
     stop = threading.Event()
 
     def generate() -> None:
@@ -141,7 +144,7 @@ def busy(run_dir: Path) -> Iterator[None]:
 
     thread = threading.Thread(target=generate)
     thread.start()
-    time.sleep(2.0)  # it has compiled what it needs
+    time.sleep(2.0)  # for vLLM to compile
     try:
         yield
     finally:
@@ -151,7 +154,7 @@ def busy(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def attempt(result: dict[str, Any], what: str, console: Console) -> Iterator[None]:
-    """One of several measurements: if it fails, the others still have something to tell."""
+    """Record a failure of one measurement in `result`, so that the others still run."""
     try:
         yield
         console.print(f"  {what}: measured")
@@ -174,7 +177,7 @@ def timings(report: slipstream.SyncReport) -> dict[str, float]:
     engine = report.engines[0]
     commit = engine.commit
     return {
-        # Mapped memory is read when the version is committed; what is sent has come before.
+        # Mapped memory is read during the commit; other transports receive before it.
         "transfer": commit.load_seconds if engine.transport.startswith("cuda") else engine.stage.receive_seconds,
         "pause": commit.pause_seconds,
         "plan": report.plan_seconds,
@@ -186,14 +189,14 @@ def timings(report: slipstream.SyncReport) -> dict[str, float]:
 
 
 def check(bridge: slipstream.Bridge) -> None:
-    """It still serves, with weights that came this way."""
+    """Check that the engine still serves after the syncs."""
     status = bridge.status()
     assert status.engines[0].state == "ready", status
     assert len(bridge.generate([[1, 2, 3]], slipstream.SamplingParams(max_tokens=4, ignore_eos=True))) == 1
 
 
 def raw_copy(versions: list[dict[str, jax.Array]]) -> Callable[[], float]:
-    """The same tensors from one place of the device's memory to another, by the driver, one copy each."""
+    """Return a function that times driver copies of the same tensors within device memory, one copy per tensor."""
     from cuda.bindings import driver as cu
 
     sources = [(a.unsafe_buffer_pointer(), a.nbytes) for a in versions[0].values()]
@@ -215,9 +218,9 @@ def raw_copy(versions: list[dict[str, jax.Array]]) -> Callable[[], float]:
 
 
 def vllm_native(config: ModelConfig, python: str, rounds: int) -> list[float]:
-    """Seconds of whole updates by vLLM's own weight transfer, torch trainer and vLLM on this GPU."""
+    """Return the seconds of complete updates by vLLM's own weight transfer from a torch trainer on this GPU."""
     with tempfile.TemporaryDirectory() as root:
-        (Path(root) / "config.json").write_text(json.dumps(config.to_hf()))
+        (Path(root) / "config.json").write_text(json.dumps(to_hf(config)))
         shapes = json.dumps([[t.name, t.shape] for t in families.tensors(config)])
         (Path(root) / "shapes.json").write_text(shapes)
         command = [python, str(HERE / "weight_sync_vllm.py"), root, str(rounds)]
@@ -234,7 +237,7 @@ def vllm_native(config: ModelConfig, python: str, rounds: int) -> list[float]:
     return [float(line.split()[1]) for line in lines]
 
 
-# --- what it means ---
+# --- targets and tables ---
 
 
 def median(rows: list[dict[str, float]], key: str) -> float:
@@ -305,4 +308,4 @@ def table(name: str, shape: dict[str, Any], device: str) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit("python benchmarks/weight_sync.py --gpu")
+    sys.exit("run this with `python benchmarks/weight_sync.py --gpu`")

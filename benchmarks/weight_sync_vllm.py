@@ -1,6 +1,6 @@
-"""The peer of `weight_sync_gpu.py`: vLLM's own NCCL weight transfer, torch trainer and vLLM on one GPU, in vLLM's environment.
+"""Reference for `weight_sync_gpu.py`: vLLM's own NCCL weight transfer between a torch trainer and vLLM on one GPU.
 
-`weight_sync_vllm.py DIRECTORY ROUNDS` prints the seconds of each whole update."""
+Runs in vLLM's environment. `weight_sync_vllm.py DIRECTORY ROUNDS` prints the seconds of each complete update."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Does a trained checkpoint answer alike wherever it is loaded? Greedy tokens of transformers, of our engine and of vLLM.
+"""Check an exported checkpoint: compare greedy tokens of transformers, the embedded engine and vLLM.
 
     python examples/check_export.py runs/smollm/checkpoint [--config examples/smollm_grpo.toml] [--prompts 32] \
         [--max-tokens 24] [--vllm-python /path/to/python] [--device cpu|cuda] [--sides transformers,embedded,vllm]
 
-Asks held-out prompts of the run's task, all in float32. A side whose package is not installed is left out, and said so. Each
-side runs in a process of its own, so that none holds memory while another works. Where answers differ, the first difference is
-shown, and by how much transformers preferred its token to the next best one: next to nothing is rounding, anything more is a
-wrong export. Exit code 1 if any answer differs."""
+The prompts are held-out prompts of the run's task, and everything runs in float32. Sides whose package is not installed
+are skipped with a message. Each side runs in its own process, so that only one holds memory at a time.
+
+If answers differ, the first difference is printed with the margin between transformers' two best logits at that token.
+A margin near zero means rounding; a larger one means a wrong export. The exit code is 1 if any answer differs."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from slipstream.model.checkpoints.hf_config import read_config
+
 SIDES = ("transformers", "embedded", "vllm")
-PATIENCE = 1200.0
-"""Seconds for a side to load the model and answer."""
+TIMEOUT_SECONDS = 1200.0
+"""Limit for one side to load the model and answer all prompts."""
 Answer: TypeAlias = tuple[list[int], list[float]]
-"""Tokens, the one that ends the answer included; and, where a side says so, by how much each was preferred to the next best."""
+"""Tokens, including the stop token; and for transformers, the margin between the two best logits of each token."""
 
 
 def main() -> int:
@@ -33,7 +36,7 @@ def main() -> int:
     parser.add_argument(
         "--config",
         type=Path,
-        help="of the run: its task gives the prompts; run.json beside the checkpoint unless given",
+        help="config of the run, whose task provides the prompts (default: run.json beside the checkpoint)",
     )
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=24)
@@ -57,7 +60,7 @@ def main() -> int:
     for side in arguments.sides.split(","):
         python = arguments.vllm_python if side == "vllm" else sys.executable
         if not installed(side, python):
-            print(f"{side:13} not installed for {python}: left out")
+            print(f"{side:13} not installed for {python}, skipped")
             continue
         found[side] = ask(side, python, question)
         print(
@@ -68,23 +71,22 @@ def main() -> int:
 
 
 def held_out(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
-    """The prompts as tokens, and the tokens that end an answer."""
+    """Return the tokenized held-out prompts, and the stop tokens."""
     import numpy as np
 
-    from slipstream.config import build, load
-    from slipstream.model.config import ModelConfig
-    from slipstream.rl.chat import codec_of
+    from slipstream.config import load
     from slipstream.rl.config import TaskConfig, TrainConfig
-    from slipstream.rl.tasks import task_named
+    from slipstream.rl.data.tasks import task_named
+    from slipstream.rl.data.tokens import codec_of
 
     if arguments.config:
         task = load(TrainConfig, arguments.config).task
     else:
         run = arguments.checkpoint.parent / "run.json"
-        task = build(TaskConfig, json.loads(run.read_text())["task"], "task")
+        task = TaskConfig(**json.loads(run.read_text())["task"])
     codec = codec_of(task, arguments.checkpoint)
     texts = task_named(task).prompts(np.random.default_rng(0), arguments.prompts, "heldout")
-    eos = ModelConfig.read(arguments.checkpoint).eos_token_ids
+    eos = read_config(arguments.checkpoint).eos_token_ids
     return [list(ids) for ids in codec.prompts(list(dict.fromkeys(texts)))], list(dict.fromkeys([*codec.stops, *eos]))
 
 
@@ -104,39 +106,39 @@ def ask(side: str, python: str, question: dict[str, Any]) -> list[Answer]:
         with log.open("w") as out:
             command = [python, __file__, question["directory"], "--answer", side, str(path)]
             try:
-                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=PATIENCE)
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
-                sys.exit(f"{side} did not answer within {PATIENCE:.0f} s:\n{log.read_text()[-4000:]}")
+                sys.exit(f"{side} did not answer within {TIMEOUT_SECONDS:.0f} s:\n{log.read_text()[-4000:]}")
         if done.returncode:
             sys.exit(f"{side} failed with exit code {done.returncode}:\n{log.read_text()[-4000:]}")
         return [(tokens, margins) for tokens, margins in json.loads(path.with_suffix(".answers").read_text())]
 
 
 def report(checkpoint: Path, asked: list[list[int]], found: dict[str, list[Answer]]) -> int:
-    from slipstream.rl.tokens import Codec
+    from slipstream.rl.data.tokens import Codec
 
     codec, differing = Codec(checkpoint), 0
     if len(found) < 2:
-        print("nothing to compare: it takes two sides")
+        print(f"nothing to compare: need at least two sides, got {len(found)}")
         return 1
     (first, answers), *others = found.items()
     for side, theirs in others:
-        unequal = [i for i, (one, other) in enumerate(zip(answers, theirs, strict=True)) if one[0] != other[0]]
+        unequal = [i for i, (a, b) in enumerate(zip(answers, theirs, strict=True)) if a[0] != b[0]]
         differing += len(unequal)
-        print(f"{first} and {side}: {len(asked) - len(unequal)} of {len(asked)} held-out prompts give equal tokens")
+        print(f"{first} and {side}: {len(asked) - len(unequal)} of {len(asked)} held-out prompts give the same tokens")
         if not unequal:
             continue
-        (one, margins), (other, _) = answers[unequal[0]], theirs[unequal[0]]
-        at = next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-        margin = f", which {first} chose by {margins[at]:.1e} in its logit" if at < len(margins) else ""
+        (expected, margins), (actual, _) = answers[unequal[0]], theirs[unequal[0]]
+        at = next((k for k, (a, b) in enumerate(zip(expected, actual)) if a != b), min(len(expected), len(actual)))
+        margin = f", logit margin of {first} {margins[at]:.1e}" if at < len(margins) else ""
         print(f"  first difference: prompt {unequal[0]}, token {at}{margin}")
-        for name, ids in ((first, one), (side, other)):
-            print(f"    {name:13} {codec.decode([ids])[0]!r}; ids around it {ids[max(0, at - 2) : at + 3]}")
-    print(f"for example: {codec.decode([asked[0]])[0][-60:]!r} -> {codec.decode([answers[0][0]])[0]!r}")
+        for name, ids in ((first, expected), (side, actual)):
+            print(f"    {name:13} {codec.decode([ids])[0]!r}; token ids around it {ids[max(0, at - 2) : at + 3]}")
+    print(f"example: {codec.decode([asked[0]])[0][-60:]!r} -> {codec.decode([answers[0][0]])[0]!r}")
     return int(differing > 0)
 
 
-# --- the sides: prompts as tokens in, greedy tokens out ----------------------------------------------------------------
+# --- the sides: token prompts in, greedy tokens out -------------------------------------------------------------------
 
 
 def by_transformers(
@@ -145,12 +147,12 @@ def by_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
-    found: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    model, loaded = found
-    if wrong := {key: loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if loaded[key]}:
-        sys.exit(f"transformers does not find what it expects: {wrong}")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    model, info = loaded
+    if wrong := {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}:
+        sys.exit(f"the tensors in {directory} do not match the model that transformers builds: {wrong}")
     model = model.to(device)
-    if device == "cpu":  # on a busy machine its threads wait for each other longer than they work
+    if device == "cpu":  # on a busy machine, more threads mostly wait for each other
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     answers = []
     with torch.no_grad():
@@ -178,7 +180,7 @@ def by_embedded(
 
     longest = max(map(len, prompts)) + max_tokens
     sampling = slipstream.SamplingParams(max_tokens, temperature=0.0, stop_token_ids=tuple(stops))
-    engine = slipstream.Engine(directory, max_concurrency=len(prompts), max_model_len=longest)
+    engine = slipstream.Engine(directory, max_num_seqs=len(prompts), max_model_len=longest)
     try:
         return [(list(completion.token_ids), []) for completion in engine.generate(prompts, sampling)]
     finally:
@@ -186,14 +188,14 @@ def by_embedded(
 
 
 def by_vllm(directory: str, prompts: list[list[int]], stops: list[int], max_tokens: int, device: str) -> list[Answer]:
-    """vLLM by itself: nothing of Slipstream is in this process."""
+    """Run stock vLLM, without Slipstream in the process."""
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.01, "kv_cache_memory_bytes": 1 << 30}
     if device == "cpu":
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         settings = {"kv_cache_memory_bytes": 1 << 30}
     else:
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else its attention rounds float32 to three digits
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"  # otherwise its attention computes in TF32
     from vllm import LLM, SamplingParams
 
     longest = max(map(len, prompts)) + max_tokens

@@ -1,5 +1,5 @@
-"""What the examples of model libraries share: a small Llama's shape, a task that it learns (to count), and the check that the
-engine, after a sync, is the same model."""
+"""Shared by the examples of model libraries: a small Llama config, a toy task (counting), and a check after every sync
+that the engine computes the same as the model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import numpy as np
 import optax
 
 import slipstream
-from slipstream.model import decoder
+from slipstream.model.checkpoints.hf_config import to_hf
 from slipstream.model.config import ModelConfig
+from slipstream.model.transformer import decoder
 from slipstream.model.tree import unflatten
-from slipstream.weights.source import Tensor
+from slipstream.weights.sources.named_tensors import Tensor
 
 CONFIG = ModelConfig(
     family="llama",
@@ -42,7 +43,7 @@ Logits = Callable[[jax.Array], jax.Array]
 
 
 def batch(step: int) -> jax.Array:
-    """Numbers that count up, from anywhere and around the end."""
+    """Return sequences of consecutive numbers with random starts, modulo the vocabulary size."""
     starts = np.random.default_rng(step).integers(0, CONFIG.vocab_size, (16, 1))
     return jnp.asarray((starts + np.arange(LENGTH)) % CONFIG.vocab_size, jnp.int32)
 
@@ -53,30 +54,30 @@ def loss_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 @contextlib.contextmanager
 def engine() -> Iterator[slipstream.Bridge]:
-    """An engine in this process that waits for its weights."""
+    """Start an engine in this process, without weights until the first sync."""
     with tempfile.TemporaryDirectory() as model:
-        (Path(model) / "config.json").write_text(json.dumps(CONFIG.to_hf()))
-        with slipstream.inprocess(model, engine=slipstream.EngineConfig(max_concurrency=8)) as bridge:
+        (Path(model) / "config.json").write_text(json.dumps(to_hf(CONFIG)))
+        with slipstream.inprocess(model, engine=slipstream.EmbeddedConfig(max_num_seqs=8)) as bridge:
             yield bridge
 
 
 def compare(bridge: slipstream.Bridge, tensors: Mapping[str, Tensor], logits_of: Logits) -> None:
-    """Syncs a model, and holds three things together: its own forward pass, that of Slipstream's decoder over the tensors
-    that the mapping made of its leaves, and what the engine draws."""
+    """Sync a model, and compare its forward pass with Slipstream's decoder on the mapped tensors, and its greedy tokens
+    with the engine's."""
     ids = batch(1000)
     params = unflatten({name: jnp.asarray(np.asarray(tensor)) for name, tensor in tensors.items()})
     gap = float(jnp.abs(logits_of(ids) - _reference(params, CONFIG, ids)).max())
     report = bridge.sync(tensors)
-    (found,) = bridge.generate([PROMPT], GREEDY)
-    same = found.token_ids == greedy(logits_of)
-    shown = " ".join(map(str, found.token_ids))
-    print(f"version {report.version}: 3 4 5 → {shown}  largest difference of logits {gap:.1e}  same tokens: {same}")
+    (completion,) = bridge.generate([PROMPT], GREEDY)
+    same = completion.token_ids == greedy(logits_of)
+    shown = " ".join(map(str, completion.token_ids))
+    print(f"version {report.version}: 3 4 5 → {shown}  max logit difference {gap:.1e}  same tokens: {same}")
     if gap > 1e-4 or not same:
-        raise SystemExit("the engine is not the model that was synced: is the mapping right?")
+        raise SystemExit("the engine does not compute the same as the model: is the mapping right?")
 
 
 def greedy(logits_of: Logits) -> tuple[int, ...]:
-    """The model's own likeliest tokens. What stands to the right of a token changes nothing, so one shape does for all."""
+    """Return the model's greedy tokens. Attention is causal, so that padding on the right keeps one compiled shape."""
     ids = jnp.zeros((1, len(PROMPT) + COUNT), jnp.int32).at[0, : len(PROMPT)].set(jnp.array(PROMPT))
     for end in range(len(PROMPT), ids.shape[1]):
         ids = ids.at[0, end].set(logits_of(ids)[0, end - 1].argmax())

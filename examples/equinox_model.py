@@ -1,10 +1,10 @@
-"""An Equinox model, trained here and served by an engine: its leaves as HF tensors, by declared rules.
+"""Train an Equinox model and serve it with an engine; declared rules map its leaves to HF tensors.
 
     python examples/equinox_model.py
 
-Equinox keeps matrices as the checkpoint does, `[out, in]`; this model has q, k and v in one of them, as many do, and so has the
-MLP its gate and up, so that a leaf holds several tensors. After every so many steps the weights are synced, and the engine's
-greedy tokens are compared with the model's own. Needs equinox."""
+Equinox stores matrices as checkpoints do, `[out, in]`. This model fuses q, k and v into one matrix, and gate and up
+into another, so that one leaf holds several tensors. Every 10 steps the weights are synced, and the engine's greedy
+tokens are compared with the model's. Needs equinox."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import optax
 from counting import CONFIG
 
-from slipstream.weights import families
-from slipstream.weights.transforms import Take
-from slipstream.weights.trees import Rule, Target, TreeMapping
+from slipstream.model import families
+from slipstream.weights.sources.transforms import Take
+from slipstream.weights.sources.tree_mapping import Rule, Target, TreeMapping
 
 Q, KV = CONFIG.num_heads * CONFIG.head_dim, CONFIG.num_kv_heads * CONFIG.head_dim
 
-# --- the model: nothing of Slipstream's in it. As Equinox has it, of one sequence; batches are `jax.vmap`'s business ---
+# --- the model: plain Equinox, for one sequence; `jax.vmap` adds the batch ---
 
 
 class Attention(eqx.Module):
@@ -101,17 +101,17 @@ def norm() -> eqx.nn.RMSNorm:
     return eqx.nn.RMSNorm(CONFIG.hidden_size, CONFIG.rms_norm_eps, use_bias=False)
 
 
-def train_step_by(optimiser: optax.GradientTransformation):  # type: ignore[no-untyped-def]
+def make_train_step(optimizer: optax.GradientTransformation):  # type: ignore[no-untyped-def]
     @eqx.filter_jit
     def train_step(model: Decoder, state: optax.OptState, ids: jax.Array) -> tuple[Decoder, optax.OptState]:
         gradients = eqx.filter_grad(lambda m: counting.loss_of(jax.vmap(m)(ids), ids))(model)
-        updates, state = optimiser.update(gradients, state)
+        updates, state = optimizer.update(gradients, state)
         return eqx.apply_updates(model, updates), state
 
     return train_step
 
 
-# --- the mapping: from the leaf's path and layout to the checkpoint's ---
+# --- the mapping: from leaf paths and layouts to those of the checkpoint ---
 
 LEAF, LAYER, F = "blocks.{layer}.", "model.layers.{layer}.", CONFIG.intermediate_size
 
@@ -142,8 +142,8 @@ MAPPING = TreeMapping(
 
 def main() -> None:
     model = Decoder(jax.random.key(0))
-    optimiser = optax.adam(counting.LEARNING_RATE)
-    state, train_step = optimiser.init(eqx.filter(model, eqx.is_array)), train_step_by(optimiser)
+    optimizer = optax.adam(counting.LEARNING_RATE)
+    state, train_step = optimizer.init(eqx.filter(model, eqx.is_array)), make_train_step(optimizer)
     logits = eqx.filter_jit(lambda model, ids: jax.vmap(model)(ids))
     with counting.engine() as bridge:
         for step in range(counting.STEPS + 1):

@@ -1,10 +1,10 @@
-"""A Flax NNX model, trained here and served by an engine: its leaves as HF tensors, by declared rules.
+"""Train a Flax NNX model and serve it with an engine; declared rules map its leaves to HF tensors.
 
     python examples/flax_nnx.py
 
-NNX keeps a linear map's kernel as `[in, out]`, and here attention's kernels as `[D, heads, head_dim]`: the rules say how each
-leaf becomes the checkpoint's tensor. After every so many steps the weights are synced, and the engine's greedy tokens are
-compared with the model's own. Needs flax."""
+NNX stores kernels of linear layers as `[in, out]`, and this model's attention kernels are `[D, heads, head_dim]`. The
+rules declare how each leaf becomes a checkpoint tensor. Every 10 steps the weights are synced, and the engine's greedy
+tokens are compared with the model's. Needs flax."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import optax
 from counting import CONFIG
 from flax import nnx
 
-from slipstream.weights import families
-from slipstream.weights.transforms import Merge, Permute
-from slipstream.weights.trees import Rule, Target, TreeMapping
+from slipstream.model import families
+from slipstream.weights.sources.transforms import Merge, Permute
+from slipstream.weights.sources.tree_mapping import Rule, Target, TreeMapping
 
-# --- the model: nothing of Slipstream's in it ---
+# --- the model: plain Flax NNX ---
 
 
 class Attention(nnx.Module):
@@ -75,25 +75,25 @@ def norm(rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions of `[batch, time, heads, head_dim]`: the first half of a head turns with the second."""
+    """Apply rotary embeddings to `[batch, time, heads, head_dim]`, pairing the first half of a head with the second."""
     half = x.shape[-1] // 2
-    speeds = CONFIG.rope_theta ** (-jnp.arange(half) / half)
-    angles = (jnp.arange(x.shape[1])[:, None] * speeds)[None, :, None]
+    frequencies = CONFIG.rope_theta ** (-jnp.arange(half) / half)
+    angles = (jnp.arange(x.shape[1])[:, None] * frequencies)[None, :, None]
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
 @nnx.jit
-def train_step(model: Decoder, optimiser: nnx.Optimizer, ids: jax.Array) -> jax.Array:
+def train_step(model: Decoder, optimizer: nnx.Optimizer, ids: jax.Array) -> jax.Array:
     loss, gradients = nnx.value_and_grad(lambda m: counting.loss_of(m(ids), ids))(model)
-    optimiser.update(model, gradients)
+    optimizer.update(model, gradients)
     return loss
 
 
-# --- the mapping: from the leaf's path and layout to the checkpoint's ---
+# --- the mapping: from leaf paths and layouts to those of the checkpoint ---
 
-FLIP = (Permute((1, 0)),)  # [in, out] → [out, in]
+TRANSPOSE = (Permute((1, 0)),)  # [in, out] → [out, in]
 HEADS_OUT = (Permute((1, 2, 0)), Merge(0))  # [D, heads, head_dim] → [heads * head_dim, D]
 HEADS_IN = (Merge(0), Permute((1, 0)))  # [heads, head_dim, D] → [D, heads * head_dim]
 LEAF, LAYER = "blocks.{layer}.", "model.layers.{layer}."
@@ -105,13 +105,13 @@ MAPPING = TreeMapping(
         Rule(LEAF + "attention.key.kernel", Target(LAYER + "self_attn.k_proj.weight", HEADS_OUT)),
         Rule(LEAF + "attention.value.kernel", Target(LAYER + "self_attn.v_proj.weight", HEADS_OUT)),
         Rule(LEAF + "attention.out.kernel", Target(LAYER + "self_attn.o_proj.weight", HEADS_IN)),
-        Rule(LEAF + "mlp.gate.kernel", Target(LAYER + "mlp.gate_proj.weight", FLIP)),
-        Rule(LEAF + "mlp.up.kernel", Target(LAYER + "mlp.up_proj.weight", FLIP)),
-        Rule(LEAF + "mlp.down.kernel", Target(LAYER + "mlp.down_proj.weight", FLIP)),
+        Rule(LEAF + "mlp.gate.kernel", Target(LAYER + "mlp.gate_proj.weight", TRANSPOSE)),
+        Rule(LEAF + "mlp.up.kernel", Target(LAYER + "mlp.up_proj.weight", TRANSPOSE)),
+        Rule(LEAF + "mlp.down.kernel", Target(LAYER + "mlp.down_proj.weight", TRANSPOSE)),
         Rule(LEAF + "before_attention.scale", Target(LAYER + "input_layernorm.weight")),
         Rule(LEAF + "before_mlp.scale", Target(LAYER + "post_attention_layernorm.weight")),
         Rule("norm.scale", Target("model.norm.weight")),
-        Rule("head.kernel", Target("lm_head.weight", FLIP)),
+        Rule("head.kernel", Target("lm_head.weight", TRANSPOSE)),
     ),
     families.tensors(CONFIG),
 )
@@ -119,12 +119,12 @@ MAPPING = TreeMapping(
 
 def main() -> None:
     model = Decoder(nnx.Rngs(0))
-    optimiser = nnx.Optimizer(model, optax.adam(counting.LEARNING_RATE), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(counting.LEARNING_RATE), wrt=nnx.Param)
     with counting.engine() as bridge:
         for step in range(counting.STEPS + 1):
             if step % 10 == 0:
                 counting.compare(bridge, MAPPING.tensors(nnx.state(model, nnx.Param)), nnx.jit(model))
-            train_step(model, optimiser, counting.batch(step))
+            train_step(model, optimizer, counting.batch(step))
 
 
 if __name__ == "__main__":

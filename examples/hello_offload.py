@@ -1,9 +1,9 @@
-"""Two processes: weights go over, completions come back, each token stamped with the policy version that made it.
+"""Sync weights to an engine in another process and generate; every token carries the policy version that produced it.
 
     python examples/hello_offload.py
 
-Prints completions before and after a weight sync, and checks that they are the very tokens that an engine inside this
-process draws from the same weights and seed."""
+Prints completions before and after a weight sync, and checks that an engine inside this process samples the same tokens
+from the same weights and seed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import tempfile
 import jax
 
 import slipstream
-from slipstream.model import checkpoint, decoder
-from slipstream.rl.tokens import write_small_model
+from slipstream.model.checkpoints import hf_weights
+from slipstream.model.checkpoints.sample_model import write_sample_config
+from slipstream.model.transformer import decoder
 
 PROMPTS = ["123=", "708=", "46="]
 SAMPLING = slipstream.SamplingParams(max_tokens=6, n=2, seed=7)
@@ -21,9 +22,9 @@ SAMPLING = slipstream.SamplingParams(max_tokens=6, n=2, seed=7)
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as model:
-        config = write_small_model(model)  # a small decoder's config.json and tokenizer.json; no weights
+        config = write_sample_config(model)  # config.json and tokenizer.json of a small decoder, no weights
         old, new = (decoder.init(config, jax.random.key(seed)) for seed in (0, 1))
-        checkpoint.save(model, old, config)  # version 0 is what the engines load when they start
+        hf_weights.save(model, old, config)  # the engines load version 0 at startup
 
         with slipstream.launch(model=model, engines=1) as bridge, slipstream.inprocess(model=model) as here:
             for params in (None, new):
@@ -35,9 +36,9 @@ def main() -> None:
                 for c in completions:
                     print(f"version {c.version}  {c.engine}  {PROMPTS[c.prompt_index]!r} → {c.text!r}")
                 same = [c.token_ids for c in completions] == [c.token_ids for c in here.generate(PROMPTS, SAMPLING)]
-                print(f"equal to the in-process engine's: {same}")
+                print(f"same tokens as the in-process engine: {same}")
                 if not same:
-                    raise SystemExit("the two engines differ")
+                    raise SystemExit("the engines sampled different tokens")
 
 
 if __name__ == "__main__":

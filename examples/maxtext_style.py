@@ -1,11 +1,16 @@
-"""A model as MaxText keeps it, trained here and served by an engine: layers stacked in one leaf, and three customs of its own.
+"""Train a model with MaxText's parameter layout and serve it with an engine.
 
     python examples/maxtext_style.py
 
-Every kernel of all layers is one array with the layers as dimension 1, which `jax.lax.scan` goes through; the rotary embedding
-turns neighbours (interleaved); the query kernel holds the attention's `1 / sqrt(head_dim)`; the embedding has rows of padding
-beyond the vocabulary. `weights.trainers.maxtext` undoes all four. After every so many steps the weights are synced, and the
-engine's greedy tokens are compared with the model's own. Needs nothing beside JAX: MaxText itself is not used."""
+The layout differs from a checkpoint in four ways, which `known_trees.maxtext` undoes:
+
+    each kernel is stacked over all layers, along dimension 1, for `jax.lax.scan`
+    the rotary embedding is interleaved
+    the query kernel includes the attention scale `1 / sqrt(head_dim)`
+    the embedding is padded beyond the vocabulary
+
+Every 10 steps the weights are synced, and the engine's greedy tokens are compared with the model's. Needs only JAX;
+MaxText itself is not used."""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ import numpy as np
 import optax
 from counting import CONFIG
 
-from slipstream.weights import trainers
+from slipstream.weights.sources import known_trees
 
 Params = dict[str, dict]
 D, F, L, H, KV, K = (
@@ -31,9 +36,9 @@ D, F, L, H, KV, K = (
 )
 PADDED_VOCAB = 48
 STACKED = 1
-"""The dimension of a stacked leaf that counts layers (MaxText's `param_scan_axis`)."""
+"""Layer dimension of a stacked leaf (MaxText's `param_scan_axis`)."""
 
-# --- the model: nothing of Slipstream's in it ---
+# --- the model: plain JAX ---
 
 
 def init(seed: int) -> Params:
@@ -80,7 +85,7 @@ def logits_of(params: Params, ids: jax.Array) -> jax.Array:
 
 def attend(weights: Params, x: jax.Array) -> jax.Array:
     q, k, v = (jnp.einsum("btd,dhk->bthk", x, weights[name]["kernel"]) for name in ("query", "key", "value"))
-    # The scale is in the query's kernel already.
+    # The query kernel already includes the scale.
     out = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True, scale=1.0)
     return jnp.einsum("bthk,hkd->btd", out, weights["out"]["kernel"])
 
@@ -91,28 +96,28 @@ def rms_norm(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions of `[batch, time, heads, head_dim]`: dimension 0 turns with 1, 2 with 3, and so on."""
-    speeds = CONFIG.rope_theta ** (-jnp.arange(K // 2) / (K // 2))
-    angles = (jnp.arange(x.shape[1])[:, None] * speeds)[None, :, None]
+    """Apply interleaved rotary embeddings to `[batch, time, heads, head_dim]`: dimension 0 pairs with 1, 2 with 3."""
+    frequencies = CONFIG.rope_theta ** (-jnp.arange(K // 2) / (K // 2))
+    angles = (jnp.arange(x.shape[1])[:, None] * frequencies)[None, :, None]
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.stack((even * cos - odd * sin, odd * cos + even * sin), axis=-1).reshape(x.shape)
 
 
-# --- the mapping: as MaxText's own checkpoint converter has it ---
+# --- the mapping: the same as in MaxText's checkpoint converter ---
 
-MAPPING = trainers.maxtext(CONFIG)
+MAPPING = known_trees.maxtext(CONFIG)
 
 
 def main() -> None:
     params = init(seed=0)
-    optimiser = optax.adam(counting.LEARNING_RATE)
-    state = optimiser.init(params)
+    optimizer = optax.adam(counting.LEARNING_RATE)
+    state = optimizer.init(params)
 
     @jax.jit
     def train_step(params: Params, state: optax.OptState, ids: jax.Array) -> tuple[Params, optax.OptState]:
         gradients = jax.grad(lambda p: counting.loss_of(logits_of(p, ids), ids))(params)
-        updates, state = optimiser.update(gradients, state)
+        updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(params, updates), state
 
     with counting.engine() as bridge:

@@ -1,16 +1,16 @@
-"""Multi-turn GRPO with a tool: the policy asks a calculator, reads what it says, and answers. On CPU, in one process.
+"""Multi-turn GRPO with tool use, on CPU in one process: the policy calls a calculator, reads its output, and answers.
 
     python examples/tool_use.py [--steps 60] [--warmup 30]
 
-An episode of the small demo model, which cannot add:
+The small demo model cannot add. An episode:
 
-    environment   3+4=            the question
-    policy        3+4?            its call of the tool
-    environment   07;             what the tool says
-    policy        07              its answer
+    environment   3+4=            question
+    policy        3+4?            tool call
+    environment   07;             tool output
+    policy        07              answer
 
-A call that is no sum, or a wrong answer, earns nothing; the right answer earns 1, and a good call 0.2. Prints both as they
-rise, and an episode before and after."""
+A correct call earns 0.2 and a correct answer 1; anything else earns 0. Prints the share of both during training, and an
+episode from the first and the last step."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ import jax
 import numpy as np
 
 import slipstream
-from slipstream.config import EngineConfig
-from slipstream.rl import supervised
+from slipstream.config import EmbeddedConfig
+from slipstream.model.checkpoints.sample_model import EOS, sample_params, write_sample_config
+from slipstream.rl.agents.environments import Observation
+from slipstream.rl.agents.episodes import Episode, episode_advantages, episode_batch
+from slipstream.rl.agents.multi_turn import run_episodes
+from slipstream.rl.algorithm.train_step import init_state, make_train_step
 from slipstream.rl.config import AlgorithmConfig
-from slipstream.rl.environments import Observation
-from slipstream.rl.episodes import Episode, episode_advantages, episode_batch
-from slipstream.rl.rollouts import run_episodes
-from slipstream.rl.tasks import Split
-from slipstream.rl.tokens import EOS, Codec, init_small, write_small_model
-from slipstream.rl.train_step import init_state, make_train_step
+from slipstream.rl.data.tasks import Split
+from slipstream.rl.data.tokens import Codec
+from slipstream.rl.trainer import supervised
 from slipstream.types import SamplingParams
 
 GROUP, GROUPS, MAX_LENGTH = 8, 8, 24
@@ -45,13 +46,13 @@ def question(seed: int) -> str:
 
 
 def calculate(call: str) -> str:
-    """`"3+4?"` gives `"07;"`; anything else is told so."""
-    found = re.fullmatch(r"(\d)\+(\d)\?", call)
-    return f"{int(found[1]) + int(found[2]):02d};" if found else "??;"
+    """Return the tool's output: `"07;"` for `"3+4?"`, and `"??;"` for a malformed call."""
+    match = re.fullmatch(r"(\d)\+(\d)\?", call)
+    return f"{int(match[1]) + int(match[2]):02d};" if match else "??;"
 
 
 class Calculator:
-    """Asks for a sum, answers one call of the tool, and judges the answer."""
+    """Environment that asks for a sum, executes one tool call, and scores the answer."""
 
     def reset(self, seed: int) -> Observation:
         self.asked, self.called = question(seed), False
@@ -65,7 +66,7 @@ class Calculator:
 
 
 class Imitation:
-    """Both turns as a task for the supervised warm-up, so that there is a reward to climb."""
+    """Both turns as a supervised task. The warm-up makes some episodes succeed, so that RL has a reward signal."""
 
     name = "calculator"
 
@@ -81,20 +82,20 @@ class Imitation:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Trains, and returns the mean reward of each step."""
+    """Train, and return the mean reward of each step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=30, help="supervised steps before RL")
     options = parser.parse_args(arguments)
     sampling, rewards = SamplingParams(max_tokens=CONFIG.max_tokens, seed=0), []
     with tempfile.TemporaryDirectory() as directory:
-        model, codec = write_small_model(directory), Codec(Path(directory))
-        params = init_small(model, seed=0)
+        model, codec = write_sample_config(directory), Codec(Path(directory))
+        params = sample_params(model, seed=0)
         for warmed, _ in supervised.warm_up(params, model, Imitation(), codec, steps=options.warmup, seed=(0,)):
             params = warmed
         train_step, state = make_train_step(model, CONFIG), init_state(params, model, CONFIG)
 
-        engine = EngineConfig(max_concurrency=16, max_model_len=MAX_LENGTH)
+        engine = EmbeddedConfig(max_num_seqs=16, max_model_len=MAX_LENGTH)
         with slipstream.inprocess(directory, engine=engine) as bridge:
             bridge.sync(params)
             for step in range(1, options.steps + 1):
@@ -114,11 +115,12 @@ def show(step: int, steps: int, episodes: Sequence[Episode], reward: float, rati
     if step == 1 or step == steps or step % 10 == 0:
         calls, answers = (np.mean([e.rewards[turn] > 0 for e in episodes]) for turn in (0, 1))
         print(
-            f"step {step:3d}  reward {reward:.3f}  good calls {calls:.2f}  right answers {answers:.2f}  ratio {ratio:.5f}"
+            f"step {step:3d}  reward {reward:.3f}  correct calls {calls:.2f}  correct answers {answers:.2f}  "
+            f"ratio {ratio:.5f}"
         )
     if step in (1, steps):
-        said = " → ".join(repr(turn.action) for turn in episodes[0].turns)
-        print(f"          {question(episodes[0].seed)}=  {said}  reward {episodes[0].reward:g}")
+        actions = " → ".join(repr(turn.action) for turn in episodes[0].turns)
+        print(f"          {question(episodes[0].seed)}=  {actions}  reward {episodes[0].reward:g}")
 
 
 if __name__ == "__main__":

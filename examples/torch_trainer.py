@@ -1,10 +1,11 @@
-"""A PyTorch trainer whose module and whose engine are one copy of the weights, on CPU or on a GPU.
+"""Train a PyTorch module that shares one copy of its weights with the engine, on CPU or on a GPU.
 
     python examples/torch_trainer.py [--steps 40] [--device cuda]
 
-A tiny Hugging Face model learns to count; an engine in a process of its own serves from the very memory of the module's
-parameters, so that a step of the optimiser is a new version without a byte being sent. Every few steps the engine's greedy
-completion is shown, and at the end compared with what transformers generates from the module. Needs torch and transformers."""
+A tiny Hugging Face model learns to count. An engine in another process serves from the memory of the module's
+parameters, so that an optimizer step becomes a new policy version without a transfer. Prints the engine's greedy
+completion every 10 steps, and finally compares it with transformers' output for the module. Needs torch and
+transformers."""
 
 from __future__ import annotations
 
@@ -26,32 +27,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="of the module; the engine is where JAX is"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="device of the module; the engine runs on JAX's device"
     )
     arguments = parser.parse_args()
     steps = arguments.steps
     torch.manual_seed(0)
     module = LlamaForCausalLM(tiny_config()).to(arguments.device)
-    optimiser = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     with tempfile.TemporaryDirectory() as model:
-        module.config.save_pretrained(model)  # no weights: the engine gets its own from the trainer
-        with slipstream.launch(model, engine=slipstream.EngineConfig(max_concurrency=8)) as bridge:
+        module.config.save_pretrained(model)  # no weights: the engine uses the trainer's
+        with slipstream.launch(model, engine=slipstream.EmbeddedConfig(max_num_seqs=8)) as bridge:
             shared = share_weights(bridge, module)
             for step in range(1, steps + 1):
                 loss = loss_of(module, batch().to(arguments.device))
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 loss.backward()
-                with shared.updating():  # the engine stands still, and goes on with the next version
-                    optimiser.step()
+                with shared.updating():  # pauses the engine, which resumes with the next version
+                    optimizer.step()
                 if step in (1, steps) or step % 10 == 0:
-                    (found,) = bridge.generate([(3, 4, 5)], GREEDY)
+                    (completion,) = bridge.generate([(3, 4, 5)], GREEDY)
                     pause = 1e3 * shared.report.pause_seconds if shared.report else 0.0
-                    print(f"step {step:3d}  loss {loss.item():.3f}  engine stood still {pause:.1f} ms", end="  ")
-                    print(f"version {found.version}: 3 4 5 → {' '.join(map(str, found.token_ids))}")
-            same = found.token_ids == generated(module, (3, 4, 5))
+                    print(f"step {step:3d}  loss {loss.item():.3f}  engine paused {pause:.1f} ms", end="  ")
+                    print(f"version {completion.version}: 3 4 5 → {' '.join(map(str, completion.token_ids))}")
+            same = completion.token_ids == generate_with_transformers(module, (3, 4, 5))
             print(f"engine and module agree: {same}")
             if not same:
-                raise SystemExit("the engine does not serve what the module has learned")
+                raise SystemExit("the engine's completion differs from that of transformers")
 
 
 def tiny_config() -> LlamaConfig:
@@ -70,7 +71,7 @@ def tiny_config() -> LlamaConfig:
 
 
 def batch() -> torch.Tensor:
-    """Numbers that count up, from anywhere and around the end."""
+    """Return sequences of consecutive numbers with random starts, modulo the vocabulary size."""
     return (torch.randint(0, VOCAB, (16, 1)) + torch.arange(LENGTH)) % VOCAB
 
 
@@ -78,10 +79,9 @@ def loss_of(module: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     return module(ids, labels=ids).loss
 
 
-def generated(module: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """By transformers itself."""
+def generate_with_transformers(module: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     ids = torch.tensor([prompt], device=module.device)
-    found = module.generate(
+    sequences = module.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=SHOWN,
@@ -89,7 +89,7 @@ def generated(module: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return tuple(found[0, len(prompt) :].tolist())
+    return tuple(sequences[0, len(prompt) :].tolist())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""GRPO with Tunix: its learner, its model, its loss; rollouts by Tunix itself, or by Slipstream's engines in other processes.
+"""GRPO with Tunix, with rollouts by Tunix itself or by Slipstream engines in other processes.
 
     pip install google-tunix
     python examples/tunix_grpo.py --rollout vanilla
     python examples/tunix_grpo.py --rollout slipstream [--engine vllm] [--engines 2] [--steps 20]
 
-A small Qwen3 with random weights learns to answer in vowels. The two differ in one argument of `ClusterConfig`. Prints the
-reward of every step, and what greedy decoding makes of some prompts before and after: before, both say the same."""
+Learner, model and loss are Tunix's; the two variants differ in one argument of `ClusterConfig`. A small Qwen3 with
+random weights learns to answer in vowels. Prints the reward of every step, and greedy completions before and after
+training. Both variants print the same completions before training."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, Mode, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from slipstream.config import EngineConfig
+from slipstream.config import EmbeddedConfig, VllmConfig
 from slipstream.plugins.tunix import SlipstreamRollout
 
 PROMPTS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -32,7 +33,8 @@ PROMPT_TOKENS, ANSWER_TOKENS = 8, 8
 
 
 class Letters:
-    """A tokenizer as Tunix wants one. 0 pads, 1 ends, 2 begins."""
+    """Tokenizer with Tunix's interface: one token per letter, after padding (0), end (1) and beginning (2) of
+    sequence."""
 
     def encode(self, text: str) -> list[int]:
         return [3 + string.ascii_lowercase.index(letter) for letter in text]
@@ -51,8 +53,10 @@ class Letters:
 
 
 def make_model(seed: int = 6) -> Qwen3:
-    """With random weights. Of this seed, greedy decoding ends some answers early and never pads: Tunix does not see a padding
-    token again that the model itself has drawn."""
+    """Create a small model with random weights.
+
+    With this seed, greedy decoding ends some answers early and never samples the padding token, which Tunix would drop
+    from a completion."""
     config = ModelConfig(
         num_layers=2,
         vocab_size=3 + len(string.ascii_lowercase),
@@ -70,15 +74,16 @@ def make_model(seed: int = 6) -> Qwen3:
 
 @dataclass
 class Run:
-    """What a run of this script has seen."""
+    """Results of a run of this script."""
 
     rewards: list[float] = field(default_factory=list)
-    """Mean of each step."""
+    """Mean reward of each step."""
     before: list[np.ndarray] = field(default_factory=list)
-    """Tokens that greedy decoding makes of `PROMPTS`, without the one that ends them."""
+    """Greedy completions of `PROMPTS` before training, without the end-of-sequence token."""
     after: list[np.ndarray] = field(default_factory=list)
+    """The same after training."""
     version: int = -1
-    """Of the engines' policy in the end: how often weights were synced after the first time."""
+    """Final policy version of the engines: the number of syncs after the first."""
 
 
 def main(argv: list[str] | None = None) -> Run:
@@ -86,7 +91,7 @@ def main(argv: list[str] | None = None) -> Run:
     parser.add_argument("--rollout", choices=("vanilla", "slipstream"), default="slipstream")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--python", default="", help="interpreter of an environment with vLLM")
+    parser.add_argument("--python", default="", help="Python interpreter of an environment with vLLM")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args(argv)
 
@@ -100,7 +105,7 @@ def main(argv: list[str] | None = None) -> Run:
 
     engine: Any = "vanilla"
     if arguments.rollout == "slipstream":
-        settings = EngineConfig(kind=arguments.engine, python=arguments.python)
+        settings = VllmConfig(python=arguments.python) if arguments.engine == "vllm" else EmbeddedConfig()
         engine = partial(SlipstreamRollout, engine=settings, engines=arguments.engines, start_timeout=300)
     cluster = make_cluster(make_model(), engine, arguments.steps)
     try:
@@ -113,7 +118,7 @@ def main(argv: list[str] | None = None) -> Run:
         if isinstance(cluster.rollout, SlipstreamRollout):
             last = cluster.rollout.last_sync
             run.version = last.version
-            print(f"weights synced {last.version} times, the last time in {last.total_seconds * 1e3:.1f} ms")
+            print(f"weights synced {last.version} times, the last sync took {last.total_seconds * 1e3:.1f} ms")
             cluster.rollout.close()
     for prompt, before, after in zip(PROMPTS, run.before, run.after):
         print(f"{prompt:6s} → {Letters().decode(list(before)):8s} → {Letters().decode(list(after))}")
@@ -134,7 +139,7 @@ def make_cluster(model: nnx.Module, rollout_engine: Any, steps: int) -> RLCluste
         max_tokens_to_generate=ANSWER_TOKENS,
         kv_cache_size=32,
         temperature=0.0,
-        top_p=None,  # Tunix's own rollout is greedy without a top_p only
+        top_p=None,  # Tunix's own rollout is greedy only without top_p
     )
     return RLCluster(
         actor=model,
@@ -151,7 +156,7 @@ def make_cluster(model: nnx.Module, rollout_engine: Any, steps: int) -> RLCluste
 
 
 def greedy(cluster: RLCluster) -> list[np.ndarray]:
-    """Tunix's own rollout leaves the last token out where it is the one that ends a completion; Slipstream's keeps it."""
+    """Return greedy completions, without the end-of-sequence token that only Slipstream's rollout keeps."""
     output = cluster.generate(PROMPTS, mode=Mode.EVAL)
     return [tokens[tokens != Letters().eos_id()] for tokens in output.tokens]
 
