@@ -4,8 +4,7 @@ VENV   ?= .venv
 VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# uv installs in a sixth of pip's time. Where it is missing, or cannot reach the configured index, pip takes over.
-INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) || $(PIP) $(1)
+INSTALL := tools/install.sh $(VENV)
 
 .PHONY: demo test test-fast check docs bench vllm-env proto clean
 
@@ -38,7 +37,7 @@ $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) uv || true
-	$(call INSTALL,-e '.[plot,bench]')
+	$(INSTALL) -e '.[plot,bench]'
 	@touch $@
 
 # torch and transformers are references for the decoder's tests. torch is pinned, and installed by pip: an unpinned torch
@@ -46,16 +45,16 @@ $(VENV)/.installed: pyproject.toml
 # names the few that the tests need.
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) 'torch==2.13.0'
-	$(call INSTALL,-e '.[plot,bench,test]')
-	$(call INSTALL,--no-deps 'google-tunix==0.1.7')
+	$(INSTALL) -e '.[plot,bench,test]'
+	$(INSTALL) --no-deps 'google-tunix==0.1.7'
 	@touch $@
 
 $(VENV)/.installed-check: $(VENV)/.installed
-	$(call INSTALL,-e '.[plot,bench,check]')
+	$(INSTALL) -e '.[plot,bench,check]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(call INSTALL,-e '.[docs]')
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 # The real vLLM for CPU, for tests and benchmarks.
