@@ -93,7 +93,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, break_file: Path) -> Iterator[
         port = free.getsockname()[1]
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     log = patches / "server.log"
-    source = Path(vllm_nccl.__file__).parents[3]
+    source = Path(vllm_nccl.__file__).parents[4]
     with open(log, "wb") as file:
         process = subprocess.Popen(
             [*command, "--model", str(directory), *OPTIONS],
