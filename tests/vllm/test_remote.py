@@ -263,7 +263,7 @@ def test_weights_changed_by_another_client_are_noticed(subject: Subject, url: st
     """Must run last: it ends the engine."""
 
     async def scenario() -> Any:
-        await subject.engine._dialect.put_label("someone else's")  # type: ignore[attr-defined]
+        await subject.engine._dialect.set_label("someone else's")  # type: ignore[attr-defined]
         return await collected(subject, request("r", subject.prompts[4]))
 
     (failure,) = subject.runner.run(scenario())
