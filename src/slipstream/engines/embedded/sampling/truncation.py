@@ -61,7 +61,7 @@ def _top_k_cut(logits: jax.Array, peak: jax.Array, near: jax.Array, settings: Ba
 def _top_p_cut(
     logits: jax.Array, peak: jax.Array, temperature: jax.Array, near: jax.Array, cut: jax.Array, settings: BatchSettings
 ) -> jax.Array:
-    """Of the tokens within `cut`, keep the fewest whose probabilities sum to at least `top_p` of the total."""
+    """Keep the fewest tokens within `cut` whose probabilities sum to at least `top_p` of the total."""
 
     def mass(cut: jax.Array) -> jax.Array:
         return pairwise_sum(
