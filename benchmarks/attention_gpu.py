@@ -522,15 +522,13 @@ def measure_loop() -> Iterator[None]:
     tokens = batch * (sizes.context + steps // 2) * sizes.layers
     floor_ms = tokens * sizes.kv_heads * sizes.head_dim * 4 / (PEAK_GB * 1e9) * 1e3
     record("loop sizes", cache_MB=cache_mb, read_at_peak_ms=floor_ms)
-    loops = []
-    for method in ("scatter", "kernel"):
-        attention = kernels.PallasAttention(interpret=interpret, write_with_kernel=method == "kernel")
-        loops += [
-            Loop(f"loop write by {method} + attend, scan", steps_of(attention, True, True, False), steps),
-            Loop(f"loop write by {method} + attend, dynamic loop", steps_of(attention, True, True, True), steps),
-            Loop(f"loop write by {method} alone, scan", steps_of(attention, True, False, False), steps),
-        ]
-    loops.append(Loop("loop attend alone, scan", steps_of(attention, False, True, False), steps))
+    attention = kernels.PallasAttention(interpret=interpret)
+    loops = [
+        Loop("loop write by scatter + attend, scan", steps_of(attention, True, True, False), steps),
+        Loop("loop write by scatter + attend, dynamic loop", steps_of(attention, True, True, True), steps),
+        Loop("loop write by scatter alone, scan", steps_of(attention, True, False, False), steps),
+        Loop("loop attend alone, scan", steps_of(attention, False, True, False), steps),
+    ]
     yield from measure_loops(loops, (layers, heads), (start, jnp.int32(steps)))
 
 
@@ -623,12 +621,10 @@ def measure_step() -> Iterator[None]:
     record("step sizes", weights_GB=weights / 1e9, read_at_peak_ms=read / (PEAK_GB * 1e9) * 1e3)
     yield
     attention = kernels.PallasAttention(interpret=interpret)
-    by_kernel = dataclasses.replace(attention, write_with_kernel=True)
     loops = [
         Loop("step scan", run_of(attention, "scan"), steps),
         Loop("step while", run_of(attention, "while"), steps),
         Loop("step one at a time", run_of(attention, "one"), 1),
-        Loop("step scan, written by kernel", run_of(by_kernel, "scan"), steps),
     ]
     yield from measure_loops(loops, (layers, tokens), (params, start, jnp.int32(steps)))
 

@@ -5,18 +5,21 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 # Before JAX starts: two devices, for tensor parallelism on any machine, and compiled programs shared by the many processes of
-# one run (of one run only: a cache from another CPU cannot be trusted). XLA compiles without optimizations, in half the time;
-# SLIPSTREAM_TEST_OPTIMIZED=1 turns them on, as `make test` does for the tests of determinism.
+# one run (of one run only: a cache from another CPU cannot be trusted). XLA compiles without optimizations, in a fifth of the
+# time; SLIPSTREAM_TEST_OPTIMIZED=1 turns them on, as `make test` does for the tests of determinism.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = ["--xla_force_host_platform_device_count=2"]
 if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("SLIPSTREAM_TEST_OPTIMIZED"):
-    _flags.append("--xla_backend_optimization_level=0")
+    _flags += ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+    if version("jaxlib").startswith("0.10."):  # XLA aborts on a flag that it does not know
+        _flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _cache = tempfile.TemporaryDirectory(prefix="slipstream-tests-")

@@ -82,19 +82,16 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in bias))
-        for name, low, high in _INTEGERS:
+        for name, (low, high, advice) in _LIMITS.items():
             value = getattr(self, name)
-            if not _is_int(value) or not low <= value <= high:
-                limit = f"of at least {low}" if value.__class__ is not int or value < low else f"of at most {high}"
-                raise InvalidSampling(f"{name} must be an integer {limit}, got {value!r}{_ADVICE.get(name, '')}")
+            if isinstance(low, int):
+                if not _is_int(value) or not low <= value <= high:
+                    limit = f"of at least {low}" if value.__class__ is not int or value < low else f"of at most {high}"
+                    raise InvalidSampling(f"{name} must be an integer {limit}, got {value!r}{advice}")
+            elif not _is_number(value) or not low <= value <= high:
+                raise InvalidSampling(f"{name} must be a finite number in [{low:g}, {high:g}], got {value!r}{advice}")
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        for name, least, most in _NUMBERS:
-            value = getattr(self, name)
-            if not _is_number(value) or not least <= value <= most:
-                raise InvalidSampling(
-                    f"{name} must be a finite number in [{least:g}, {most:g}], got {value!r}{_ADVICE.get(name, '')}"
-                )
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
             raise InvalidSampling(f"{name} must be greater than 0, got 0; 1 disables it")
@@ -115,9 +112,16 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether tokens are sampled from the model's unmodified distribution."""
-        kept = self.temperature == 1 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
-        penalized = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return kept and not (penalized or self.logit_bias or self.min_tokens)
+        return self.temperature == 1 and self.is_plain_or_greedy
+
+    @property
+    def is_plain_or_greedy(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution, or are its likeliest. Then both kinds of logprobs are the
+        same, and a completion can be continued by another request."""
+        keeps_all = (self.top_k, self.top_p, self.min_p) == (0, 1, 0)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        edits = penalties != (1, 0, 0) or self.logit_bias or self.min_tokens
+        return self.temperature in (0, 1) and keeps_all and not edits
 
     def with_seed(self, seed: int | None) -> SamplingParams:
         """Return a copy with another seed. Skips the other checks, since this runs several times per request."""
@@ -133,27 +137,20 @@ MAX_SAMPLES, MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS = 4096, 64, 16, 20
 MAX_STOPS = MAX_STOP_TOKENS + 8
 """Stop tokens of a request plus those of the model."""
 
-_INTEGERS = (
-    ("max_tokens", 1, 2**31 - 1),
-    ("top_k", -1, 2**31 - 1),
-    ("n", 1, MAX_SAMPLES),
-    ("min_tokens", 0, 2**31 - 1),
-    ("top_logprobs", 0, MAX_TOP_LOGPROBS),
-)
-_NUMBERS = (
-    ("temperature", 0.0, 1e6),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 1e6),
-    ("presence_penalty", -1e6, 1e6),
-    ("frequency_penalty", -1e6, 1e6),
-)
-_ADVICE = {
-    "temperature": "; 0 is greedy",
-    "top_p": "; 1 disables it",
-    "n": "; for more, repeat the prompt",
-    "repetition_penalty": "; 1 disables it",
+_LIMITS: Mapping[str, tuple[float, float, str]] = {
+    "max_tokens": (1, 2**31 - 1, ""),
+    "top_k": (-1, 2**31 - 1, ""),
+    "n": (1, MAX_SAMPLES, "; for more, repeat the prompt"),
+    "min_tokens": (0, 2**31 - 1, ""),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS, ""),
+    "temperature": (0.0, 1e6, "; 0 is greedy"),
+    "top_p": (0.0, 1.0, "; 1 disables it"),
+    "min_p": (0.0, 1.0, ""),
+    "repetition_penalty": (0.0, 1e6, "; 1 disables it"),
+    "presence_penalty": (-1e6, 1e6, ""),
+    "frequency_penalty": (-1e6, 1e6, ""),
 }
+"""Least and greatest value, and advice for other values. Settings with integer limits are integers."""
 
 
 def _check_seed(seed: int | None) -> None:
@@ -259,7 +256,6 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """Policy versions that generated the tokens, in order."""
     engine: str = ""
-    """Name of the engine."""
     prompt_index: int = 0
     """Index of the prompt in the list passed to `generate`."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
@@ -434,7 +430,6 @@ class Offer:
     plan: bytes
     """The serialized plan; empty if the engine has it already."""
     fingerprint: str
-    """Fingerprint of the plan."""
     transport: str
     """`memory`, `shm`, `tcp`, `disk:/directory`, `vllm-nccl:` plus a communicator id, `sglang-gloo:` plus a rendezvous address,
     or `shared:` plus the memory."""
@@ -645,7 +640,6 @@ class EngineStatus:
     note: str = ""
     """Reason for a state other than `ready`."""
     is_paused: bool = False
-    """Whether the engine is paused."""
     circuit: Circuit = "closed"
     num_faults: int = 0
     """Failed calls blamed on the engine since it first registered."""

@@ -127,7 +127,7 @@ def test_the_example_config_is_one():
 
 def test_plain_lines_where_there_is_no_terminal():
     out = console()
-    with training_display(out, warmup_steps=2, steps=50) as display:
+    with training_display(out, warmup_steps=2, steps=50) as show:
         for record in (
             WarmupRecord(1, 3.5),
             WarmupRecord(2, 1.25),
@@ -135,7 +135,7 @@ def test_plain_lines_where_there_is_no_terminal():
             dataclasses.replace(STEP, step=21),
             EVALUATION,
         ):
-            display.show(record)
+            show(record)
     warm_first, warm_last, step, evaluation = out.file.getvalue().splitlines()
     assert "3.500" in warm_first and "1.250" in warm_last
     for part in ("step   20", "reward 0.250", "accuracy 0.125", "1,656 tokens/s", "sync 3.5 ms", "version 7"):
@@ -145,9 +145,9 @@ def test_plain_lines_where_there_is_no_terminal():
 
 def test_a_live_bar_where_there_is_one():
     out = console(force_terminal=True, color_system=None)
-    with training_display(out, warmup_steps=2, steps=50) as display:
+    with training_display(out, warmup_steps=2, steps=50) as show:
         for record in (WarmupRecord(2, 1.25), dataclasses.replace(EVALUATION, step=0), STEP):
-            display.show(record)
+            show(record)
     said = out.file.getvalue()
     assert "20/50" in said and "accuracy 0.125" in said and "evaluation after 0 steps" in said
 
@@ -155,8 +155,8 @@ def test_a_live_bar_where_there_is_one():
 def test_a_run_without_held_out_prompts_can_be_shown_and_plotted(tmp_path):
     bare = dataclasses.replace(EVALUATION, sampled_heldout=None, greedy_heldout=None)
     out = console()
-    with training_display(out, warmup_steps=0, steps=50) as display:
-        display.show(bare)
+    with training_display(out, warmup_steps=0, steps=50) as show:
+        show(bare)
     assert "held-out" not in out.file.getvalue()
     assert plot.write_curve(tmp_path / "c.png", [STEP], [bare]).stat().st_size > 1000
 

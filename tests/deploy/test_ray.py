@@ -21,11 +21,12 @@ import slipstream
 from slipstream.config import EmbeddedConfig, RayConfig
 from slipstream.deploy.processes.run_dir import read_run_dir
 from slipstream.errors import ConfigError, DeadlineExceeded, InvalidPrompt, LaunchFailed, Unsupported
-from slipstream.gateway.journal import Journal, check
+from slipstream.gateway.journal import Journal
 from slipstream.model.checkpoints import hf_weights
 from slipstream.types import SamplingParams
 from tests.deploy.lan import environment, lan
 from tests.deploy.test_launch_command import check_front, held
+from tests.gateway.history import check
 from tests.tiny import random_params, tiny_config, write_config
 
 CONFIG = tiny_config("llama", max_position_embeddings=512)

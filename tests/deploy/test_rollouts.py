@@ -18,8 +18,9 @@ import pytest
 import slipstream
 from slipstream.config import GatewayConfig
 from slipstream.errors import DeadlineExceeded, InvalidSampling, MappingError, NotReady, RolloutError, StaleRollouts
-from slipstream.gateway.journal import Journal, check
+from slipstream.gateway.journal import Journal
 from slipstream.types import SamplingParams, VersionSpan
+from tests.gateway.history import check
 from tests.tiny import random_params, tiny_config, write_config
 
 CONFIG = tiny_config("llama")

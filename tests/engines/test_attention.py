@@ -12,9 +12,9 @@ from slipstream.engines.embedded.compute.attention import (
     BlockwiseAttention,
     CacheLayer,
     NaiveAttention,
-    PagedAttention,
     SharedPrefixes,
 )
+from slipstream.engines.embedded.compute.programs import PagedAttention
 from slipstream.model.config import LayerAttention
 
 BLOCKWISE, NAIVE = BlockwiseAttention(), NaiveAttention()

@@ -68,7 +68,7 @@ def test_a_draft_changes_no_token(plain: Subject) -> None:
         # Requests without speculation leave holes in the draft's KV cache: worse drafts, the same tokens.
         rich = [request("rich", [5, 6], max_tokens=12, top_logprobs=1)]
         assert drawn(subject, *requests(), *rich) == expected | drawn(plain, *rich)
-        assert stats(subject)["num_programs"] <= subject.engine._shapes.num_programs  # type: ignore[attr-defined]
+        assert stats(subject)["num_programs"] <= subject.engine._compute._executor.shapes.num_programs  # type: ignore[attr-defined]
 
 
 def test_a_draft_that_is_the_policy_is_always_right(plain: Subject) -> None:
@@ -78,7 +78,7 @@ def test_a_draft_that_is_the_policy_is_always_right(plain: Subject) -> None:
         assert acceptance(subject, Counter()) > 0.95
         counted = stats(subject)
         assert counted["generated_tokens"] == 160 and counted["ticks"] < 20
-        assert counted["num_programs"] <= subject.engine._shapes.num_programs  # type: ignore[attr-defined]
+        assert counted["num_programs"] <= subject.engine._compute._executor.shapes.num_programs  # type: ignore[attr-defined]
 
 
 def test_a_draft_of_another_vocabulary_is_rejected() -> None:

@@ -233,15 +233,6 @@ def test_other_holders_keep_their_pages_after_clear():
     assert tree.evict(10) == 2
 
 
-def test_counts_hits_on_admission():
-    _, tree = tree_of("aaaa")
-    tree.match(tokens("aaaa"))
-    assert (tree.hit_tokens, tree.looked_up_tokens) == (0, 0)
-    tree.count_hit(4, 10)
-    tree.count_hit(0, 5)
-    assert (tree.hit_tokens, tree.looked_up_tokens) == (4, 15)
-
-
 def test_many_siblings_are_not_scanned(monkeypatch):
     """10,000 prompts with a common prefix, as with a chat template: a match compares with a few of them."""
     pool = PagePool(10_001)

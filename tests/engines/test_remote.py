@@ -174,7 +174,7 @@ def test_one_server_is_one_engine(tmp_path: Path) -> None:
         ({"key": "sesame"}, Unauthorized, "SLIPSTREAM_VLLM_TOKEN"),
         ({"fail": {"/server_info": (200, "<html>")}}, ProtocolMismatch, "expected JSON"),
         ({"fail": {"/server_info": (200, [])}}, ProtocolMismatch, "logprobs_mode|weight-transfer"),
-        ({"fail": {"/v1/models": (200, {"data": []})}}, ProtocolMismatch, "a list of models"),
+        ({"fail": {"/v1/models": (200, {"data": []})}}, ProtocolMismatch, "str at data.0.id"),
         ({"fail": {"/is_paused": (200, {"is_paused": "no"})}}, ProtocolMismatch, "true or false"),
         (
             {"fail": {"/weight_info": (500, {"error": {"message": "boom"}})}},

@@ -432,4 +432,4 @@ def test_there_are_never_more_programs_than_announced(subject: Subject) -> None:
     prompts = [tuple(rng.integers(5, 90, rng.integers(1, 60)).tolist()) for _ in range(40)]
     subject.generate(*(request(str(i), p, n=1 + i % 3, top_logprobs=i % 2) for i, p in enumerate(prompts)))
     subject.score(*(p for p in prompts if len(p) > 1))
-    assert stats(subject)["num_programs"] <= subject.engine._shapes.num_programs  # type: ignore[attr-defined]
+    assert stats(subject)["num_programs"] <= subject.engine._compute._executor.shapes.num_programs  # type: ignore[attr-defined]

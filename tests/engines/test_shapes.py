@@ -37,7 +37,7 @@ def test_bucket_is_the_smallest_that_holds_it(size: int, expected: int) -> None:
 
 
 def test_derived_sizes() -> None:
-    assert (SHAPES.table_width, SHAPES.prefill_tokens, SHAPES.max_rows) == (8, 64, 24)
+    assert SHAPES.table_width == 8
     assert [SHAPES.num_pages_for(tokens) for tokens in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
 
 
@@ -63,7 +63,7 @@ def test_rows_are_never_fewer_than_eight() -> None:
 
 def test_prefill_calls_hold_max_num_batched_tokens() -> None:
     shapes = shapes_for(MODEL, EmbeddedConfig())
-    assert (shapes.block, shapes.blocks, shapes.prefill_tokens) == (16, (1, 4, 16), 256)
+    assert (shapes.block, shapes.blocks) == (16, (1, 4, 16))
     assert shapes_for(MODEL, EmbeddedConfig(max_num_batched_tokens=64)).blocks == (1, 4)
     assert shapes_for(MODEL, EmbeddedConfig(max_num_batched_tokens=3)).blocks == (1,)  # at least one block
 

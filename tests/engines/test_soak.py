@@ -90,7 +90,7 @@ class Soak:
         calls: set[asyncio.Task[None]] = set()
         num_sent, paused = 0, False
         while num_sent < NUM_REQUESTS:
-            action = self.rng.choice(["call", "score", "pause", "commit"], p=[0.8, 0.1, 0.05, 0.05])
+            action = self.rng.choice(["call", "score", "pause", "commit"], p=[0.76, 0.08, 0.08, 0.08])
             if action == "call":
                 batch = [KINDS[i] for i in self.rng.choice(len(KINDS), self.rng.integers(1, 8), replace=False)]
                 num_sent += len(batch)
@@ -169,7 +169,8 @@ def test_many_requests(subject: Subject) -> None:
     assert_nothing_leaked(subject, NUM_PAGES)
     counted = stats(subject)
     assert counted["preemptions"] > 0 and counted["hit_tokens"] > 0 and counted["evicted_pages"] > 0
-    assert all(soak.counts[name] > 10 for name in ("mixed", "of one version", "left", "score", "pause", "commit"))
+    rare = {name for name in ("mixed", "of one version", "left", "score", "pause", "commit") if soak.counts[name] < 5}
+    assert not rare, f"the run did not exercise {rare}: {soak.counts}"
     assert set(soak.commits.values()) == set(POLICIES)
     for found in subject.generate(*KINDS[:4]):  # and it still serves
         assert not isinstance(found, Failure)

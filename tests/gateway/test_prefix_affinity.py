@@ -54,10 +54,10 @@ def test_memory_is_bounded_and_the_latest_is_known(sent):
         affinity.add(prefixes(prompt), name)
         length, names = next(affinity.engines_with(prefixes(prompt)))
         assert length == len(prompt) and name in names and len(names) <= MAX_ENGINES_PER_PREFIX
-        assert affinity.num_keys <= 20
+        assert len(affinity._engines) <= 20
     for name in "abcdefghijkl":
         affinity.forget(name)
-    assert affinity.num_keys == 0
+    assert len(affinity._engines) == 0
 
 
 def test_a_new_version_and_a_lost_engine_are_forgotten():

@@ -32,7 +32,7 @@ def test_life_of_an_engine():
     registry.commit(1, ["a"])
     assert states(registry) == {"a": "ready", "b": "stale"}
     registry.commit(2, ["a", "b"])
-    registry.touch("a", now=11)
+    registry.get("a").last_heard = 11
     assert registry.expire(now=12) == ["b"] and registry.expire(now=12) == []
     assert states(registry) == {"a": "ready", "b": "lost"}
     registry.register(info("b", version=2), now=13)
@@ -54,7 +54,7 @@ def test_faults_are_remembered_of_an_engine_that_comes_back_under_its_name():
     registry.register(info("a", version=0), now=0)
     for _ in range(3):
         registry.get("a").breaker.faulted(1.0, "it broke")
-    registry.set_prefix_hits("a", 40, 30)
+    registry.get("a").looked_up_tokens, registry.get("a").hit_tokens = 40, 30
     (row,) = registry.statuses(2.0)
     assert (row.state, row.circuit, row.num_faults, row.looked_up_tokens, row.hit_tokens) == (
         "ready",
@@ -153,15 +153,15 @@ def test_sleeping_engines_get_requests_only_where_all_sleep():
     def names(only=""):
         return [m.info.name for m in registry.available(only)]
 
-    registry.set_asleep("a", ("weights", "kv_cache"))
+    registry.get("a").asleep = ("weights", "kv_cache")
     assert states(registry) == {"a": "asleep", "b": "ready"}
     assert "weights and kv_cache" in registry.statuses(0.0)[0].note
     assert names() == ["b"] and names("a") == ["a"]
-    registry.set_asleep("b", ("kv_cache",))
+    registry.get("b").asleep = ("kv_cache",)
     assert names() == ["a", "b"]
     registry.commit(1, ["a"])
     assert states(registry) == {"a": "asleep", "b": "stale"} and names() == ["a"]
-    registry.set_asleep("a", ())
+    registry.get("a").asleep = ()
     assert states(registry)["a"] == "ready"
     with pytest.raises(NotReady, match="b: stale"):
         names("b")

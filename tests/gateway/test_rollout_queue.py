@@ -15,18 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.errors import DeadlineExceeded, EngineLost, JournalError, RequestError, RolloutError, StaleRollouts
-from slipstream.gateway.journal import Journal, check
-from slipstream.gateway.rollout_queue import (
-    GroupInterrupted,
-    GroupRefused,
-    Outcome,
-    RolloutQueue,
-    SampleDone,
-    prompts_by_id,
+from slipstream.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    InvalidPrompt,
+    JournalError,
+    RequestError,
+    RolloutError,
+    StaleRollouts,
 )
+from slipstream.gateway import convert
+from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.journal import Journal, TakenGroup
+from slipstream.gateway.rollout_queue import RolloutQueue, prompts_by_id
 from slipstream.gateway.staleness import RolloutBound
-from slipstream.types import Request, SamplingParams
+from slipstream.types import Failure, Request, SamplingParams
+from tests.gateway.history import check, states
 
 
 class Engines:
@@ -41,25 +45,34 @@ class Engines:
         self.slow: set[bytes] = set()
         self.hold = asyncio.Event()
 
-    async def __call__(self, request: bytes) -> AsyncGenerator[Outcome, None]:
+    async def __call__(self, request: bytes) -> AsyncGenerator[pb.Results, None]:
         self.begun.append(request)
         version = self.version
         await self.going.wait()
         if request in self.slow:
             await self.hold.wait()
         if request == b"bad":
-            yield GroupRefused(b"too long")
+            yield convert.results_to_pb([Failure("bad", InvalidPrompt("too long"))])
             return
-        yield SampleDone(1, version, b"%s/1@%d" % (request, version))
+        yield sample(request, 1, version)
         if request in self.dying:
             self.dying.discard(request)
-            yield GroupInterrupted(EngineLost("it died"), engine_died=True)
+            yield convert.results_to_pb([Failure("r", EngineLost("it died"))])
             return
-        yield SampleDone(0, version, b"%s/0@%d" % (request, version))
+        yield sample(request, 0, version)
+
+
+def sample(request: bytes, index: int, version: int) -> pb.Results:
+    text, spans = f"{request.decode()}/{index}@{version}", [pb.VersionSpan(version=version, start=0, stop=1)]
+    return pb.Results(completions=[pb.Completion(sample_index=index, text=text, spans=spans)])
+
+
+def texts(group: TakenGroup) -> tuple[str, ...]:
+    return tuple(pb.Completion.FromString(data).text for data in group.completions)
 
 
 def rollouts(engines: Engines, bound: RolloutBound, journal: Journal | None = None) -> RolloutQueue:
-    return RolloutQueue(journal or Journal(), bound, engines.version, engines, lambda error: str(error).encode())
+    return RolloutQueue(journal or Journal(), bound, engines.version, engines)
 
 
 def prompts(*names: str) -> dict[str, tuple[bytes, int]]:
@@ -87,17 +100,17 @@ def test_groups_are_taken_in_order_and_once() -> None:
         assert queue.submit(prompts("a", "b", "c", "d")) == 4
         assert queue.submit(prompts("b", "a")) == 0  # again
         first = await queue.take(0, 3, 5)
-        assert [(t.position, t.id, t.age, t.completions) for t in first] == [
-            (1, "a", 0, (b"a/0@0", b"a/1@0")),
-            (2, "b", 0, (b"b/0@0", b"b/1@0")),
-            (3, "c", 0, (b"c/0@0", b"c/1@0")),
+        assert [(t.position, t.id, t.age, texts(t)) for t in first] == [
+            (1, "a", 0, ("a/0@0", "a/1@0")),
+            (2, "b", 0, ("b/0@0", "b/1@0")),
+            (3, "c", 0, ("c/0@0", "c/1@0")),
         ]
         assert await queue.take(0, 3, 5) == first  # the answer was lost: the same again
         with pytest.raises(StaleRollouts):
             await queue.take(3, 1, 5)
         sync(engines, queue)
         (last,) = await queue.take(3, 1, 5)
-        assert (last.position, last.id, last.version) == (4, "d", 1) and last.completions == (b"d/0@1", b"d/1@1")
+        assert (last.position, last.id, last.version) == (4, "d", 1) and texts(last) == ("d/0@1", "d/1@1")
         with pytest.raises(RolloutError, match="asked for 1 groups, but only 0 submitted prompts are left"):
             await queue.take(4, 1, 5)
         assert check(queue._journal, 0) == []
@@ -136,7 +149,7 @@ def test_an_engine_that_dies_makes_nothing_twice() -> None:
         queue = rollouts(engines, RolloutBound(0, 2))
         queue.submit(prompts("a", "b"))
         taken = await queue.take(0, 2, 5)
-        assert [t.completions for t in taken] == [(b"a/0@0", b"a/1@0"), (b"b/0@0", b"b/1@0")]
+        assert [texts(t) for t in taken] == [("a/0@0", "a/1@0"), ("b/0@0", "b/1@0")]
         assert engines.begun.count(b"a") == 2 and check(queue._journal, 0) == []
 
     asyncio.run(main())
@@ -147,7 +160,7 @@ def test_a_refusal_is_an_error_in_its_place_and_never_a_row() -> None:
         queue = rollouts(Engines(), RolloutBound(0, 2))
         queue.submit(prompts("bad", "good"))
         bad, good = await queue.take(0, 2, 5)
-        assert (bad.id, bad.completions, bad.error) == ("bad", (), b"too long")
+        assert (bad.id, bad.completions, pb.Error.FromString(bad.error).message) == ("bad", (), "too long")
         assert (good.id, len(good.completions), good.error) == ("good", 2, b"")
         assert check(queue._journal, 0) == []
 
@@ -193,10 +206,10 @@ def test_a_straggler_that_is_too_old_is_made_anew_or_delivered_with_its_age(late
             assert [t.id for t in await queue.take(1, 2, 5)] == ["c", "a"]  # c is the older by now
         taken = (await queue.take(2, 1, 5))[0]
         if late == "renew":
-            assert (taken.id, taken.age, taken.completions) == ("a", 0, (b"a/0@2", b"a/1@2")), taken
+            assert (taken.id, taken.age, texts(taken)) == ("a", 0, ("a/0@2", "a/1@2")), taken
             assert engines.begun.count(b"a") == 2 and check(queue._journal, 1) == []
         else:
-            assert (taken.id, taken.age, taken.completions) == ("a", 2, (b"a/0@0", b"a/1@0")), taken
+            assert (taken.id, taken.age, texts(taken)) == ("a", 2, ("a/0@0", "a/1@0")), taken
             assert engines.begun.count(b"a") == 1
 
     asyncio.run(main())
@@ -306,7 +319,7 @@ def test_what_was_made_for_older_weights_is_made_anew_by_the_next_gateway(tmp_pa
         engines.version = 5  # the trainer went on, and the fleet with it
         again = rollouts(engines, RolloutBound(0, 1), Journal(tmp_path / "journal.sqlite"))
         (taken,) = await again.take(0, 1, 5)
-        assert (taken.age, taken.completions) == (0, (b"a/0@5", b"a/1@5"))
+        assert (taken.age, texts(taken)) == (0, ("a/0@5", "a/1@5"))
 
     asyncio.run(main())
 
@@ -400,7 +413,7 @@ import sys
 from slipstream.gateway.journal import Group, Journal
 journal = Journal(__import__("pathlib").Path(sys.argv[1]))
 known = {g.id: g for g in journal.waiting()}
-first = len(journal.states())
+first = journal.num_groups()
 for i in range(first, first + 10_000):
     for group in journal.accept({f"p{i}": (b"x" * 200, 2)}):
         journal.finish(group, {0: (b"y" * 500, 0), 1: (b"z" * 500, 0)})
@@ -421,12 +434,11 @@ def test_a_writer_that_is_killed_leaves_a_journal_that_is_whole(tmp_path: Path) 
                 said = int(process.stdout.readline())
             process.send_signal(signal.SIGKILL)
         journal = Journal(path)
-        states = journal.states()
-        assert states[said][0] == "taken" and check(journal) == []  # what was said has happened
+        assert states(journal)[said][0] == "taken" and check(journal) == []  # what was said has happened
         for group in journal.waiting():  # what had begun can be brought to its end
             assert journal.finish(group, {0: (b"", 0), 1: (b"", 0)}) == 0
         journal.take(journal.finished(), 0)
-        assert check(journal) == [] and all(state == "taken" for state, _, _ in journal.states().values())
+        assert check(journal) == [] and all(state == "taken" for state, _ in states(journal).values())
         journal.close()
 
 

@@ -101,13 +101,6 @@ class Run(RuleBasedStateMachine):
         # What a trainer had asked for beyond a batch and did not take, because it has crashed, is under way all the same.
         self.over = max(0, len(self.running) + len(self.finished) + self.taken - self.bound.limit)
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(sorted(self.running)))
-        del self.running[group]
-        self.staleness.end(group)
-
     @invariant()
     def engines_are_never_too_far_ahead(self) -> None:
         limit = (self.bound.max_staleness + 1) * self.bound.batch

@@ -239,7 +239,7 @@ def by_prefill(programs: Programs, params: Any, ids: np.ndarray, table: np.ndarr
 
 
 def by_decode(programs: Programs, params: Any, ids: np.ndarray, table: np.ndarray) -> Cache:
-    cache, size = programs.new_cache(), programs.shapes.max_rows
+    cache, size = programs.new_cache(), programs.shapes.rows[-1]
     settings = BatchSettings.stack([], size, rich=False)
     for position, id in enumerate(ids):
         token, at, room = np.zeros(size, np.int32), np.full(size, -1, np.int32), np.zeros(size, np.int32)

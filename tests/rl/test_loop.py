@@ -10,7 +10,7 @@ import pytest
 import slipstream
 from slipstream.config import EmbeddedConfig
 from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, VersionError
-from slipstream.gateway.journal import Journal, check
+from slipstream.gateway.journal import Journal
 from slipstream.model.checkpoints import hf_weights
 from slipstream.model.checkpoints.sample_model import sample_config, sample_params, write_sample_config
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, RewardConfig, TaskConfig, TrainConfig
@@ -22,6 +22,7 @@ from slipstream.rl.trainer.evaluation import evaluate, require_versions
 from slipstream.rl.trainer.learner import Learner
 from slipstream.rl.trainer.loop import training_loop
 from slipstream.types import Completion, SamplingParams, VersionSpan
+from tests.gateway.history import check
 
 CONFIG = TrainConfig(
     steps=30,

@@ -8,7 +8,7 @@ import pytest
 import slipstream
 from slipstream.config import EmbeddedConfig
 from slipstream.errors import ConfigError
-from slipstream.gateway.journal import Journal, check
+from slipstream.gateway.journal import Journal
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.rl.config import AlgorithmConfig, TaskConfig, TrainConfig
 from slipstream.rl.data.prompts import PromptSource
@@ -16,6 +16,7 @@ from slipstream.rl.reporting.records import StepRecord
 from slipstream.rl.trainer.loop import training_loop
 from slipstream.rl.trainer.recovery import RecoveringBridge
 from slipstream.types import SamplingParams
+from tests.gateway.history import check
 
 LONG, SHORT = 400, 2
 CONFIG = TrainConfig(

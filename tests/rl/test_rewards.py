@@ -53,7 +53,7 @@ def wait_until(what):
 
 
 def pids(rewarder):
-    return [w.pid for f in rewarder._functions for w in f.runner.workers if w.pid]
+    return [w._process.pid for f in rewarder._functions for w in f.runner.workers if w._process]
 
 
 @pytest.fixture(scope="module")

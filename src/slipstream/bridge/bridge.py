@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, get_args
 
 from slipstream.bridge.fleet import Fleet, with_engines
-from slipstream.bridge.rollouts import Rollouts
+from slipstream.bridge.rollouts import Rollouts, Sampling, make_request, per_prompt
 from slipstream.bridge.shared_weights import SharedWeights
 from slipstream.config import SyncOptions
 from slipstream.errors import (
@@ -28,7 +26,6 @@ from slipstream.errors import (
     InvalidSampling,
     NotReady,
     RequestError,
-    SlipstreamError,
     Unsupported,
     UpdateInProgress,
 )
@@ -46,12 +43,10 @@ from slipstream.types import (
     MemoryTag,
     Prompt,
     Request,
-    SamplingParams,
     Score,
     SyncReport,
     VerifyReport,
     checked_ids,
-    plain_ids,
 )
 from slipstream.weights.update.publisher import Publisher
 
@@ -124,24 +119,15 @@ class Bridge:
         bridge cancels the sync."""
         self._acquire_sync("another sync of this bridge is in progress; run one at a time")
         known, self._known_fleet = self._known_fleet, None  # set again on success
-        publish = functools.partial(self._publish, params, draft, in_flight, partial, drop_failed)
-        return event_loop.start_then(with_engines(self._fleet, publish, "to sync to", known), self._syncing.release)
 
-    async def _publish(
-        self,
-        params: Any,
-        draft: Any,
-        in_flight: InFlight,
-        partial: bool,
-        drop_failed: bool,
-        engines: tuple[EngineInfo, ...],
-        version: int,
-    ) -> SyncReport:
-        report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed, draft)
-        self._version = report.version
-        if not report.lost:
-            self._known_fleet = (engines, report.version)
-        return report
+        async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
+            report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed, draft)
+            self._version = report.version
+            if not report.lost:
+                self._known_fleet = (engines, report.version)
+            return report
+
+        return event_loop.start_then(with_engines(self._fleet, publish, "to sync to", known), self._syncing.release)
 
     def _acquire_sync(self, error: str) -> None:
         """Keep syncs from starting until `_syncing` is released. Raises `UpdateInProgress` if one is running."""
@@ -212,12 +198,7 @@ class Bridge:
         return await self._publisher.verify(params, engines, draft)
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        engine: str = "",
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, engine: str = "", priority: int = 0
     ) -> Completions:
         """Generate completions; return them in order: the `n` samples of the first prompt, then those of the second, and so on.
 
@@ -231,36 +212,20 @@ class Bridge:
         return event_loop.run(self._generate(_requests(prompts, sampling_params, priority), engine))
 
     async def agenerate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        engine: str = "",
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, engine: str = "", priority: int = 0
     ) -> Completions:
         """Awaitable version of `generate`, for any event loop. Cancelling it cancels the unfinished requests."""
         return await event_loop.arun(self._generate(_requests(prompts, sampling_params, priority), engine))
 
     def stream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        engine: str = "",
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, engine: str = "", priority: int = 0
     ) -> Iterator[Completion | Failure]:
-        """Like `generate`, but yield each completion as soon as it is finished, and failures as `Failure`. Closing the iterator
-        early cancels the rest."""
+        """Like `generate`, but yield completions and `Failure`s as they finish. Closing it early cancels the rest."""
         for batch in event_loop.iterate(self._batches(_requests(prompts, sampling_params, priority), engine)):
             yield from batch
 
     async def astream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        engine: str = "",
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, engine: str = "", priority: int = 0
     ) -> AsyncGenerator[Completion | Failure, None]:
         """Async version of `stream`, for any event loop. Closing it cancels the rest."""
         batches = self._batches(_requests(prompts, sampling_params, priority), engine)
@@ -358,8 +323,7 @@ class Bridge:
         return event_loop.run(self._fleet.wake(_tags(tags), engine))
 
     def reset_prefix_cache(self, *, engine: str = "") -> None:
-        """Drop the engines' prefix caches, for example before a measurement. Not needed after a sync: the cache of an older
-        version is never used."""
+        """Drop the prefix caches, for example before a measurement. Caches of older versions are never used anyway."""
         event_loop.run(self._fleet.reset_prefix_cache(engine))
 
     def memory(self, *, engine: str = "") -> dict[str, MemoryReport]:
@@ -386,36 +350,25 @@ class Bridge:
     def __enter__(self) -> Bridge:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _requests(
-    prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None, priority: int
-) -> list[Request]:
+def _requests(prompts: Sequence[Prompt], sampling_params: Sampling, priority: int) -> list[Request]:
     if isinstance(prompts, str):
         raise InvalidPrompt("prompts is one string; pass a list of prompts")
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-    if len(sampling_params) != len(prompts):
+    params = per_prompt(sampling_params, len(prompts))
+    if len(params) != len(prompts):
         raise InvalidSampling(
-            f"got {len(sampling_params)} sampling_params for {len(prompts)} prompts; pass one, or one per prompt"
+            f"got {len(params)} sampling_params for {len(prompts)} prompts; pass one, or one per prompt"
         )
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
         raise InvalidSampling(f"priority must be a 32-bit integer, got {priority!r}")
     call = secrets.token_hex(6)
-    requests = []
-    for index, (prompt, params) in enumerate(zip(prompts, sampling_params)):
-        if params.seed is None:
-            params = params.with_seed(secrets.randbits(63))
-        try:
-            prompt = prompt if isinstance(prompt, str) else plain_ids(prompt)
-            requests.append(Request(f"{call}/{index}", prompt, params, priority))
-        except SlipstreamError as error:
-            raise type(error)(f"prompt {index} of {len(prompts)}: {error}") from None
-    return requests
+    return [
+        make_request(f"{call}/{i}", prompts[i], params[i], secrets.randbits(63), f"{i} of {len(prompts)}", priority)
+        for i in range(len(prompts))
+    ]
 
 
 def _sequences(sequences: Sequence[Sequence[int]], top_k: int) -> list[tuple[int, ...]]:

@@ -16,11 +16,11 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.in_process import LocalFleet
+from slipstream.bridge.rollouts import Sampling
 from slipstream.config import EmbeddedConfig
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import ConfigError, InvalidPrompt, InvalidSampling, RequestError
@@ -49,8 +49,7 @@ NAME = "engine"
 
 
 class Engine:
-    """Thread-safe; concurrent calls from threads and event loops share the same batches. As a context manager, it closes itself
-    at the end."""
+    """Thread-safe; concurrent calls share the same batches. As a context manager, it closes itself at the end."""
 
     def __init__(
         self,
@@ -91,11 +90,7 @@ class Engine:
     # --- rollouts ---
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, priority: int = 0
     ) -> Completions:
         """Generate completions; return them in order: the `n` samples of the first prompt, then those of the second, and so on.
 
@@ -104,39 +99,25 @@ class Engine:
         return self._bridge.generate(prompts, sampling_params, priority=priority)
 
     async def agenerate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, priority: int = 0
     ) -> Completions:
         """Awaitable version of `generate`. Cancelling it cancels the unfinished requests."""
         return await self._bridge.agenerate(prompts, sampling_params, priority=priority)
 
     def stream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, priority: int = 0
     ) -> Iterator[Completion | Failure]:
-        """Yield each completion as soon as it is finished, and failures as `Failure`. Closing the iterator early cancels the
-        rest."""
+        """Yield completions, or a `Failure`, as they finish. Closing the iterator early cancels the rest."""
         return self._bridge.stream(prompts, sampling_params, priority=priority)
 
     def astream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, priority: int = 0
     ) -> AsyncGenerator[Completion | Failure, None]:
         """Async version of `stream`: `async for completion in engine.astream(prompts): ...`."""
         return self._bridge.astream(prompts, sampling_params, priority=priority)
 
     def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        """Return the raw logprobs of token sequences, in order. With `top_k`, also return those of the most likely tokens at
-        each position."""
+        """Return the raw logprobs of token sequences; with `top_k`, also of the most likely tokens at each position."""
         return self._bridge.score(sequences, top_k)
 
     async def ascore(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
@@ -144,8 +125,7 @@ class Engine:
         return await self._bridge.ascore(sequences, top_k)
 
     def session(self, prompt: Prompt | None = None, *, seed: int | None = None) -> Session:
-        """Start generation in several turns, with `prompt` as the first tokens. With a seed, the same turns give the same
-        tokens."""
+        """Start generation in several turns, from `prompt`. The same seed and turns give the same tokens."""
         return Session(self, prompt, seed)
 
     # --- weights and memory ---
@@ -184,9 +164,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _encode(self, text: str, beginning: bool) -> tuple[int, ...]:
@@ -222,14 +200,12 @@ class Session:
         self.token_ids: tuple[int, ...] = ()
         """All tokens so far."""
         self.turns: tuple[Completion, ...] = ()
-        """The generated turns. A turn's tokens start at position `len(turn.prompt_token_ids)`; its `spans` give the versions
-        that generated them."""
+        """The generated turns. A turn's tokens start at `len(turn.prompt_token_ids)`; `spans` has their versions."""
         if prompt is not None:
             self.extend(prompt)
 
     def extend(self, more: Prompt) -> tuple[int, ...]:
-        """Append text or token ids; return the tokens appended. Text gets the model's special tokens, such as BOS, only at the
-        start of the session."""
+        """Append text or token ids; return the tokens. Only text at the start gets special tokens, such as BOS."""
         with self._turn():
             if isinstance(more, str):
                 more = self._engine._encode(more, beginning=not self.token_ids)
@@ -259,9 +235,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _params(self, params: SamplingParams | None, max_tokens: int | None) -> SamplingParams:

@@ -33,7 +33,6 @@ class Fleet(UpdateClient, Protocol):
 
     async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
         """Return the engines that can take part in an update, and the committed version."""
-        ...
 
     def generate(
         self, requests: Sequence[Request], engine: str = ""
@@ -41,7 +40,6 @@ class Fleet(UpdateClient, Protocol):
 
     def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         """Like `generate`, with the progress of requests that ask for it."""
-        ...
 
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
 

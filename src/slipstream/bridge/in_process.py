@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 class LocalFleet:
     def __init__(self, engine: EngineBackend, journal: Path | None = None) -> None:
-        """`journal` is the file of the rollout journal; with it, versions continue where the last process ended. Without it,
-        the journal is kept in memory."""
+        """`journal` is a file, with which versions continue where the last process ended; None keeps it in memory."""
         self._engine, self._started, self._journal = engine, time.monotonic(), journal
         self._num_completions = self._num_requests = 0
         self._unanswered: deque[asyncio.Task[dict[str, UpdateReports]]] = deque()
@@ -70,7 +69,7 @@ class LocalFleet:
     async def generate(
         self, requests: Sequence[Request], engine: str = ""
     ) -> AsyncGenerator[list[Completion | Failure], None]:
-        self._check(engine)
+        self._checked(engine)
         async with contextlib.aclosing(self.stream(requests)) as batches:
             async for batch in batches:
                 if results := [result for result in batch if not isinstance(result, Progress)]:
@@ -87,8 +86,7 @@ class LocalFleet:
             self._num_requests -= len(requests)
 
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
-        self._check(engine)
-        return await self._engine.score(sequences, top_k)
+        return await self._checked(engine).score(sequences, top_k)
 
     async def submit(self, bound: RolloutBound, requests: Sequence[Request]) -> int:
         from slipstream.gateway.rollout_queue import prompts_by_id
@@ -132,34 +130,27 @@ class LocalFleet:
                 yield convert.results_to_pb(batch)
 
     async def pause(self, engine: str = "") -> None:
-        self._check(engine)
-        await self._engine.pause()
+        await self._checked(engine).pause()
         self._is_paused = True
 
     async def resume(self, engine: str = "") -> None:
-        self._check(engine)
-        await self._engine.resume()
+        await self._checked(engine).resume()
         self._is_paused = False
 
     async def sleep(self, level: int = 1, engine: str = "") -> dict[str, MemoryReport]:
-        self._check(engine)
-        return {self._name: await self._engine.sleep(level)}
+        return {self._name: await self._checked(engine).sleep(level)}
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]:
-        self._check(engine)
-        return {self._name: await self._engine.wake(tags)}
+        return {self._name: await self._checked(engine).wake(tags)}
 
     async def reset_prefix_cache(self, engine: str = "") -> None:
-        self._check(engine)
-        await self._engine.reset_prefix_cache()
+        await self._checked(engine).reset_prefix_cache()
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
-        self._check(engine)
-        return {self._name: await self._engine.memory()}
+        return {self._name: await self._checked(engine).memory()}
 
     async def checksums(self, engine: str = "") -> dict[str, Checksums]:
-        self._check(engine)
-        return {self._name: await self._engine.checksums()}
+        return {self._name: await self._checked(engine).checksums()}
 
     async def send_steps(self, steps: Mapping[str, UpdateSteps], drop_failed: bool = False) -> None:
         running = asyncio.create_task(self._run_steps(steps))
@@ -175,8 +166,7 @@ class LocalFleet:
     async def _run_steps(self, steps: Mapping[str, UpdateSteps]) -> dict[str, UpdateReports]:
         reports = {}
         for name, engine_steps in steps.items():
-            self._check(name)
-            reports[name] = await run_steps(self._engine, engine_steps)
+            reports[name] = await run_steps(self._checked(name), engine_steps)
             if engine_steps.in_flight is not None:
                 self._version = engine_steps.version
                 if self._rollouts is not None:
@@ -197,6 +187,8 @@ class LocalFleet:
     def _name(self) -> str:
         return self._engine.describe().name
 
-    def _check(self, name: str) -> None:
+    def _checked(self, name: str) -> EngineBackend:
+        """Return the engine if that is its name, or if the name is empty."""
         if name not in ("", self._name):
             raise UnknownEngine(f"no engine is named {name!r}; this process has {self._name!r}")
+        return self._engine

@@ -15,11 +15,10 @@ what it accepted."""
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import xxhash
 
@@ -33,20 +32,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, or one per prompt."""
+
 RETRY_SECONDS = 0.2
 EXPECT_SECONDS = 600.0
 """How long the gateway holds an `expect` for a version that does not arrive."""
 SUBMIT_PROMPTS = 256
 """Prompts per message."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """Groups requested ahead of the next `take`."""
-
-    count: int
-    version: int
-    groups: Future[list[RolloutGroup]]
 
 
 class Rollouts:
@@ -60,25 +53,21 @@ class Rollouts:
         self._saved = 0
         self._version = 0
         """Version that groups were last taken ahead for. Later groups are not taken for an older one."""
-        self._expected: _Expected | None = None
+        self._expected: tuple[int, int, Future[list[RolloutGroup]]] | None = None
+        """Groups requested ahead of the next `take`: their number, version and future."""
 
-    def submit(
-        self,
-        ids: Sequence[str],
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> int:
+    def submit(self, ids: Sequence[str], prompts: Sequence[Prompt], sampling_params: Sampling = None) -> int:
         """Submit prompts, each with an id that is unique in the run; return how many are new.
 
         A prompt that was submitted before is not generated again. A prompt without a seed gets one derived from its id."""
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if not len(ids) == len(prompts) == len(sampling_params):
+        params = per_prompt(sampling_params, len(prompts))
+        if not len(ids) == len(prompts) == len(params):
             raise InvalidSampling(
-                f"got {len(ids)} ids, {len(prompts)} prompts and {len(sampling_params)} sampling_params; pass as many of each, "
+                f"got {len(ids)} ids, {len(prompts)} prompts and {len(params)} sampling_params; pass as many of each, "
                 "or one SamplingParams for all"
             )
-        requests = [_request(id, prompt, params) for id, prompt, params in zip(ids, prompts, sampling_params)]
+        seeds = [xxhash.xxh3_64_intdigest(id.encode()) >> 1 for id in ids]
+        requests = [make_request(*row) for row in zip(ids, prompts, params, seeds, map(repr, ids))]
         chunks = [requests[i : i + SUBMIT_PROMPTS] for i in range(0, len(requests), SUBMIT_PROMPTS)]
         return sum(self._retry(partial(self._fleet.submit, self.bound, chunk)) for chunk in chunks)
 
@@ -113,22 +102,22 @@ class Rollouts:
         self._cancel_expected()
         count = self.bound.batch if count is None else count
         take = self._fleet.take(self.bound, self.position, count, EXPECT_SECONDS, saved=self._saved, version=version)
-        self._expected = _Expected(count, version, event_loop.start(take))
+        self._expected = count, version, event_loop.start(take)
 
     def _cancel_expected(self) -> None:
         if self._expected is not None:
-            self._expected.groups.cancel()
+            self._expected[2].cancel()
             self._expected = None
 
     def _take_expected(self, count: int, timeout: float) -> list[RolloutGroup] | None:
         """Return the groups requested by `expect`; None if there are none and `take` must ask."""
-        expected = self._expected
-        if expected is None or expected.count != count:
+        if self._expected is None or self._expected[0] != count:
             self._cancel_expected()
             return None
+        _, version, future = self._expected
         try:
-            groups = expected.groups.result(timeout)
-            self._version = expected.version
+            groups = future.result(timeout)
+            self._version = version
             return groups
         except (SlipstreamError, CancelledError):  # before TimeoutError: DeadlineExceeded is both
             return None
@@ -138,32 +127,34 @@ class Rollouts:
             self._cancel_expected()
 
     def saved(self, position: int) -> None:
-        """Report that the trainer will not continue from before this position. The completions up to it are deleted with the
-        next `take`."""
+        """Promise never to continue from before this position. The next `take` deletes the completions up to it."""
         if position > self.position:
             raise RolloutError(f"position {position} is not taken yet; the last taken position is {self.position}")
         self._saved = max(self._saved, position)
 
-    def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
+    def _retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Retry while the gateway is gone or its engines are not back."""
         deadline = time.monotonic() + self._patience
-
-        async def run() -> T:
-            return await call()
-
         while True:
             try:
-                return event_loop.run(run())
+                return event_loop.run(call())
             except (GatewayLost, NotReady):
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(RETRY_SECONDS)
 
 
-def _request(id: str, prompt: Prompt, params: SamplingParams) -> Request:
+def per_prompt(sampling_params: Sampling, count: int) -> Sequence[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
+    return sampling_params
+
+
+def make_request(id: str, prompt: Prompt, params: SamplingParams, seed: int, shown: str, priority: int = 0) -> Request:
+    """Return a request, with `seed` if its params have none. `shown` names the prompt in errors."""
     if params.seed is None:
-        params = params.with_seed(xxhash.xxh3_64_intdigest(id.encode()) >> 1)
+        params = params.with_seed(seed)
     try:
-        return Request(id, prompt if isinstance(prompt, str) else plain_ids(prompt), params)
+        return Request(id, prompt if isinstance(prompt, str) else plain_ids(prompt), params, priority)
     except SlipstreamError as error:
-        raise type(error)(f"prompt {id!r}: {error}") from None
+        raise type(error)(f"prompt {shown}: {error}") from None

@@ -49,7 +49,7 @@ class SharedWeights:
     def arrays(self) -> dict[str, Any]:
         """The weights by checkpoint name: numpy arrays, or, on a GPU, objects that `torch.from_dlpack` adopts without a copy.
         Write to them only between `hold` and `notify_update`."""
-        return self._started.arrays
+        return self._sharing.arrays if self._sharing else {}
 
     @property
     def version(self) -> int:
@@ -57,8 +57,7 @@ class SharedWeights:
         return -1 if self.report is None else self.report.version
 
     def hold(self) -> None:
-        """Stop the engines. Once this returns, none runs a step until `notify_update` or `release`, and the arrays may be
-        written to."""
+        """Stop the engines until `notify_update` or `release`. Once this returns, the arrays may be written to."""
         with self._exclusive():
             event_loop.run(self._begin())
 
@@ -67,9 +66,9 @@ class SharedWeights:
 
         `in_flight` is as for `sync`, without `finish`: the weights that running requests would finish under are overwritten."""
         _check_in_flight(in_flight)
-        self._check_held()
+        sharing = self._held()
         try:
-            self.report = event_loop.run(self._started.commit(in_flight))
+            self.report = event_loop.run(sharing.commit(in_flight))
         finally:
             self._updates.release()
         self._on_commit(self.report.version)
@@ -77,9 +76,9 @@ class SharedWeights:
 
     def release(self) -> None:
         """Give up an update after `hold`. The engines have no policy until the next update."""
-        self._check_held()
+        sharing = self._held()
         try:
-            event_loop.run(self._started.rollback())
+            event_loop.run(sharing.rollback())
         finally:
             self._updates.release()
 
@@ -108,11 +107,6 @@ class SharedWeights:
 
         await with_engines(self._fleet, begin, "to share weights with")
 
-    @property
-    def _started(self) -> Sharing:
-        assert self._sharing is not None, "Bridge.share starts it"
-        return self._sharing
-
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         """Acquire the bridge's update lock; release it only if the block raises."""
@@ -126,12 +120,13 @@ class SharedWeights:
             self._updates.release()
             raise
 
-    def _check_held(self) -> None:
+    def _held(self) -> Sharing:
         if self._sharing is None or not self._sharing.is_updating:
             raise VersionError(
                 "the engines are not held and may read half-written weights; call hold() before writing, or write inside "
                 "`with shared.updating():`"
             )
+        return self._sharing
 
 
 def _check_in_flight(in_flight: InFlight) -> None:

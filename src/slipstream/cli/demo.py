@@ -86,9 +86,9 @@ def _execute(config: TrainConfig, console: Console) -> TrainResult | None:
     try:
         with session:
             console.print(f"engines started in {session.seconds:.1f} s; compiling and warming up")
-            with training_display(console, config.warmup_steps, config.steps) as display:
+            with training_display(console, config.warmup_steps, config.steps) as show:
                 for record in session.records():
-                    display.show(record)
+                    show(record)
     except KeyboardInterrupt:
         log = f"{result.run_dir}/metrics.jsonl"
         more = f"; the same command with run_dir={result.run_dir} resumes it" if config.save_every else ""
@@ -102,7 +102,6 @@ def _execute(config: TrainConfig, console: Console) -> TrainResult | None:
 
 
 def _summary(result: TrainResult) -> Table:
-    """Return a table of this run's measurements."""
     first, last = result.evaluations[0], result.evaluations[-1]
     table = Table(title="Measured in this run", title_justify="left", show_header=False)
     table.add_column(style="bold")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -166,9 +167,7 @@ def gateway(
     read.
     """
     from slipstream.config import GatewayConfig, HttpConfig, load
-    from slipstream.deploy.processes.lifeline import follow
     from slipstream.gateway.server import serve
-    from slipstream.weights.transports.host import shm
 
     log_to_stderr()
     config = GatewayConfig(
@@ -189,15 +188,7 @@ def gateway(
     elif options:
         raise ConfigError(f"{options[0]} is a setting of the HTTP server and needs --http PORT")
 
-    async def main() -> None:
-        stop = asyncio.Event()
-        follow(owner, stop)
-        await serve(config, run_dir, stop, front)
-
-    try:
-        asyncio.run(main())
-    finally:
-        shm.sweep()
+    _run_until_stopped(owner, lambda stop: serve(config, run_dir, stop, front))
 
 
 def engine(
@@ -237,17 +228,23 @@ def engine(
         flag = f"--xla_force_host_platform_device_count={config.tensor_parallel_size}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     from slipstream.deploy.processes.engine_process import host
-    from slipstream.deploy.processes.lifeline import follow
-    from slipstream.weights.transports.host import shm
 
     address, token, authority = _credentials(run_dir, gateway, token_file, ca)
     name = name or f"engine-{os.getpid()}"
     ready = run_dir / f"{name}.ready" if run_dir is not None else None
 
+    _run_until_stopped(owner, lambda stop: host(model, name, config, address, token, patience, ready, stop, authority))
+
+
+def _run_until_stopped(owner: int, serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run a server process until its event is set, which also happens when `owner` exits."""
+    from slipstream.deploy.processes.lifeline import follow
+    from slipstream.weights.transports.host import shm
+
     async def main() -> None:
         stop = asyncio.Event()
         follow(owner, stop)
-        await host(model, name, config, address, token, patience, ready, stop, authority)
+        await serve(stop)
 
     try:
         asyncio.run(main())

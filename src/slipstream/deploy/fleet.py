@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -98,7 +97,7 @@ def launch(
         until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
         while True:
             try:
-                bridge = _join(_Address(*read_run_dir(directory)), sync, timeout, gateway.max_message_bytes, directory)
+                bridge = _join(read_run_dir(directory), sync, timeout, gateway.max_message_bytes, directory)
                 bridge.on_close(group.close)
                 return bridge
             except (GatewayLost, ConfigError):  # the gateway has just died and is being restarted
@@ -138,7 +137,7 @@ def connect(
     target = target if target is not None else os.environ.get("SLIPSTREAM_RUN_DIR", "")
     if target and Path(target).is_dir():
         address, own_token, own_ca = read_run_dir(Path(target))
-        gateway = _Address(address, token or own_token, str(ca or own_ca))
+        gateway = (address, token or own_token, str(ca or own_ca))
         return _join(gateway, sync, timeout, max_message_bytes, Path(target))
     if not target:
         raise ConfigError("no fleet given: pass its run directory or address, or set SLIPSTREAM_RUN_DIR")
@@ -148,7 +147,7 @@ def connect(
     token = token or os.environ.get("SLIPSTREAM_TOKEN")
     if not token:
         raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
-    gateway = _Address(address, token, str(ca or os.environ.get("SLIPSTREAM_CA", "")))
+    gateway = (address, token, str(ca or os.environ.get("SLIPSTREAM_CA", "")))
     return _join(gateway, sync, timeout, max_message_bytes)
 
 
@@ -224,31 +223,21 @@ def _http_config(http: bool | HttpConfig, model: Path) -> HttpConfig | None:
     return config if config.model else config.replace(model=str(model))
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """A gateway: its address, bearer token, and the PEM file of its CA (empty without TLS)."""
-
-    address: str
-    token: str
-    ca: str
-
-
 def _join(
-    gateway: _Address, sync: SyncOptions, timeout: float, max_message_bytes: int, run_dir: Path | None = None
+    gateway: tuple[str, str, str],
+    sync: SyncOptions,
+    timeout: float,
+    max_message_bytes: int,
+    run_dir: Path | None = None,
 ) -> Bridge:
+    """`gateway` is its address, its token, and the PEM file of its CA, which is empty without TLS."""
     from slipstream.gateway.client import GatewayFleet
     from slipstream.runtime import event_loop
 
+    address, token, ca = gateway
+
     async def join() -> GatewayFleet:
-        return GatewayFleet(
-            gateway.address,
-            gateway.token,
-            timeout,
-            max_message_bytes,
-            process_index=sync.process_index,
-            process_count=sync.process_count,
-            ca=gateway.ca,
-        )
+        return GatewayFleet(address, token, timeout, max_message_bytes, sync.process_index, sync.process_count, ca)
 
     bridge = Bridge(event_loop.run(join()), sync, str(run_dir or ""))
     bridge.http_url = http_url(run_dir) if run_dir is not None else ""

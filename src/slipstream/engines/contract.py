@@ -45,30 +45,25 @@ class EngineBackend(Protocol):
 
     def describe(self) -> EngineInfo:
         """Describe the engine and the version that serves now. Cheap."""
-        ...
 
     def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         """Yield results as they finish, until all `n` samples of every request are answered. A request that fails yields one
         `Failure` and no further completions. Closing the iterator cancels unfinished requests. Engines that support it also
         yield `Progress` of requests that ask for it."""
-        ...
 
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
         """Return raw logprobs of token sequences, in order; with `top_k`, also of the likeliest tokens at each position. Raises
         `InvalidPrompt` for an invalid sequence and `InvalidSampling` for an invalid `top_k`."""
-        ...
 
     async def begin(self, version: int, offer: Offer) -> Destinations:
         """Check the plan, allocate memory for the version, and return where to send it. Has no side effects if it raises.
 
         Raises `VersionError` unless `version` is greater than the serving one, and `UpdateInProgress` during another update."""
-        ...
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         """Receive the version next to the serving one and verify coverage and checksums; `manifests` has, per engine rank, one
         manifest from each trainer rank. Generation continues. Raises `FleetChanged` if the trainer skipped a tensor as
         unchanged that `sleep` has dropped; `bridge.sync` then sends everything."""
-        ...
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
         """Swap in the staged version at a step boundary. Idempotent for the version that already serves.
@@ -78,31 +73,25 @@ class EngineBackend(Protocol):
         modes wait for one step. A paused or sleeping engine commits at once and stays paused, with its weights awake.
         `finish` on such an engine with running requests raises `Unsupported` and changes nothing, because they would never
         end."""
-        ...
 
     async def rollback(self, version: int) -> None:
         """Abort an update. Never raises."""
-        ...
 
     async def release(self) -> None:
         """Release what is kept for the current trainer only, such as connections and receive buffers: it is gone. Another
         trainer may connect."""
-        ...
 
     async def checksums(self) -> Checksums:
         """Hash the live weights, part by part: all of `describe().parameters`, of one version. Reads every weight, so use it to
         diagnose a problem, not in every step. Generation may or may not continue meanwhile, and a commit may wait. Raises
         `NotReady` if there are no weights or they are asleep, `UpdateInProgress` if commits are too frequent to read one whole
         version, `Unsupported` if live weights cannot be read back."""
-        ...
 
     async def pause(self) -> None:
         """Stop stepping until `resume`. Waits for the current step, not for requests to finish. Idempotent."""
-        ...
 
     async def resume(self) -> None:
         """Continue the requests. Idempotent; does not wake a sleeping engine."""
-        ...
 
     async def sleep(self, level: int = 1) -> MemoryReport:
         """Release device memory at the next step boundary; returns once it is free.
@@ -111,23 +100,18 @@ class EngineBackend(Protocol):
         update with every tensor. Running requests keep their tokens and recompute their KV cache after waking, with the same
         results as without the sleep. A sleeping engine goes to the deeper of the two levels. Raises `UpdateInProgress`
         between `begin` and `commit`, and `Unsupported` for an unknown level."""
-        ...
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         """Restore what `tags` name, in any order and number of calls; None restores everything. Steps run again once nothing is
         asleep. Naming what is awake has no effect. Weights dropped by level 2 cannot be woken: naming them raises `NotReady`,
         and with None they stay asleep until an update brings new ones."""
-        ...
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache. Running requests keep their KV cache or recompute it. Not needed after an update: entries of
         an older version are never matched."""
-        ...
 
     async def memory(self) -> MemoryReport:
         """Report memory in use. Cheap; does not wait for the current step."""
-        ...
 
     async def close(self) -> None:
         """Shut down; unfinished requests fail with `EngineLost`."""
-        ...

@@ -14,20 +14,6 @@ import grpc
 
 from slipstream import errors
 from slipstream.config import LOOPBACK, GatewayConfig
-from slipstream.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    GatewayLost,
-    MessageTooLarge,
-    NotReady,
-    PeerError,
-    ProtocolMismatch,
-    RequestError,
-    SlipstreamError,
-    Unauthorized,
-    UnknownEngine,
-    WeightsError,
-)
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.runtime import tls
 
@@ -43,16 +29,16 @@ PACKED_BYTES = 1 << 18
 
 Message = TypeVar("Message", pb.ToEngine, pb.FromEngine, pb.TakenGroup)
 
-_CODES: tuple[tuple[type[SlipstreamError], grpc.StatusCode], ...] = (
-    (UnknownEngine, grpc.StatusCode.NOT_FOUND),
-    (MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (NotReady, grpc.StatusCode.FAILED_PRECONDITION),
-    (WeightsError, grpc.StatusCode.FAILED_PRECONDITION),
-    (PeerError, grpc.StatusCode.UNAVAILABLE),
-    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (Unauthorized, grpc.StatusCode.UNAUTHENTICATED),
-    (ProtocolMismatch, grpc.StatusCode.INVALID_ARGUMENT),
+_CODES: tuple[tuple[type[errors.SlipstreamError], grpc.StatusCode], ...] = (
+    (errors.UnknownEngine, grpc.StatusCode.NOT_FOUND),
+    (errors.MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.NotReady, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.WeightsError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.PeerError, grpc.StatusCode.UNAVAILABLE),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Unauthorized, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.ProtocolMismatch, grpc.StatusCode.INVALID_ARGUMENT),
 )
 
 
@@ -113,7 +99,7 @@ def channel(address: str, ca: str, max_message_bytes: int) -> grpc.aio.Channel:
         credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes())
         return grpc.aio.secure_channel(address, credentials, options=options(max_message_bytes))
     if tls.host_of(address)[0] not in LOOPBACK:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the gateway at {address} is beyond loopback, where the token must not travel in the clear; give the run's CA "
             "(ca=, --ca or SLIPSTREAM_CA), or join by its run directory"
         )
@@ -132,26 +118,26 @@ def listen(server: grpc.aio.Server, config: GatewayConfig) -> str:
         else:
             port = server.add_insecure_port(f"{host}:{config.port}")
     except RuntimeError as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"cannot listen on {host}:{config.port}: {error}; is another gateway running there?"
         ) from None
     return f"{host}:{port}"
 
 
-async def explained(lost: GatewayLost, address: str, ca: str) -> SlipstreamError:
+async def explained(lost: errors.GatewayLost, address: str, ca: str) -> errors.SlipstreamError:
     """Return the TLS error if the gateway is reachable and TLS is why the connection failed, otherwise `lost`."""
     return await asyncio.to_thread(tls.diagnose_tls, address, ca) or lost
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
     if not (token.isascii() and token.isprintable()):
-        raise Unauthorized(
+        raise errors.Unauthorized(
             "the token has characters that no token has; is it from the right file, and without the newline?"
         )
     return ((TOKEN, f"Bearer {token}"),)
 
 
-def status_of(error: SlipstreamError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+def status_of(error: errors.SlipstreamError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
     """Return `(code, details, trailing metadata)` for a server to end a call with."""
     code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     kind, message = errors.to_wire(error)
@@ -159,22 +145,24 @@ def status_of(error: SlipstreamError) -> tuple[grpc.StatusCode, str, tuple[tuple
     return code, details, ((ERROR_KIND, kind),)
 
 
-def error_of(failed: grpc.aio.AioRpcError, peer: str, doing: str) -> SlipstreamError:
+def error_of(failed: grpc.aio.AioRpcError, peer: str, doing: str) -> errors.SlipstreamError:
     """Return the typed error of a failed call: the gateway's own error if it sent one, otherwise by gRPC status."""
     code, details = failed.code(), failed.details() or ""
     for key, value in failed.trailing_metadata() or ():
         if key == ERROR_KIND:
-            message = f"the gateway at {peer}: {details}" if value == Unauthorized.__name__ else details
+            message = f"the gateway at {peer}: {details}" if value == errors.Unauthorized.__name__ else details
             return errors.from_wire(str(value), message)
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return Unauthorized(f"the gateway at {peer} refused the token; use the one in its run directory ({details})")
+        return errors.Unauthorized(
+            f"the gateway at {peer} refused the token; use the one in its run directory ({details})"
+        )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return MessageTooLarge(
+        return errors.MessageTooLarge(
             f"{doing}: the message is larger than the gateway at {peer} accepts; send fewer prompts at once ({details})"
         )
     # INTERNAL without our metadata comes from gRPC itself: a stream broke, or ended while it was written to.
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
-        return GatewayLost(f"{doing}: the gateway at {peer} cannot be reached ({details})")
+        return errors.GatewayLost(f"{doing}: the gateway at {peer} cannot be reached ({details})")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(f"{doing}: no answer from the gateway at {peer} in time")
-    return ProtocolMismatch(f"{doing}: the gateway at {peer} answered {code.name}: {details}")
+        return errors.DeadlineExceeded(f"{doing}: no answer from the gateway at {peer} in time")
+    return errors.ProtocolMismatch(f"{doing}: the gateway at {peer} answered {code.name}: {details}")

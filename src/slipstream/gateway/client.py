@@ -177,9 +177,8 @@ class GatewayFleet:
             message.engines[name].CopyFrom(convert.steps_to_pb(engine_steps))
         if any(engine_steps.offer is not None for engine_steps in steps.values()):
             message.epoch, message.drop_failed = self._epoch, drop_failed
-            if (
-                self._updates is None or self._updates.done()
-            ):  # first update, or the gateway restarted since the last one
+            # The first update, or the gateway restarted since the last one.
+            if self._updates is None or self._updates.done():
                 self._updates = self._stub.Update(metadata=self._update_metadata)
         await self._write(message)
 
@@ -200,14 +199,13 @@ class GatewayFleet:
     async def _write(self, message: pb.UpdateMessage) -> None:
         """Write to the update stream; drop the stream on failure."""
         message.timeout_seconds = self._timeout
-        if self._updates is None:
-            raise self._stream_gone()
+        stream = self._stream()
         try:
             with self._errors("updating weights"):
                 try:
-                    await self._updates.write(message)
+                    await stream.write(message)
                 except asyncio.InvalidStateError:  # the stream has ended; its status says why
-                    await self._raise_end_of_stream()
+                    await _raise_end(stream)
         except BaseException:
             self._drop_updates()
             raise
@@ -215,38 +213,28 @@ class GatewayFleet:
     async def _read(self) -> pb.UpdateReply:
         """Read the next reply. After an error, replies to later messages may still be in flight: drop the stream, and the
         gateway rolls back what was begun."""
-        if self._updates is None:
-            raise self._stream_gone()
+        stream = self._stream()
         try:
             with self._errors("updating weights"):
                 async with asyncio.timeout(self._timeout + GRACE_SECONDS):
-                    reply = await self._updates.read()
+                    reply = await stream.read()
                 if reply is grpc.aio.EOF:
-                    await self._raise_end_of_stream()
-        except SlipstreamError:  # before TimeoutError: DeadlineExceeded is both
+                    await _raise_end(stream)
+            if reply.HasField("error"):
+                raise convert.error_from_pb(reply.error)
+            return reply
+        except BaseException as error:
             self._drop_updates()
+            if isinstance(error, TimeoutError) and not isinstance(error, SlipstreamError):  # DeadlineExceeded is both
+                raise DeadlineExceeded(
+                    f"the gateway at {self.address} did not answer an update step within {self._timeout:g} s"
+                ) from None
             raise
-        except TimeoutError:
-            self._drop_updates()
-            raise DeadlineExceeded(
-                f"the gateway at {self.address} did not answer an update step within {self._timeout:g} s"
-            ) from None
-        except BaseException:
-            self._drop_updates()
-            raise
-        if reply.HasField("error"):
-            self._drop_updates()
-            raise convert.error_from_pb(reply.error)
-        return reply
 
-    def _stream_gone(self) -> GatewayLost:
-        return GatewayLost(f"the update stream to the gateway at {self.address} is gone")
-
-    async def _raise_end_of_stream(self) -> None:
-        assert self._updates is not None
-        code, details = await self._updates.code(), await self._updates.details()
-        trailing = await self._updates.trailing_metadata()
-        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)
+    def _stream(self) -> grpc.aio.StreamStreamCall:
+        if self._updates is None:
+            raise GatewayLost(f"the update stream to the gateway at {self.address} is gone")
+        return self._updates
 
     def _drop_updates(self) -> None:
         if self._updates is not None:
@@ -267,3 +255,9 @@ class GatewayFleet:
             raise GatewayLost(f"{doing}: the gateway at {self.address} closed the connection") from None
         except grpc.aio.UsageError as error:
             raise ProtocolMismatch(f"{doing}: {error}") from None
+
+
+async def _raise_end(stream: grpc.aio.StreamStreamCall) -> None:
+    """Raise the status that ended a stream."""
+    code, details, trailing = await stream.code(), await stream.details(), await stream.trailing_metadata()
+    raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)

@@ -1,18 +1,22 @@
 """Conversion between protobuf messages and `slipstream.types`.
 
-`x_to_pb` never fails on valid types. `x_from_pb` checks its input and raises the typed error that a direct call would raise."""
+`x_to_pb` never fails on valid types. `x_from_pb` checks its input and raises the typed error that a direct call would raise.
+Fields of the same name are copied (`_fields`, `_read`); only those that differ in form are converted one by one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import get_args
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, get_args
+
+from google.protobuf.message import Message
 
 from slipstream import errors
 from slipstream.errors import InvalidPrompt, ProtocolMismatch
-from slipstream.gateway import prefix_affinity
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.journal import TakenGroup
+from slipstream.gateway.prefix_affinity import CHARACTERS_PER_TOKEN, LEVELS
 from slipstream.gateway.staleness import Late, RolloutBound
 from slipstream.types import (
     Box,
@@ -46,6 +50,31 @@ from slipstream.types import (
     UpdateSteps,
     VersionSpan,
 )
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _plain_fields(message: Any, kind: Any) -> tuple[tuple[str, bool], ...]:
+    """Return the fields that a message and a dataclass share, without messages, each with whether it may be absent."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    fields = message.DESCRIPTOR.fields
+    return tuple((f.name, f.has_presence) for f in fields if f.name in names and f.message_type is None)
+
+
+def _fields(value: Any, message: Callable[..., Message]) -> dict[str, Any]:
+    """Return a dataclass's plain fields as arguments of a message."""
+    return {name: getattr(value, name) for name, _ in _plain_fields(message, value.__class__)}
+
+
+def _read(kind: Callable[..., T], message: Any, **converted: Any) -> T:
+    """Make a dataclass of `converted` and of a message's other plain fields. An absent field has the dataclass's default."""
+    for name, is_optional in _plain_fields(message.__class__, kind):
+        if name not in converted and not (is_optional and not message.HasField(name)):
+            value = getattr(message, name)
+            # Slicing a repeated field is a third faster than iterating over it.
+            converted[name] = value if isinstance(value, (int, float, str, bytes)) else tuple(value[:])
+    return kind(**converted)
 
 
 def error_to_pb(error: BaseException) -> pb.Error:
@@ -100,8 +129,8 @@ def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
 def prompt_start(row: pb.Request) -> str | Sequence[int]:
     """Return the part of a prompt that routing looks at."""
     if row.HasField("text"):
-        return row.text[: prefix_affinity.max_prefix_length(is_text=True)]
-    return row.tokens.ids[: prefix_affinity.max_prefix_length(is_text=False)]
+        return row.text[: LEVELS[-1] * CHARACTERS_PER_TOKEN]
+    return row.tokens.ids[: LEVELS[-1]]
 
 
 def samplings_from_pb(message: pb.GenerateRequest) -> list[SamplingParams]:
@@ -121,24 +150,8 @@ def samplings_from_pb(message: pb.GenerateRequest) -> list[SamplingParams]:
 
 
 def _sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
-    return pb.Sampling(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        n=sampling.n,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        stop=sampling.stop,
-        min_tokens=sampling.min_tokens,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        bias_token_ids=[token for token, _ in sampling.logit_bias],
-        bias_values=[value for _, value in sampling.logit_bias],
-        top_logprobs=sampling.top_logprobs,
-    )
+    tokens, values = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
+    return pb.Sampling(**_fields(sampling, pb.Sampling), bias_token_ids=tokens, bias_values=values)
 
 
 def _sampling_from_pb(message: pb.Sampling) -> SamplingParams:
@@ -146,23 +159,7 @@ def _sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         raise ProtocolMismatch(
             f"a logit bias came with {len(message.bias_token_ids)} tokens and {len(message.bias_values)} values"
         )
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        n=message.n,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        stop=tuple(message.stop),
-        min_tokens=message.min_tokens,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple(zip(message.bias_token_ids, message.bias_values)),
-        top_logprobs=message.top_logprobs,
-    )
+    return _read(SamplingParams, message, logit_bias=tuple(zip(message.bias_token_ids, message.bias_values)))
 
 
 def results_to_pb(results: Iterable[Completion | Failure | Progress]) -> pb.Results:
@@ -170,31 +167,14 @@ def results_to_pb(results: Iterable[Completion | Failure | Progress]) -> pb.Resu
     for result in results:
         if isinstance(result, Failure):
             message.failures.add(request_id=result.request_id, error=error_to_pb(result.error))
-            continue
-        if isinstance(result, Progress):
-            message.progress.add(
-                request_id=result.request_id,
-                sample_index=result.sample_index,
-                start=result.start,
-                token_ids=result.token_ids,
-                logprobs=result.logprobs,
-                top_logprobs=_top_to_pb(result.top_logprobs),
-            )
-            continue
-        row = message.completions.add(
-            request_id=result.request_id,
-            sample_index=result.sample_index,
-            prompt_token_ids=result.prompt_token_ids,
-            token_ids=result.token_ids,
-            text=result.text,
-            logprobs=result.logprobs,
-            raw_logprobs=result.raw_logprobs,
-            finish_reason=result.finish_reason,
-            engine=result.engine,
-            top_logprobs=_top_to_pb(result.top_logprobs),
-        )
-        for span in result.spans:
-            row.spans.add(version=span.version, start=span.start, stop=span.stop)
+        elif isinstance(result, Progress):
+            top = _top_to_pb(result.top_logprobs)
+            message.progress.add(**_fields(result, pb.Progress), top_logprobs=top)
+        else:
+            top = _top_to_pb(result.top_logprobs)
+            row = message.completions.add(**_fields(result, pb.Completion), top_logprobs=top)
+            for span in result.spans:
+                row.spans.add(version=span.version, start=span.start, stop=span.stop)
     return message
 
 
@@ -206,31 +186,17 @@ def results_from_pb(message: pb.Results) -> list[Completion | Failure]:
 
 def progress_from_pb(message: pb.Results) -> list[Progress]:
     return [
-        Progress(
-            request_id=row.request_id,
-            sample_index=row.sample_index,
-            start=row.start,
-            token_ids=tuple(row.token_ids),
-            logprobs=tuple(row.logprobs),
-            top_logprobs=_top_from_pb(row.top_logprobs, len(row.token_ids)),
-        )
+        _read(Progress, row, top_logprobs=_top_from_pb(row.top_logprobs, len(row.token_ids)))
         for row in message.progress
     ]
 
 
 def completion_from_pb(row: pb.Completion) -> Completion:
-    return Completion(
-        request_id=row.request_id,
-        sample_index=row.sample_index,
-        # Slicing a repeated field is a third faster than iterating over it.
-        prompt_token_ids=tuple(row.prompt_token_ids[:]),
-        token_ids=tuple(row.token_ids[:]),
-        text=row.text,
-        logprobs=tuple(row.logprobs[:]),
-        raw_logprobs=tuple(row.raw_logprobs[:]),
-        finish_reason=word(row.finish_reason, FinishReason, "finish_reason"),  # type: ignore[arg-type]
+    return _read(
+        Completion,
+        row,
+        finish_reason=word(row.finish_reason, FinishReason, "finish_reason"),
         spans=tuple(VersionSpan(s.version, s.start, s.stop) for s in row.spans),
-        engine=row.engine,
         top_logprobs=_top_from_pb(row.top_logprobs, len(row.token_ids)),
     )
 
@@ -271,27 +237,12 @@ def sequences_from_pb(message: pb.ScoreRequest) -> list[tuple[int, ...]]:
 def scores_to_pb(scores: Sequence[Score]) -> pb.ScoreReply:
     message = pb.ScoreReply()
     for score in scores:
-        message.scores.add(
-            token_ids=score.token_ids,
-            logprobs=score.logprobs,
-            version=score.version,
-            engine=score.engine,
-            top_logprobs=_top_to_pb(score.top_logprobs),
-        )
+        message.scores.add(**_fields(score, pb.Score), top_logprobs=_top_to_pb(score.top_logprobs))
     return message
 
 
 def scores_from_pb(message: pb.ScoreReply) -> list[Score]:
-    return [
-        Score(
-            token_ids=tuple(row.token_ids),
-            logprobs=tuple(row.logprobs),
-            version=row.version,
-            engine=row.engine,
-            top_logprobs=_top_from_pb(row.top_logprobs, len(row.logprobs)),
-        )
-        for row in message.scores
-    ]
+    return [_read(Score, row, top_logprobs=_top_from_pb(row.top_logprobs, len(row.logprobs))) for row in message.scores]
 
 
 # --- pause and sleep --------------------------------------------------------------------------------------------------
@@ -302,28 +253,22 @@ def tags_from_pb(tags: Iterable[str]) -> tuple[MemoryTag, ...]:
 
 
 def memory_to_pb(report: MemoryReport) -> pb.MemoryReport:
-    return pb.MemoryReport(**dataclasses.asdict(report))
+    return pb.MemoryReport(**_fields(report, pb.MemoryReport))
 
 
 def memory_from_pb(message: pb.MemoryReport) -> MemoryReport:
-    return MemoryReport(message.weights, message.kv_cache, message.in_use, tags_from_pb(message.asleep))
+    return _read(MemoryReport, message, asleep=tags_from_pb(message.asleep))
 
 
 # --- weight updates ---------------------------------------------------------------------------------------------------
 
 
 def offer_to_pb(offer: Offer) -> pb.Offer:
-    return pb.Offer(
-        plan=offer.plan,
-        fingerprint=offer.fingerprint,
-        transport=offer.transport,
-        fresh=offer.fresh,
-        hashed=offer.hashed,
-    )
+    return pb.Offer(**_fields(offer, pb.Offer))
 
 
 def offer_from_pb(message: pb.Offer) -> Offer:
-    return Offer(message.plan, message.fingerprint, message.transport, message.fresh, message.hashed)
+    return _read(Offer, message)
 
 
 def destinations_to_pb(destinations: Destinations) -> pb.Destinations:
@@ -347,59 +292,41 @@ def steps_to_pb(steps: UpdateSteps) -> pb.UpdateSteps:
 
 
 def steps_from_pb(message: pb.UpdateSteps) -> UpdateSteps:
-    offer, expected, manifests = None, None, None
-    in_flight: InFlight | None = None
-    if message.HasField("begin"):
-        offer = offer_from_pb(message.begin.offer)
-        if message.begin.HasField("expected"):
-            expected = destinations_from_pb(message.begin.expected)
-    if message.HasField("stage"):
-        manifests = [tuple(rank.senders) for rank in message.stage.ranks]
-    if message.HasField("commit"):
-        in_flight = word(message.commit.in_flight, InFlight, "in_flight")  # type: ignore[assignment]
-    return UpdateSteps(message.version, offer, expected, manifests, in_flight)
+    begin, in_flight = message.begin, message.commit.in_flight
+    return UpdateSteps(
+        message.version,
+        offer_from_pb(begin.offer) if message.HasField("begin") else None,
+        destinations_from_pb(begin.expected) if begin.HasField("expected") else None,
+        [tuple(rank.senders) for rank in message.stage.ranks] if message.HasField("stage") else None,
+        word(in_flight, InFlight, "in_flight") if message.HasField("commit") else None,  # type: ignore[arg-type]
+    )
 
 
 def reports_to_pb(reports: UpdateReports) -> pb.UpdateReports:
     begin = stage = commit = None
     if reports.destinations is not None:
         begin = destinations_to_pb(reports.destinations)
-    if (report := reports.stage) is not None:
-        stage = pb.StageReport(
-            num_bytes=report.num_bytes,
-            verify_seconds=report.verify_seconds,
-            receive_seconds=report.receive_seconds,
-        )
-    if (committed := reports.commit) is not None:
-        commit = pb.CommitReport(
-            pause_seconds=committed.pause_seconds,
-            wait_seconds=committed.wait_seconds,
-            load_seconds=committed.load_seconds,
-        )
+    if reports.stage is not None:
+        stage = pb.StageReport(**_fields(reports.stage, pb.StageReport))
+    if reports.commit is not None:
+        commit = pb.CommitReport(**_fields(reports.commit, pb.CommitReport))
     return pb.UpdateReports(begin=begin, stage=stage, commit=commit)
 
 
 def reports_from_pb(message: pb.UpdateReports) -> UpdateReports:
-    destinations = stage = commit = None
-    if message.HasField("begin"):
-        destinations = destinations_from_pb(message.begin)
-    if message.HasField("stage"):
-        report = message.stage
-        stage = StageReport(report.num_bytes, report.verify_seconds, report.receive_seconds)
-    if message.HasField("commit"):
-        committed = message.commit
-        commit = CommitReport(committed.pause_seconds, committed.wait_seconds, committed.load_seconds)
-    return UpdateReports(destinations, stage, commit)
+    return UpdateReports(
+        destinations_from_pb(message.begin) if message.HasField("begin") else None,
+        _read(StageReport, message.stage) if message.HasField("stage") else None,
+        _read(CommitReport, message.commit) if message.HasField("commit") else None,
+    )
 
 
 def bound_to_pb(bound: RolloutBound) -> pb.RolloutBound:
-    return pb.RolloutBound(**dataclasses.asdict(bound))
+    return pb.RolloutBound(**_fields(bound, pb.RolloutBound))
 
 
 def bound_from_pb(message: pb.RolloutBound) -> RolloutBound:
-    surplus = message.surplus if message.HasField("surplus") else None
-    late: Late = word(message.late, Late, "late")  # type: ignore[assignment]
-    return RolloutBound(message.max_staleness, message.batch, late, surplus)
+    return _read(RolloutBound, message, late=word(message.late, Late, "late"))
 
 
 def request_bytes(request: Request) -> bytes:
@@ -412,8 +339,8 @@ def error_bytes(error: errors.SlipstreamError) -> bytes:
 
 
 def taken_to_pb(taken: TakenGroup) -> pb.TakenGroup:
-    group = pb.TakenGroup(position=taken.position, id=taken.id, version=taken.version, age=taken.age)
-    group.completions.extend(pb.Completion.FromString(data) for data in taken.completions)
+    completions = [pb.Completion.FromString(data) for data in taken.completions]
+    group = pb.TakenGroup(**_fields(taken, pb.TakenGroup), completions=completions)
     if taken.error:
         group.error.ParseFromString(taken.error)
     return group
@@ -422,17 +349,16 @@ def taken_to_pb(taken: TakenGroup) -> pb.TakenGroup:
 def group_from_pb(message: pb.TakenGroup) -> RolloutGroup:
     error = error_from_pb(message.error) if message.HasField("error") else None
     completions = tuple(dataclasses.replace(completion_from_pb(c), request_id=message.id) for c in message.completions)
-    return RolloutGroup(message.id, message.position, message.version, message.age, completions, error)
+    return _read(RolloutGroup, message, completions=completions, error=error)
 
 
 def checksums_to_pb(checksums: Checksums) -> pb.Checksums:
-    rows = [pb.ParameterChecksums(name=p.name, rank=p.rank, parts=p.parts) for p in checksums.parameters]
+    rows = [pb.ParameterChecksums(**_fields(p, pb.ParameterChecksums)) for p in checksums.parameters]
     return pb.Checksums(version=checksums.version, parameters=rows)
 
 
 def checksums_from_pb(message: pb.Checksums) -> Checksums:
-    rows = tuple(ParameterChecksums(p.name, p.rank, tuple(p.parts)) for p in message.parameters)
-    return Checksums(message.version, rows)
+    return Checksums(message.version, tuple(_read(ParameterChecksums, p) for p in message.parameters))
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -440,20 +366,7 @@ def checksums_from_pb(message: pb.Checksums) -> Checksums:
 
 def engine_to_pb(info: EngineInfo, layout: bool = True) -> pb.EngineInfo:
     """Convert an engine's description; `layout=False` leaves out tensors and parameters, which only updates need."""
-    message = pb.EngineInfo(
-        name=info.name,
-        kind=info.kind,
-        model=info.model,
-        dtype=info.dtype,
-        num_ranks=info.num_ranks,
-        transports=info.transports,
-        host=info.host,
-        max_model_len=info.max_model_len,
-        max_num_seqs=info.max_num_seqs,
-        version=info.version,
-        pid=info.pid,
-        protocol=info.protocol,
-    )
+    message = pb.EngineInfo(**_fields(info, pb.EngineInfo))
     if layout:
         message.tensors.extend(pb.TensorSpec(name=t.name, shape=t.shape) for t in info.tensors)
         message.parameters.extend(_parameter_to_pb(p) for p in info.parameters)
@@ -461,21 +374,11 @@ def engine_to_pb(info: EngineInfo, layout: bool = True) -> pb.EngineInfo:
 
 
 def engine_from_pb(message: pb.EngineInfo) -> EngineInfo:
-    return EngineInfo(
-        name=message.name,
-        kind=message.kind,
-        model=message.model,
-        dtype=message.dtype,
-        num_ranks=message.num_ranks,
+    return _read(
+        EngineInfo,
+        message,
         tensors=tuple(TensorSpec(t.name, tuple(t.shape)) for t in message.tensors),
         parameters=tuple(_parameter_from_pb(p) for p in message.parameters),
-        transports=tuple(message.transports),
-        host=message.host,
-        max_model_len=message.max_model_len,
-        max_num_seqs=message.max_num_seqs,
-        version=message.version,
-        pid=message.pid,
-        protocol=message.protocol,
     )
 
 
@@ -485,13 +388,13 @@ def _parameter_to_pb(parameter: Parameter) -> pb.Parameter:
         for p in parameter.parts
     ]
     padding = [pb.Box(spans=_box_to_pb(box)) for box in parameter.padding]
-    return pb.Parameter(name=parameter.name, rank=parameter.rank, shape=parameter.shape, parts=parts, padding=padding)
+    return pb.Parameter(**_fields(parameter, pb.Parameter), parts=parts, padding=padding)
 
 
 def _parameter_from_pb(message: pb.Parameter) -> Parameter:
     parts = tuple(ParameterPart(p.tensor, _box_from_pb(p.tensor_box), _box_from_pb(p.local_box)) for p in message.parts)
     padding = tuple(_box_from_pb(box.spans) for box in message.padding)
-    return Parameter(message.name, message.rank, tuple(message.shape), parts, padding)
+    return _read(Parameter, message, parts=parts, padding=padding)
 
 
 def _box_to_pb(box: Box) -> list[pb.Span]:
@@ -504,48 +407,20 @@ def _box_from_pb(spans: Iterable[pb.Span]) -> Box:
 
 def status_to_pb(status: FleetStatus) -> pb.FleetStatus:
     rows = [
-        pb.EngineStatus(
-            info=engine_to_pb(e.info, layout=False),
-            state=e.state,
-            num_requests=e.num_requests,
-            seconds_since_heartbeat=e.seconds_since_heartbeat,
-            note=e.note,
-            is_paused=e.is_paused,
-            circuit=e.circuit,
-            num_faults=e.num_faults,
-            looked_up_tokens=e.looked_up_tokens,
-            hit_tokens=e.hit_tokens,
-        )
-        for e in status.engines
+        pb.EngineStatus(**_fields(e, pb.EngineStatus), info=engine_to_pb(e.info, layout=False)) for e in status.engines
     ]
-    return pb.FleetStatus(
-        version=status.version,
-        uptime_seconds=status.uptime_seconds,
-        num_completions=status.num_completions,
-        engines=rows,
-        num_retried=status.num_retried,
-    )
+    return pb.FleetStatus(**_fields(status, pb.FleetStatus), engines=rows)
 
 
 def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
-    return FleetStatus(
-        version=message.version,
-        uptime_seconds=message.uptime_seconds,
-        num_completions=message.num_completions,
-        engines=tuple(
-            EngineStatus(
-                info=engine_from_pb(row.info),
-                state=word(row.state, EngineState, "engine state"),  # type: ignore[arg-type]
-                num_requests=row.num_requests,
-                seconds_since_heartbeat=row.seconds_since_heartbeat,
-                note=row.note,
-                is_paused=row.is_paused,
-                circuit=word(row.circuit or "closed", Circuit, "circuit"),  # type: ignore[arg-type]
-                num_faults=row.num_faults,
-                looked_up_tokens=row.looked_up_tokens,
-                hit_tokens=row.hit_tokens,
-            )
-            for row in message.engines
-        ),
-        num_retried=message.num_retried,
+    engines = tuple(
+        _read(
+            EngineStatus,
+            row,
+            info=engine_from_pb(row.info),
+            state=word(row.state, EngineState, "engine state"),
+            circuit=word(row.circuit or "closed", Circuit, "circuit"),
+        )
+        for row in message.engines
     )
+    return _read(FleetStatus, message, engines=engines)

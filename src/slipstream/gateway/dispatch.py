@@ -44,12 +44,6 @@ class EngineBatch:
     """The last failure of a request that is the engine's fault."""
 
 
-@dataclass
-class _BatchEnded:
-    batch: EngineBatch
-    error: SlipstreamError | None
-
-
 class Dispatch:
     """One `Generate` call: its requests, the engines that run them, and the samples still missing."""
 
@@ -73,7 +67,8 @@ class Dispatch:
         self._attempts: Counter[str] = Counter()
         self._batch_of: dict[str, EngineBatch] = {}
         """By request: the batch that it was sent in last."""
-        self._events: asyncio.Queue[tuple[EngineBatch, pb.Results] | _BatchEnded] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[EngineBatch, pb.Results | SlipstreamError | None]] = asyncio.Queue()
+        """What a batch's engine sent; last the error that ended the batch, or None."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
@@ -86,8 +81,10 @@ class Dispatch:
         try:
             self._send(self._weights)
             while self._missing:
-                event = await self._events.get()
-                results = self._on_ended(event) if isinstance(event, _BatchEnded) else self._on_results(*event)
+                batch, event = await self._events.get()
+                results = (
+                    self._on_results(batch, event) if isinstance(event, pb.Results) else self._on_ended(batch, event)
+                )
                 if new := self._without_duplicates(results):
                     yield new
         finally:
@@ -131,14 +128,14 @@ class Dispatch:
 
     async def _run_batch(self, batch: EngineBatch, link: EngineLink, member: Member) -> None:
         message = pb.GenerateRequest(sampling=self._sampling, requests=[self._requests[id] for id in batch.ids])
-        ended = _BatchEnded(batch, None)
+        ended_by: SlipstreamError | None = None
         try:
             async with contextlib.aclosing(link.results(message)) as batches:
                 async for results in batches:
                     self._judge(batch, results, member.breaker)
                     self._events.put_nowait((batch, results))
         except SlipstreamError as error:
-            ended.error = error
+            ended_by = error
             if blame(error) == "engine":
                 batch.fault, batch.has_completed = str(error), False
         finally:
@@ -146,7 +143,7 @@ class Dispatch:
                 member.breaker.probe_ended()
             if batch.fault and not batch.has_completed:  # also when cancelled because other engines answered first
                 member.breaker.faulted(time.monotonic(), batch.fault)
-        self._events.put_nowait(ended)
+        self._events.put_nowait((batch, ended_by))
 
     def _judge(self, batch: EngineBatch, results: pb.Results, breaker: CircuitBreaker) -> None:
         """Update the engine's circuit breaker with its results."""
@@ -166,10 +163,9 @@ class Dispatch:
         final = [f for f in results.failures if f.request_id not in retried]
         return pb.Results(completions=results.completions, failures=final, progress=results.progress)
 
-    def _on_ended(self, ended: _BatchEnded) -> pb.Results:
+    def _on_ended(self, batch: EngineBatch, ended_by: SlipstreamError | None) -> pb.Results:
         """Retry a batch's unanswered requests on other engines; return failures for those that cannot be."""
-        batch = ended.batch
-        error = ended.error or EngineLost(f"engine {batch.engine!r} ended the call without answering every request")
+        error = ended_by or EngineLost(f"engine {batch.engine!r} ended the call without answering every request")
         failed = {id: error for id in batch.ids if id in self._missing and self._batch_of[id] is batch}
         retried = self._retry(batch, failed)
         return convert.results_to_pb([Failure(id, error) for id in failed if id not in retried])

@@ -15,8 +15,8 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -58,7 +58,8 @@ class EngineLink:
         """Tokens the engine was asked to generate and has not delivered."""
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Queue[pb.FromEngine]] = {}
-        self._lost: EngineLost | None = None
+        self._lost: pb.FromEngine | None = None
+        """The answer to every call once the engine is lost."""
 
     async def ask(self, message: pb.ToEngine, timeout: float, doing: str) -> pb.FromEngine:
         """Send a call and return its answer. Raises the engine's error, or `DeadlineExceeded`."""
@@ -93,20 +94,17 @@ class EngineLink:
 
     def lose(self, reason: str) -> None:
         if self._lost is None:
-            self._lost = EngineLost(f"engine {self.name!r} is lost: {reason}")
+            error = EngineLost(f"engine {self.name!r} is lost: {reason}")
+            self._lost = pb.FromEngine(error=convert.error_to_pb(error))
             for answers in self._calls.values():
-                answers.put_nowait(self._lost_answer())
-
-    def _lost_answer(self) -> pb.FromEngine:
-        assert self._lost is not None
-        return pb.FromEngine(error=convert.error_to_pb(self._lost))
+                answers.put_nowait(self._lost)
 
     @contextlib.contextmanager
     def _call(self, message: pb.ToEngine):  # type: ignore[no-untyped-def]
         message.call = next(self._call_ids)
         answers = self._calls[message.call] = asyncio.Queue()
         if self._lost is not None:
-            answers.put_nowait(self._lost_answer())
+            answers.put_nowait(self._lost)
         self.outgoing.put_nowait(message)
         try:
             yield answers
@@ -177,13 +175,6 @@ async def check_access(address: str, token: str, max_message_bytes: int, ca: str
                 raise error from None
 
 
-@runtime_checkable
-class CountsPrefixHits(Protocol):
-    """An engine that counts prefix cache hits."""
-
-    def stats(self) -> Mapping[str, Any]: ...
-
-
 class EngineSession:
     """One connection: registers, then answers calls, each in its own task, until the stream ends."""
 
@@ -221,9 +212,8 @@ class EngineSession:
             helpers = [
                 asyncio.create_task(self._write(stream)),
                 asyncio.create_task(self._heartbeat(welcome.registered.heartbeat_seconds)),
-                asyncio.create_task(
-                    self._report_memory()
-                ),  # a restarted gateway does not know whether the engine sleeps
+                # A restarted gateway does not know whether the engine sleeps.
+                asyncio.create_task(self._report_memory()),
             ]
             while (message := await stream.read()) is not grpc.aio.EOF:
                 self.last_contact = time.monotonic()
@@ -269,8 +259,8 @@ class EngineSession:
 
     def _send_heartbeat(self) -> None:
         heartbeat = pb.Heartbeat(version=self._engine.describe().version)
-        if isinstance(self._engine, CountsPrefixHits):
-            counts = self._engine.stats()
+        if stats := getattr(self._engine, "stats", None):  # not every engine counts prefix cache hits
+            counts = stats()
             heartbeat.looked_up_tokens, heartbeat.hit_tokens = counts["looked_up_tokens"], counts["hit_tokens"]
         self._outgoing.put_nowait(pb.FromEngine(heartbeat=heartbeat))
 
@@ -301,10 +291,9 @@ class EngineSession:
     async def _answer(self, handler: Callable[[pb.ToEngine], Awaitable[pb.FromEngine]], message: pb.ToEngine) -> None:
         try:
             answer = await handler(message)
-        except SlipstreamError as error:
-            answer = pb.FromEngine(error=convert.error_to_pb(error))
         except Exception as error:
-            log.exception("call failed")
+            if not isinstance(error, SlipstreamError):
+                log.exception("call failed")
             answer = pb.FromEngine(error=convert.error_to_pb(error))
         finally:
             self._tasks.pop(message.call, None)

@@ -6,7 +6,7 @@
         └──────────► failed ──► taken         a typed error replaces the completions
 
 A group is a prompt and its samples. The journal deduplicates results: a sample counts once per attempt, and only the last
-attempt counts. `events` is the complete history, which `check` verifies."""
+attempt counts. `events` is the complete history."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ CREATE TABLE events (
     version INTEGER NOT NULL DEFAULT -1
 );
 """
+_SELECT_GROUP = "SELECT number, id, request, num_samples, attempt FROM groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Journal:
 
     def fact(self, name: str) -> str | None:
         row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return None if row is None else str(row[0])
+        return row and str(row[0])
 
     def remember(self, **facts: str) -> None:
         self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
@@ -142,10 +143,7 @@ class Journal:
 
     def waiting(self) -> list[Group]:
         """Return the groups that are accepted and not finished."""
-        rows = self._db.execute(
-            "SELECT number, id, request, num_samples, attempt FROM groups WHERE state = 'accepted' ORDER BY number"
-        )
-        return [Group(*row) for row in rows]
+        return [Group(*row) for row in self._db.execute(f"{_SELECT_GROUP} WHERE state = 'accepted' ORDER BY number")]
 
     def started(self, group: Group, version: int) -> None:
         self._event("start", group.number, attempt=group.attempt, version=version)
@@ -195,10 +193,7 @@ class Journal:
             if not changed.rowcount:
                 return None
             self._db.execute("DELETE FROM samples WHERE number = ?", (number,))
-            row = self._db.execute(
-                "SELECT number, id, request, num_samples, attempt FROM groups WHERE number = ?", (number,)
-            ).fetchone()
-            group = Group(*row)
+            group = Group(*self._db.execute(f"{_SELECT_GROUP} WHERE number = ?", (number,)).fetchone())
             self._event("renew", number, attempt=group.attempt)
         return group
 
@@ -218,16 +213,12 @@ class Journal:
                 )
                 if not changed.rowcount:
                     raise JournalError(f"group {number} cannot be taken: it is not finished or was taken before")
-                (oldest,) = self._db.execute(
-                    "SELECT coalesce(min(oldest), ?) FROM samples WHERE number = ?", (version, number)
-                ).fetchone()
+                oldest = self._number("SELECT coalesce(min(oldest), ?) FROM samples WHERE number = ?", version, number)
                 self._db.execute("INSERT INTO takes VALUES (?, ?, ?, ?)", (position, number, version, version - oldest))
                 self._event("take", number, position, version=version)
 
     def last_position(self) -> int:
-        base = int(self.fact("base") or 0)
-        (last,) = self._db.execute("SELECT coalesce(max(position), ?) FROM takes", (base,)).fetchone()
-        return int(last)
+        return self._number("SELECT coalesce(max(position), ?) FROM takes", int(self.fact("base") or 0))
 
     def count_from(self, position: int) -> None:
         """Continue behind a trainer's position. A new journal, whose predecessor was lost, counts from there."""
@@ -241,17 +232,14 @@ class Journal:
         self.remember(base=str(position))
 
     def num_groups(self) -> int:
-        (count,) = self._db.execute("SELECT count(*) FROM groups").fetchone()
-        return int(count)
+        return self._number("SELECT count(*) FROM groups")
 
     def num_taken(self) -> int:
-        (count,) = self._db.execute("SELECT count(*) FROM takes").fetchone()
-        return int(count)
+        return self._number("SELECT count(*) FROM takes")
 
     def num_taken_at(self, version: int) -> int:
         """Return the number of groups taken while this version was being trained."""
-        (count,) = self._db.execute("SELECT count(*) FROM takes WHERE version = ?", (version,)).fetchone()
-        return int(count)
+        return self._number("SELECT count(*) FROM takes WHERE version = ?", version)
 
     def taken(self, after: int, count: int) -> list[TakenGroup]:
         """Return the groups taken behind a position, in order. Raises `JournalError` if their completions are deleted."""
@@ -271,11 +259,6 @@ class Journal:
             groups.append(TakenGroup(position, id, version, age, tuple(row[0] for row in samples), error))
         return groups
 
-    def ids_taken(self) -> list[str]:
-        """Return the ids of all taken groups in order, including those whose completions are deleted."""
-        rows = self._db.execute("SELECT id FROM takes JOIN groups USING (number) ORDER BY position")
-        return [id for (id,) in rows]
-
     @property
     def forgotten(self) -> int:
         """Last position whose completions are deleted."""
@@ -291,16 +274,11 @@ class Journal:
             )
             self.remember(forgotten=str(position))
 
-    # --- history ---
+    # --- statements ---
 
-    def events(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """Yield `(kind, group, sample or position, attempt, version)` in order."""
-        yield from self._db.execute("SELECT kind, number, sample, attempt, version FROM events ORDER BY at")
-
-    def states(self) -> dict[int, tuple[str, int, int]]:
-        """Return `(state, number of samples, attempt)` by group."""
-        rows = self._db.execute("SELECT number, state, num_samples, attempt FROM groups")
-        return {number: (state, num_samples, attempt) for number, state, num_samples, attempt in rows}
+    def _number(self, query: str, *parameters: int) -> int:
+        """Run a query whose result is one number."""
+        return int(self._db.execute(query, parameters).fetchone()[0])
 
     def _is_current(self, group: Group) -> bool:
         row = self._db.execute("SELECT attempt, state FROM groups WHERE number = ?", (group.number,)).fetchone()
@@ -321,66 +299,3 @@ class Journal:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
-
-
-def check(journal: Journal, max_staleness: int | None = None) -> list[str]:
-    """Return what is wrong with a run's history; empty if it is consistent.
-
-    Every accepted group is taken at most once. A taken group has every sample once, all from its last attempt. Positions are
-    consecutive. No group was older than `max_staleness` when it was taken."""
-    problems: list[str] = []
-    accepted: set[int] = set()
-    attempts: dict[int, int] = {}
-    samples: dict[int, dict[int, int]] = {}
-    """By group: the version of each sample of the present attempt."""
-    failed: set[int] = set()
-    taken: dict[int, int] = {}
-    serving = -1
-    base, states = int(journal.fact("base") or 0), journal.states()
-    for kind, number, sample, attempt, version in journal.events():
-        match kind:
-            case "accept":
-                if number in accepted:
-                    problems.append(f"group {number} was accepted twice")
-                accepted.add(number)
-                attempts[number], samples[number] = 0, {}
-            case "renew":
-                if number in taken:
-                    problems.append(f"group {number} was renewed after it was taken at position {taken[number]}")
-                attempts[number], samples[number] = attempt, {}
-            case "sample":
-                if attempt != attempts.get(number):
-                    problems.append(
-                        f"group {number}: a sample of attempt {attempt} came during attempt {attempts.get(number)}"
-                    )
-                if sample in samples.setdefault(number, {}):
-                    problems.append(f"group {number}: sample {sample} came twice in attempt {attempt}")
-                samples[number][sample] = version
-            case "fail":
-                failed.add(number)
-            case "take":
-                if number in taken:
-                    problems.append(f"group {number} was taken twice, at positions {taken[number]} and {sample}")
-                if sample != base + len(taken) + 1:
-                    problems.append(f"position {sample} was assigned after position {base + len(taken)}")
-                taken[number] = sample
-                num_samples = states[number][1]
-                present = sorted(samples.get(number, {}))
-                if number not in failed and present != list(range(num_samples)):
-                    problems.append(f"group {number} was taken with samples {present} of {num_samples}")
-                oldest = min(samples.get(number, {}).values(), default=version)
-                if max_staleness is not None and version - oldest > max_staleness:
-                    problems.append(
-                        f"group {number} was taken at version {version} with tokens of version {oldest}: older than "
-                        f"{max_staleness}"
-                    )
-            case "sync":
-                if version < serving:
-                    problems.append(f"the fleet went back from version {serving} to {version}")
-                serving = version
-    for number, (state, _, _) in states.items():
-        if number not in accepted:
-            problems.append(f"group {number} was never accepted")
-        if (state == "taken") != (number in taken):
-            problems.append(f"group {number} is {state}, which contradicts its history")
-    return problems

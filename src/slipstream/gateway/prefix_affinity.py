@@ -43,11 +43,6 @@ def prefixes(prompt: str | Sequence[int]) -> tuple[Prefix, ...]:
     return tuple(result)
 
 
-def max_prefix_length(is_text: bool) -> int:
-    """Return how much of a prompt `prefixes` looks at, in tokens or characters."""
-    return LEVELS[-1] * (CHARACTERS_PER_TOKEN if is_text else 1)
-
-
 class PrefixAffinity:
     """The engines that were sent each prefix; the least recently used prefixes are dropped first."""
 
@@ -56,10 +51,6 @@ class PrefixAffinity:
         self._engines: OrderedDict[int, tuple[str, ...]] = OrderedDict()
         """By prefix key."""
         self._version = -1
-
-    @property
-    def num_keys(self) -> int:
-        return len(self._engines)
 
     def set_version(self, version: int) -> None:
         """The fleet serves this version. Engines never reuse the cache of an older one."""

@@ -29,6 +29,7 @@ FORGET_SECONDS = 3600.0
 class Member:
     info: EngineInfo
     last_heard: float
+    """Its lease counts from here."""
     lost: str = ""
     """Why the engine was lost; empty while it is alive."""
     num_requests: int = 0
@@ -82,23 +83,11 @@ class Registry:
         if self.version < 0 <= info.version:
             self.version = info.version  # the first engine with weights from its checkpoint sets the fleet's version
 
-    def touch(self, name: str, now: float) -> None:
-        """Renew an engine's lease."""
-        self._members[name].last_heard = now
-
-    def set_prefix_hits(self, name: str, looked_up_tokens: int, hit_tokens: int) -> None:
-        member = self._members[name]
-        member.looked_up_tokens, member.hit_tokens = looked_up_tokens, hit_tokens
-
     def set_empty(self, name: str) -> None:
         """An engine reports that it holds no policy."""
         member = self._members[name]
         member.lost_policy = member.lost_policy or member.info.version >= 0
         member.info = replace(member.info, version=-1)
-
-    def set_asleep(self, name: str, asleep: tuple[MemoryTag, ...]) -> None:
-        """An engine reports which memory it has released; none if it is awake."""
-        self._members[name].asleep = asleep
 
     def set_paused(self, names: Iterable[str], is_paused: bool) -> None:
         """Engines were told to pause or resume."""

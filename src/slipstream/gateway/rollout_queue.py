@@ -13,8 +13,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from slipstream.errors import DeadlineExceeded, EngineLost, NotReady, PeerError, RolloutError, SlipstreamError
@@ -32,50 +31,16 @@ MAX_DEATHS = 10
 """A prompt that this many engines died of fails instead of going to another."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleDone:
-    """A sample of a group has arrived."""
-
-    index: int
-    oldest_version: int
-    """Version that generated its oldest token."""
-    completion: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRefused:
-    """No engine can generate the group."""
-
-    error: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GroupInterrupted:
-    """No engine could continue the group at the moment."""
-
-    error: SlipstreamError
-    engine_died: bool
-
-
-Outcome: TypeAlias = SampleDone | GroupRefused | GroupInterrupted
-
-Generate: TypeAlias = Callable[[bytes], AsyncGenerator[Outcome, None]]
-"""Generates a serialized request. Ends when all samples have arrived, or after one of the other outcomes."""
+Generate: TypeAlias = Callable[[bytes], AsyncGenerator[pb.Results, None]]
+"""Generates a serialized request. Ends when all samples have arrived, or after a failure."""
 
 
 class RolloutQueue:
     """All methods run on one event loop."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        bound: RolloutBound,
-        version: int,
-        generate: Generate,
-        serialize_error: Callable[[SlipstreamError], bytes],
-    ) -> None:
+    def __init__(self, journal: Journal, bound: RolloutBound, version: int, generate: Generate) -> None:
         """`version` is what the fleet serves. Groups in the journal continue from their state there."""
-        self._journal, self._generate, self._serialize_error = journal, generate, serialize_error
+        self._journal, self._generate = journal, generate
         taken = Counter({at: journal.num_taken_at(at) for at in (version, version + 1)})
         self._staleness = StalenessTracker(bound, version, taken)
         self._waiting: deque[Group] = deque(journal.waiting())
@@ -230,27 +195,29 @@ class RolloutQueue:
 
         Samples are written to the journal together: a transaction for each would cost more than a small model's tokens."""
         try:
-            async with contextlib.aclosing(self._generate(group.request)) as outcomes:
-                async for outcome in outcomes:
-                    if isinstance(outcome, SampleDone):
-                        samples.setdefault(outcome.index, (outcome.completion, outcome.oldest_version))
-                        if len(samples) == group.num_samples:
-                            oldest = self._journal.finish(group, samples)
-                            if oldest is not None:
-                                self._finish(group.number, oldest)
-                            return True
-                    elif isinstance(outcome, GroupRefused):
-                        return self._fail(group, outcome.error)
-                    else:
-                        return self._interrupted(group, outcome)
+            async with contextlib.aclosing(self._generate(group.request)) as batches:
+                async for results in batches:
+                    for completion in results.completions:
+                        oldest = min(span.version for span in completion.spans)
+                        samples.setdefault(completion.sample_index, (completion.SerializeToString(), oldest))
+                    if len(samples) == group.num_samples:
+                        if (group_oldest := self._journal.finish(group, samples)) is not None:
+                            self._finish(group.number, group_oldest)
+                        return True
+                    for failure in results.failures:
+                        error = convert.error_from_pb(failure.error)
+                        if isinstance(error, (PeerError, NotReady, DeadlineExceeded)):
+                            return self._interrupted(group, error, engine_died=isinstance(error, EngineLost))
+                        return self._fail(group, failure.error.SerializeToString())
             return False
         except SlipstreamError as error:
-            return self._interrupted(group, GroupInterrupted(error, engine_died=False))
+            return self._interrupted(group, error, engine_died=False)
 
-    def _interrupted(self, group: Group, outcome: GroupInterrupted) -> bool:
-        log.info("prompt %s was interrupted: %s", group.id, outcome.error)
-        self._deaths[group.number] += outcome.engine_died
-        return self._deaths[group.number] >= MAX_DEATHS and self._fail(group, self._serialize_error(outcome.error))
+    def _interrupted(self, group: Group, error: SlipstreamError, engine_died: bool) -> bool:
+        """No engine could continue the group at the moment. Return whether it is given up."""
+        log.info("prompt %s was interrupted: %s", group.id, error)
+        self._deaths[group.number] += engine_died
+        return self._deaths[group.number] >= MAX_DEATHS and self._fail(group, convert.error_bytes(error))
 
     def _fail(self, group: Group, error: bytes) -> bool:
         if self._journal.fail(group, error):
@@ -292,20 +259,16 @@ class RolloutRun:
     def queue(self, bound: RolloutBound, version: int) -> RolloutQueue:
         """Return the queue, with this bound from now on. `version` is what the fleet serves."""
         if self._queue is None:
-            self._queue = RolloutQueue(self._journal, bound, version, self._generate, convert.error_bytes)
+            self._queue = RolloutQueue(self._journal, bound, version, self._generate)
         elif self._queue.bound != bound:
             self._queue.rebind(bound)
         return self._queue
 
-    async def _generate(self, request: bytes) -> AsyncGenerator[Outcome, None]:
+    def _generate(self, request: bytes) -> AsyncGenerator[pb.Results, None]:
         message = pb.GenerateRequest.FromString(request)
-        message.requests[
-            0
-        ].id = f"rollout-{next(self._request_numbers)}"  # every attempt is a new request to the engines
-        async with contextlib.aclosing(self._send(message)) as batches:
-            async for results in batches:
-                for outcome in _outcomes(results):
-                    yield outcome
+        # Every attempt is a new request to the engines.
+        message.requests[0].id = f"rollout-{next(self._request_numbers)}"
+        return self._send(message)
 
     def on_commit(self, version: int) -> None:
         """The fleet serves a new version."""
@@ -318,19 +281,6 @@ class RolloutRun:
         if self._queue is not None:
             await self._queue.close()
         self._journal.close()
-
-
-def _outcomes(results: pb.Results) -> Iterator[Outcome]:
-    """Translate an engine's results into outcomes of their group."""
-    for completion in results.completions:
-        oldest = min(span.version for span in completion.spans)
-        yield SampleDone(completion.sample_index, oldest, completion.SerializeToString())
-    for failure in results.failures:
-        error = convert.error_from_pb(failure.error)
-        if isinstance(error, (PeerError, NotReady, DeadlineExceeded)):
-            yield GroupInterrupted(error, engine_died=isinstance(error, EngineLost))
-        else:
-            yield GroupRefused(failure.error.SerializeToString())
 
 
 def prompts_by_id(requests: Sequence[Request]) -> dict[str, tuple[bytes, int]]:

@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -34,15 +34,11 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Gateway"].full_name
 HEALTH_CHECK = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/Check"
 
 
-class CompanionServer(Protocol):
-    """Another server in the gateway's process, such as the HTTP front."""
-
-    def __call__(
-        self, address: str, token: str, previous: Mapping[str, object]
-    ) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
-        """Serve while the context is open; yield entries for `gateway.json`. `previous` is the content of that file if a
-        gateway was killed here."""
-        ...
+CompanionServer: TypeAlias = Callable[
+    [str, str, Mapping[str, object]], contextlib.AbstractAsyncContextManager[dict[str, str]]
+]
+"""Another server in the gateway's process, such as the HTTP front. `companion(address, token, previous)` serves while the
+context is open, and yields entries for `gateway.json`; `previous` is the content of that file if a gateway was killed here."""
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):

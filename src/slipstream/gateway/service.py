@@ -204,24 +204,28 @@ class Service(GatewayServicer):
             writer = asyncio.create_task(_write(link, context))
             try:
                 async for message in messages:
-                    if reason := self._registry.get(info.name).lost:
-                        raise EngineLost(f"engine {info.name!r} was declared lost: {reason}; it may register again")
-                    self._registry.touch(info.name, time.monotonic())
+                    member = self._registry.get(info.name)
+                    if member.lost:
+                        raise EngineLost(
+                            f"engine {info.name!r} was declared lost: {member.lost}; it may register again"
+                        )
+                    member.last_heard = time.monotonic()
                     for part in channels.unpacked(message):
                         if part.HasField("memory"):
-                            self._registry.set_asleep(info.name, convert.memory_from_pb(part.memory).asleep)
+                            member.asleep = convert.memory_from_pb(part.memory).asleep
                         elif part.HasField("heartbeat"):
-                            self._on_heartbeat(info.name, part.heartbeat)
+                            heartbeat = part.heartbeat
+                            member.looked_up_tokens, member.hit_tokens = (
+                                heartbeat.looked_up_tokens,
+                                heartbeat.hit_tokens,
+                            )
+                            if heartbeat.version < 0:
+                                self._registry.set_empty(info.name)
                         link.deliver(part)
             finally:
                 writer.cancel()
                 if self._links.get(info.name) is link:
                     self._lose(info.name, "its connection broke")
-
-    def _on_heartbeat(self, name: str, heartbeat: pb.Heartbeat) -> None:
-        self._registry.set_prefix_hits(name, heartbeat.looked_up_tokens, heartbeat.hit_tokens)
-        if heartbeat.version < 0:
-            self._registry.set_empty(name)
 
     def _lose(self, name: str, reason: str) -> None:
         log.warning("engine %s lost: %s", name, reason)

@@ -104,10 +104,6 @@ class StalenessTracker:
         if group in self._started:
             self._started[group] = self.version
 
-    def end(self, group: int) -> None:
-        """Record that a group failed and will not be taken."""
-        self._started.pop(group, None)
-
     def at(self, version: int) -> int:
         """Return the version to take groups for: `version`, or the one the fleet serves if that is newer."""
         return max(version, self.version)

@@ -66,24 +66,9 @@ class SamplingFields(JsonModel):
         return f"{prefix}-{self.request_id or secrets.token_hex(12)}"
 
     def sampling_params(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            n=self.n,
-            seed=self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=tuple((self.logit_bias or {}).items()),
-            top_logprobs=top_logprobs,
-        )
+        names = (field.name for field in dataclasses.fields(SamplingParams))
+        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        return SamplingParams(**given | {"max_tokens": max_tokens, "top_logprobs": top_logprobs})
 
 
 def list_prompts(prompts: Any) -> list[str | list[int]]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Collection
 from typing import TypeVar
 
-from slipstream.errors import DeadlineExceeded, SlipstreamError
+from slipstream.errors import DeadlineExceeded
 from slipstream.http.errors import HttpError
 
 T = TypeVar("T")
@@ -83,8 +83,6 @@ class InFlightRequests:
         try:
             async with asyncio.timeout_at(deadline):
                 return await awaitable
-        except SlipstreamError:  # before TimeoutError: DeadlineExceeded is both
-            raise
         except TimeoutError:
             raise DeadlineExceeded(
                 f"not finished within {self._max_seconds:g} s (request_seconds); are the engines paused or asleep?"

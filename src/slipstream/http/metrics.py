@@ -78,17 +78,14 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterator[Any]:
         status = self._status
-        yield GaugeMetricFamily(
-            "slipstream_policy_version", "Committed policy version; -1 before the first.", value=status.version
-        )
-        yield GaugeMetricFamily("slipstream_gateway_uptime_seconds", "Gateway uptime.", value=status.uptime_seconds)
-        yield CounterMetricFamily(
-            "slipstream_completions", "Completions since the gateway started.", value=status.num_completions
-        )
-        yield CounterMetricFamily(
-            "slipstream_retried_requests", "Requests retried on another engine.", value=status.num_retried
-        )
-        yield GaugeMetricFamily("slipstream_http_in_flight", "Generations in flight over HTTP.", value=self._in_flight)
+        for family, name, text, value in (
+            (GaugeMetricFamily, "policy_version", "Committed policy version; -1 before the first.", status.version),
+            (GaugeMetricFamily, "gateway_uptime_seconds", "Gateway uptime.", status.uptime_seconds),
+            (CounterMetricFamily, "completions", "Completions since the gateway started.", status.num_completions),
+            (CounterMetricFamily, "retried_requests", "Requests retried on another engine.", status.num_retried),
+            (GaugeMetricFamily, "http_in_flight", "Generations in flight over HTTP.", self._in_flight),
+        ):
+            yield family(f"slipstream_{name}", text, value=value)
         states = GaugeMetricFamily("slipstream_engines", "Engines by state.", labels=("state",))
         for state in get_args(EngineState):
             states.add_metric((state,), sum(e.state == state for e in status.engines))

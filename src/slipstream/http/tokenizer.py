@@ -40,15 +40,9 @@ class ChatTokenizer:
             self._token_texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
         return self._token_texts[token]
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> tuple[int, ...]:
-        """Return the prompt of a conversation as token ids."""
-        text = self.render_chat(messages, tools, template_kwargs, add_generation_prompt)
+    def encode_chat(self, *conversation: Any) -> tuple[int, ...]:
+        """Return the prompt of a conversation as token ids. The arguments are those of `render_chat`."""
+        text = self.render_chat(*conversation)
         if self._tokenizer is None:
             raise Unsupported(
                 "chat needs a tokenizer, and the HTTP server has none; send token ids to /v1/completions, or start the server "

@@ -1,2 +1,1 @@
-"""Decoder models: config, families, forward pass, checkpoints. Start with `config.py`, then `families/` and
-`transformer/decoder.py`."""
+"""Decoder models: families, forward pass, checkpoints. Start with `config.py`, then `transformer/decoder.py`."""

@@ -11,6 +11,7 @@ from slipstream.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Types of layers: attention to the last `sliding_window` tokens, or to all."""
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,7 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and settings of a decoder-only transformer. `families.family_of(config)` gives its `Family`: tensor names,
-    activation and norms."""
+    """Sizes and settings of a decoder-only transformer. `families.family_of(config)` gives its `Family`."""
 
     family: str
     vocab_size: int
@@ -102,15 +102,7 @@ class ModelConfig:
     """Dtype of the checkpoint's weights, by `config.json`. What engines hold them in is `dtype` of their config."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        ):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("sliding_window", "query_pre_attn_scalar", "attn_softcap", "final_softcap", "rope_local_theta"):
@@ -140,8 +132,7 @@ class ModelConfig:
         return self.rope_local_theta is not None and self.slides(layer)
 
     def fingerprint(self) -> str:
-        """Return a string that is equal on two peers whose weights are interchangeable: a hash of all fields but token ids,
-        context length and dtype."""
+        """Return a hash of all fields but token ids, context length and dtype: equal if weights are interchangeable."""
         facts = asdict(self)
         for name in ("eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings", "dtype"):
             del facts[name]

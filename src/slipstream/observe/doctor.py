@@ -58,8 +58,7 @@ def examine_fleet(status: FleetStatus) -> Iterator[Diagnosis]:
             fix = "its process ended or is unreachable; see its log" if engine.state == "lost" else ""
             yield Diagnosis(name, "note", f"{engine.state}: {engine.note}", fix)
         elif engine.circuit != "closed":
-            fix = "its calls fail; see its log, or restart it"
-            yield Diagnosis(name, "wrong", engine.note, fix)
+            yield Diagnosis(name, "wrong", engine.note, "its calls fail; see its log, or restart it")
         elif engine.num_faults:
             yield Diagnosis(name, "note", f"{engine.num_faults} calls failed in the engine so far", "see its log")
 
@@ -84,8 +83,7 @@ def _packages() -> Iterator[Diagnosis]:
 
 
 def _devices() -> Iterator[Diagnosis]:
-    """List JAX's devices in a subprocess: JAX reserves most of a GPU's memory when it starts, and a broken driver can crash
-    it."""
+    """List JAX's devices in a subprocess: JAX reserves most of a GPU's memory, and a broken driver can crash it."""
     script = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep='|')"
     try:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -105,11 +103,9 @@ def _devices() -> Iterator[Diagnosis]:
 def _shared_memory() -> Iterator[Diagnosis]:
     directory = shm.directory()
     free = shutil.disk_usage(directory).free
-    fix = (
-        ""
-        if free > 1 << 30
-        else f"larger models cannot be synced over shm; enlarge {directory} (containers: --shm-size)"
-    )
+    fix = ""
+    if free <= 1 << 30:
+        fix = f"larger models cannot be synced over shm; enlarge {directory} (containers: --shm-size)"
     yield Diagnosis("shared memory", "note" if fix else "ok", f"{free / 2**30:.1f} GiB free in {directory}", fix)
     if removed := shm.sweep():
         yield Diagnosis("shared memory", "note", f"removed {len(removed)} segment(s) of dead processes")
@@ -135,24 +131,15 @@ def _vllm() -> Iterator[Diagnosis]:
         yield Diagnosis("vLLM", "ok", f"{done.stdout.split()[-1]}, run by {python}")
     else:
         why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-        yield Diagnosis(
-            "vLLM",
-            "wrong",
-            f"{python}: {why}",
-            "slipstream setup vllm --cpu, or name another interpreter with SLIPSTREAM_VLLM_PYTHON",
-        )
+        fix = "slipstream setup vllm --cpu, or name another interpreter with SLIPSTREAM_VLLM_PYTHON"
+        yield Diagnosis("vLLM", "wrong", f"{python}: {why}", fix)
 
 
 def _mapping(model: Path, dtype: str) -> Iterator[Diagnosis]:
     """Check which parameters of a model in vLLM receive the trainer's weights directly on a GPU."""
     python = interpreter(VllmConfig())
-    command = [
-        python,
-        "-m",
-        "slipstream.engines.vllm.mapping_check",
-        *(["--dtype", dtype] if dtype else []),
-        str(model),
-    ]
+    options = ["--dtype", dtype] if dtype else []
+    command = [python, "-m", "slipstream.engines.vllm.mapping_check", *options, str(model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not answers:
@@ -172,16 +159,10 @@ def _mapping(model: Path, dtype: str) -> Iterator[Diagnosis]:
 
 def _remote() -> Iterator[Diagnosis]:
     """Check what a running `vllm serve` needs: an HTTP client in the engine's process, NCCL in the trainer's."""
-    for package, extra, whose in (
-        ("httpx", "remote", "the engine"),
-        ("nccl4py", "nccl", "the trainer, which needs a GPU"),
-    ):
+    servers = (("httpx", "remote", "the engine"), ("nccl4py", "nccl", "the trainer, which needs a GPU"))
+    for package, extra, whose in servers:
         try:
             yield Diagnosis("vLLM servers", "ok", f"{package} {importlib.metadata.version(package)}, for {whose}")
         except importlib.metadata.PackageNotFoundError:
-            yield Diagnosis(
-                "vLLM servers",
-                "note",
-                f"{package} is not installed, for {whose}",
-                f"pip install 'slipstream-rl[{extra}]'",
-            )
+            fix = f"pip install 'slipstream-rl[{extra}]'"
+            yield Diagnosis("vLLM servers", "note", f"{package} is not installed, for {whose}", fix)

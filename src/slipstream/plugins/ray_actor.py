@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.rollouts import Sampling
 from slipstream.config import LOOPBACK
 from slipstream.deploy.fleet import connect, launch
 from slipstream.deploy.processes.run_dir import read_run_dir
 from slipstream.deploy.ray.actors import JoinCredentials, node_address
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.runtime.tls import host_of
-from slipstream.types import Completion, MemoryReport, MemoryTag, Prompt, SamplingParams, Score, SyncReport
+from slipstream.types import Completion, MemoryReport, MemoryTag, Prompt, Score, SyncReport
 
 JOIN_SECONDS = 120.0
 
@@ -39,9 +40,7 @@ class RolloutActor:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._bridge = launch(model, **{"keep_alive": True, **options})
 
-    async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompts: Sequence[Prompt], sampling: Sampling = None) -> list[Completion]:
         """Generate completions, as `Bridge.generate` does. Engines batch concurrent calls."""
         return await self._bridge.agenerate(prompts, sampling)
 

@@ -120,8 +120,7 @@ class SharedModule:
 
     @contextlib.contextmanager
     def updating(self, in_flight: InFlight = "keep") -> Iterator[SharedModule]:
-        """Call `hold`, then `notify_update` at the end of the block, or `release` if it raises, since the update may be
-        partial."""
+        """Call `hold`, then `notify_update` at the end of the block, or `release` if it raises, perhaps halfway."""
         self._check_places()
         self._check_unwritten()
         try:

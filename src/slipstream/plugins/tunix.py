@@ -138,8 +138,7 @@ class SlipstreamRollout(BaseRollout):
         return [int.from_bytes(h.digest(), "big") >> 1 for h in hashes]
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """Return logprobs of the completions under the engines' policy at temperature 1, as `VanillaRollout` does; 0 for
-        padding."""
+        """Return the engines' logprobs of the completions at temperature 1, as `VanillaRollout` does; 0 for padding."""
         prompts, completions, pad = np.asarray(prompt_tokens), np.asarray(completion_tokens), self.pad_id()
         logps = np.zeros(completions.shape, np.float32)
         scored = [row for row in range(len(completions)) if (completions[row] != pad).any()]

@@ -151,11 +151,11 @@ def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float, equatio
 
 
 def _equation(model: Any, kernel: str) -> str:
-    """Return the einsum that makes a kernel from `a` and `b`: `Dr,rNH->NDH` for `BTD,NDH->BTNH`. Linear layers are
-    `[in, out]`."""
+    """Return the einsum that makes a kernel from `a` and `b`: `Dr,rNH->NDH` for `BTD,NDH->BTNH`."""
     module = model
     for part in kernel.split(".")[:-1]:
         module = module[int(part)] if part.isdigit() else getattr(module, part)
+    # Linear layers are `[in, out]`.
     inputs, weights = getattr(module, "einsum_str", "bi,io->bo").partition("->")[0].split(",")
     contracted = "".join(dim for dim in weights if dim in inputs)
     kept = "".join(dim for dim in weights if dim not in inputs)

@@ -64,8 +64,7 @@ def host_of(address: str) -> tuple[str, int]:
 
 
 def check_dialable(what: str, host: str) -> None:
-    """Raise `ConfigError` if a host name that others must reach resolves to loopback here, as a machine's own name often does
-    (127.0.1.1)."""
+    """Raise `ConfigError` if a host name for others resolves to loopback here, as a machine's own may (127.0.1.1)."""
     if host in LOOPBACK:
         return
     try:

@@ -1,2 +1,1 @@
-"""Tensor geometry and storage without any transport: boxes, strided views, DLPack, safetensors. Start with
-`boxes.py`."""
+"""Tensor geometry and storage, without transports. Start with `boxes.py`."""

@@ -18,7 +18,7 @@ from slipstream.tensors.boxes import full_box, slices
 from slipstream.types import Box
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _ROWS = 4096
 """Rows compared at a time when a checkpoint stores a tied head as well."""
@@ -38,7 +38,7 @@ class StoredTensor:
         return (full_box(self.shape),)
 
     def read_box(self, box: Box) -> np.ndarray:
-        with _open(self.path) as file:
+        with open_file(self.path) as file:
             return file.get_slice(self.name)[slices(box)] if box else file.get_tensor(self.name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -50,12 +50,12 @@ def stored_tensors(directory: str | Path) -> dict[str, StoredTensor]:
     are left out, and so is a head that `config.json` ties to the embedding."""
     found: dict[str, StoredTensor] = {}
     for path in weight_files(Path(directory)):
-        with _open(path) as file:
+        with open_file(path) as file:
             for name in file.keys():  # noqa: SIM118
                 header = file.get_slice(name)
                 if name in found:
                     raise MappingError(f"{name} is in both {found[name].path} and {path}; remove one")
-                if name.endswith("rotary_emb.inv_freq"):
+                if is_buffer(name):
                     continue
                 if header.get_dtype() not in _DTYPES:
                     raise MappingError(
@@ -63,9 +63,9 @@ def stored_tensors(directory: str | Path) -> dict[str, StoredTensor]:
                     )
                 dtype = np.dtype(_DTYPES[header.get_dtype()])
                 found[name] = StoredTensor(path, name, tuple(header.get_shape()), dtype)
-    if _HEAD in found and _EMBED in found and _is_tied(Path(directory)):
-        _check_tied(found[_HEAD], found[_EMBED], directory)
-        del found[_HEAD]
+    if HEAD in found and EMBED in found and _is_tied(Path(directory)):
+        _check_tied(found[HEAD], found[EMBED], directory)
+        del found[HEAD]
     return found
 
 
@@ -89,11 +89,16 @@ def save_synced(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, 
         os.fsync(file.fileno())
 
 
-def _open(path: Path) -> Any:
+def is_buffer(name: str) -> bool:
+    """Return whether a tensor holds rotary frequencies, which old checkpoints store; they follow from the config."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="np")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist, but the checkpoint index names it") from None
+        raise ConfigError(f"{path} does not exist, but the checkpoint's index lists it") from None
     except SafetensorError as error:
         raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
 
@@ -111,6 +116,6 @@ def _check_tied(head: StoredTensor, embed: StoredTensor, directory: str | Path) 
     boxes = (((r, (0, head.shape[1]))) for r in rows)
     if head.shape != embed.shape or not all(np.array_equal(head.read_box(b), embed.read_box(b)) for b in boxes):
         raise MappingError(
-            f"checkpoint {directory} sets tie_word_embeddings, but its {_HEAD} differs from {_EMBED}; "
+            f"checkpoint {directory} sets tie_word_embeddings, but its {HEAD} differs from {EMBED}; "
             "set tie_word_embeddings to false in config.json to use both"
         )

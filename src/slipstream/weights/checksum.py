@@ -30,8 +30,7 @@ def chunks(array: np.ndarray) -> list[tuple[Any, ...]]:
 
 
 def checksum(array: np.ndarray, dtype: np.dtype | None = None) -> int:
-    """Return the 64-bit xxh3 of an array's bytes in row-major order, cast to `dtype` if given. The array's strides do
-    not matter."""
+    """Return the 64-bit xxh3 of an array's bytes in row-major order, whatever its strides, cast to `dtype` if given."""
     digest = xxhash.xxh3_64()
     for part in chunks(array):
         digest.update(_bytes(array[part] if dtype is None else array[part].astype(dtype, copy=False)))

@@ -42,8 +42,7 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One box to transfer: `tensor[tensor_box]` on trainer rank `sender` becomes `parameter[local_box]` on engine rank
-    `receiver`."""
+    """`tensor[tensor_box]` on trainer rank `sender` becomes `parameter[local_box]` on engine rank `receiver`."""
 
     tensor: str
     tensor_box: Box
@@ -155,8 +154,7 @@ def make_plan(
     dtype: str,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Plan:
-    """Match the trainer's tensors with the parameters of the engine's ranks. Raise `MappingError` naming what does not
-    fit."""
+    """Match the trainer's tensors with the parameters of the engine's ranks, or raise `MappingError`."""
     check_sources(sources, tensors)
     assigned: dict[int, int] = defaultdict(int)  # elements, by sender
     max_elements = max(1, bucket_bytes // DTYPE_BYTES[dtype])

@@ -6,7 +6,7 @@ its final place, and the engine's arrays can be views of the image."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,10 @@ import numpy as np
 
 from slipstream.tensors.boxes import slices
 from slipstream.types import Box, Parameter
+from slipstream.weights.plan import Move
 
 ALIGNMENT = 256
-"""Parameters start at multiples of this. XLA adopts memory without a copy if it is aligned to 64 bytes on CPU, 128 on
-GPU."""
+"""Parameters start at multiples of this. XLA adopts memory that is aligned to 64 bytes on CPU, 128 on GPU."""
 
 
 def align_up(size: int, alignment: int = ALIGNMENT) -> int:
@@ -50,6 +50,10 @@ class RankImage:
         """Return a box of a parameter as an array over `buffer`; contiguous only if the box is."""
         index: tuple[Any, ...] = (*slices(box), ...)  # the ellipsis keeps a scalar an array
         return self.view(buffer, parameter)[index]
+
+    def pieces(self, buffer: np.ndarray, moves: Mapping[int, Move]) -> dict[int, np.ndarray]:
+        """Return the places that moves write to, by index."""
+        return {index: self.piece(buffer, move.parameter, move.local_box) for index, move in moves.items()}
 
 
 def num_bytes(parameters: Sequence[Parameter], dtype: str) -> int:

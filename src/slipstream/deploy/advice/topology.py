@@ -123,8 +123,6 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The input of the rules."""
-
     cost: SyncCost
     trainer: TrainerMesh
     fleet: FleetShape
@@ -297,7 +295,8 @@ def _predict(q: Scenario, topology: Topology, transport: str, reasons: tuple[str
     work = q.work
     parameters = 1e9 * work.active_billions or q.cost.num_parameters
     speed = work.tokens_per_second or q.num_engine_ranks * DECODE[work.device] / parameters
-    train_speed = work.train_tokens_per_second or q.trainer.num_ranks * _train_rate(work.device) / parameters
+    train_rate = TRAIN_GPU if work.device == "gpu" else DECODE["cpu"] / TRAIN_COST
+    train_speed = work.train_tokens_per_second or q.trainer.num_ranks * train_rate / parameters
     generate = work.num_samples * (work.tokens / speed + REQUEST_SECONDS[topology])
     train = work.num_samples * (work.prompt_tokens + work.tokens) / train_speed
     sync = sync_seconds(q, transport)
@@ -309,10 +308,6 @@ def _predict(q: Scenario, topology: Topology, transport: str, reasons: tuple[str
             rollout_and_train /= OVERLAP
     iteration = rollout_and_train + sync / work.sync_every
     return Recommendation(topology, transport, reasons, generate, train, sync, iteration)
-
-
-def _train_rate(device: str) -> float:
-    return TRAIN_GPU if device == "gpu" else DECODE["cpu"] / TRAIN_COST
 
 
 def sync_seconds(q: Scenario, transport: str) -> float:

@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
+from slipstream.bridge.bridge import Bridge
 from slipstream.deploy.fanout.prompt_file import CompletionFile, PromptRow
 from slipstream.errors import DeadlineExceeded, NotReady, PeerError, RequestError, SlipstreamError
-from slipstream.types import Completion, Failure, FleetStatus, Prompt, SamplingParams
+from slipstream.types import Completion, Failure
 
 CHUNK = 16
 """Prompts per call."""
@@ -24,27 +24,14 @@ RETRY_SECONDS = 0.5
 """Time between two attempts to reach a lost fleet."""
 
 
-class StreamingBridge(Protocol):
-    """The part of a `Bridge` that a fan-out needs."""
-
-    def astream(
-        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], /
-    ) -> AsyncGenerator[Completion | Failure, None]: ...
-
-    def status(self) -> FleetStatus: ...
-
-
 @dataclass
 class FanOutStats:
-    """Counters of a run."""
-
     num_rows: int = 0
     """Prompts completed by this run."""
     num_skipped: int = 0
     """Prompts completed by an earlier run."""
     failed: Counter[str] = field(default_factory=Counter)
     """Failed prompts by type of error."""
-    prompt_tokens: int = 0
     samples: Counter[str] = field(default_factory=Counter)
     """Completions by engine."""
     tokens: Counter[str] = field(default_factory=Counter)
@@ -61,7 +48,7 @@ class FanOut:
 
     def __init__(
         self,
-        bridge: StreamingBridge,
+        bridge: Bridge,
         output: CompletionFile,
         *,
         in_flight: int = 0,
@@ -141,7 +128,6 @@ class FanOut:
             self.stats.failed[type(outcome).__name__] += 1
         else:
             self.stats.num_rows += 1
-            self.stats.prompt_tokens += len(outcome[0].prompt_token_ids)
             for completion in outcome:
                 self.stats.samples[completion.engine] += 1
                 self.stats.tokens[completion.engine] += len(completion.token_ids)

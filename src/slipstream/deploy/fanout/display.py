@@ -49,7 +49,6 @@ def _figures(stats: FanOutStats) -> str:
 
 
 def summary(stats: FanOutStats) -> Table:
-    """Return a table of the run's totals by engine."""
     title = (
         f"{stats.num_rows} prompts, {stats.samples.total()} completions, {stats.tokens.total():,} tokens in "
         f"{stats.seconds:.1f} s: {stats.tokens_per_second:,.0f} tokens/s"

@@ -7,6 +7,7 @@ DIR/node01.key   its private key, for that machine only"""
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import os
 import re
@@ -110,18 +111,8 @@ def _subject(name: str) -> x509.Name:
 
 
 def _key_usage(**allowed: bool) -> x509.KeyUsage:
-    usages = (
-        "digital_signature",
-        "content_commitment",
-        "key_encipherment",
-        "data_encipherment",
-        "key_agreement",
-        "key_cert_sign",
-        "crl_sign",
-        "encipher_only",
-        "decipher_only",
-    )
-    return x509.KeyUsage(**{usage: allowed.get(usage, False) for usage in usages})
+    usages = list(inspect.signature(x509.KeyUsage).parameters)  # each must be given
+    return x509.KeyUsage(**dict.fromkeys(usages, False) | allowed)
 
 
 def _write(files: tuple[str, str], certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:

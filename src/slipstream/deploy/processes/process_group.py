@@ -44,7 +44,6 @@ class ProcessGroup:
         self._ready_files: dict[str, Path] = {}
         self._ending = threading.Event()
         self._lock = threading.Lock()
-        self.num_restarts = 0
         self._restarts = self._is_up = False
         self._failures: Counter[str] = Counter()
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -107,7 +106,6 @@ class ProcessGroup:
                 for name, process in list(self._processes.items()):
                     code = process.poll()
                     if code is not None and not self._ending.is_set() and self._may_restart(name, code):
-                        self.num_restarts += 1
                         log.warning("%s exited with code %s; restarting it", name, code)
                         self._spawn(name)
 

@@ -135,12 +135,8 @@ class ActorGroup:
 
 def _absolute(http: HttpConfig) -> HttpConfig:
     """Make paths absolute: an actor has another working directory."""
-
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute()) if path else ""
-
-    model, weights, certificate, key = map(absolute, (http.model, http.weights, http.certificate, http.key))
-    return http.replace(model=model, weights=weights, certificate=certificate, key=key)
+    paths = {name: getattr(http, name) for name in ("model", "weights", "certificate", "key")}
+    return http.replace(**{name: str(Path(path).absolute()) for name, path in paths.items() if path})
 
 
 def _stop(actors: Sequence[Any]) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import ConfigError
 
 MAX_HOSTS = 1 << 16
+_COMMA = re.compile(r",(?![^\[]*\])")
+"""A comma outside brackets."""
 _PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
@@ -21,7 +23,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 def expand(nodelist: str) -> list[str]:
     """Expand a node list: `gpu[08-10],login1` is `gpu08 gpu09 gpu10 login1`. With several brackets, the last varies fastest."""
     hosts: list[str] = []
-    for word in _words(nodelist):
+    for word in _COMMA.split(nodelist.strip()):
         parts = _PART.findall(word)
         if not parts or "".join(parts) != word:
             raise ConfigError(f"cannot parse {word!r} in the node list {nodelist!r}; expected names like gpu[01-04,7]")
@@ -31,19 +33,6 @@ def expand(nodelist: str) -> list[str]:
             if len(hosts) > MAX_HOSTS:
                 raise ConfigError(f"the node list {nodelist[:200]!r} has more than {MAX_HOSTS:,} nodes")
     return hosts
-
-
-def _words(nodelist: str) -> Iterator[str]:
-    """Split at commas outside brackets."""
-    word, depth = "", 0
-    for character in nodelist.strip():
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            yield word
-            word = ""
-        else:
-            word += character
-    yield word
 
 
 def _numbers(bracket: str, nodelist: str) -> list[str]:

@@ -12,9 +12,9 @@ from typing import TypeVar
 import jax
 
 from slipstream.config import EmbeddedConfig
-from slipstream.engines.embedded.compute.attention import BlockwiseAttention, NaiveAttention, PagedAttention
+from slipstream.engines.embedded.compute.attention import BlockwiseAttention, NaiveAttention
 from slipstream.engines.embedded.compute.placement import Placement
-from slipstream.engines.embedded.compute.programs import Programs
+from slipstream.engines.embedded.compute.programs import PagedAttention, Programs
 from slipstream.engines.embedded.scheduling.shapes import MIN_ROWS, Shapes, ladder
 from slipstream.errors import ConfigError
 from slipstream.model import families
@@ -106,30 +106,28 @@ def programs_for(model: ModelConfig, options: EmbeddedConfig, shapes: Shapes) ->
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed memory. On CPU, programs use large temporary buffers; returning them to the kernel and faulting
     them in again on every call takes as long as sampling. The process keeps what its largest program needed."""
-    if jax.default_backend() == "cpu":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if mallopt is not None and jax.default_backend() == "cpu":
         for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            if mallopt is not None:
-                mallopt(option, 1 << 30)
+            mallopt(option, 1 << 30)
 
 
-def check_draft(model: ModelConfig, draft: ModelConfig) -> None:
+def tensors_and_parameters(
+    model: ModelConfig, draft: ModelConfig | None, tp: int
+) -> tuple[tuple[TensorSpec, ...], tuple[Parameter, ...]]:
+    """What updates bring: the policy's, and those of the draft model with a prefix."""
+    tensors, parameters = families.tensors(model), families.parameters(model, tp)
+    if draft is None:
+        return tensors, parameters
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"the draft model has {draft.vocab_size} tokens, the policy {model.vocab_size}; they must share a vocabulary"
         )
-
-
-def draft_tensors(model: ModelConfig) -> tuple[TensorSpec, ...]:
-    return tuple(replace(spec, name=DRAFT + spec.name) for spec in families.tensors(model))
-
-
-def draft_parameters(model: ModelConfig, tp: int) -> tuple[Parameter, ...]:
-    def renamed(parameter: Parameter) -> Parameter:
+    tensors += tuple(replace(spec, name=DRAFT + spec.name) for spec in families.tensors(draft))
+    for parameter in families.parameters(draft, tp):
         parts = tuple(replace(part, tensor=DRAFT + part.tensor) for part in parameter.parts)
-        return replace(parameter, name=DRAFT + parameter.name, parts=parts)
-
-    return tuple(renamed(parameter) for parameter in families.parameters(model, tp))
+        parameters += (replace(parameter, name=DRAFT + parameter.name, parts=parts),)
+    return tensors, parameters
 
 
 def split_draft(named: Mapping[str, Sequence[T]]) -> tuple[dict[str, Sequence[T]], dict[str, Sequence[T]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import threading
 import time
 import traceback
@@ -9,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.engines.embedded.compute.executor import Executor, Policy, TickResult
 from slipstream.engines.embedded.scheduling.scheduler import Scheduler, Tick
@@ -22,6 +24,7 @@ from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
 COUNTED = ("ticks", "decode_steps", "decode_rows", "generated_tokens", "drafted_tokens", "accepted_tokens")
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(slots=True, eq=False)
@@ -32,12 +35,36 @@ class _Swap:
     done: Future[CommitReport]
 
 
+def between_ticks(
+    method: Callable[Concatenate[ComputeThread, P], T],
+) -> Callable[Concatenate[ComputeThread, P], asyncio.Future[T]]:
+    """Make a call of this method, on an event loop, run on the compute thread between two ticks."""
+
+    @functools.wraps(method)
+    def submit(self: ComputeThread, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        done: Future[T] = Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(method(self, *args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._submit(command)
+        return asyncio.wrap_future(done)
+
+    return submit
+
+
 class ComputeThread:
     """Runs ticks in a loop. Commands from other threads, including weight swaps, run between two ticks."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, policy: Policy | None, name: str) -> None:
         self._name, self._executor, self._scheduler = name, executor, scheduler
-        self._policy: Policy | None = None
+        self.policy: Policy | None = None
+        """Set on the compute thread only."""
         self._steps_per_tick = StepsPerTick(executor.shapes.rows)
         self._swapped_at, self._idle_seconds = time.perf_counter(), 0.0
         """Time of the last swap, and idle time since then."""
@@ -65,12 +92,8 @@ class ComputeThread:
 
     @property
     def version(self) -> int:
-        policy = self._policy
+        policy = self.policy
         return -1 if policy is None else policy.version
-
-    @property
-    def policy(self) -> Policy | None:
-        return self._policy
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         samples = [sample for request in requests for sample in request.samples()]
@@ -80,43 +103,14 @@ class ComputeThread:
         """Drop the requests of a sink whose caller is gone, and free their pages."""
         self._submit(lambda: self._scheduler.drop(lambda request: request.sink is sink))
 
-    def swap(self, policy: Policy, in_flight: InFlight) -> Future[CommitReport]:
+    def swap(self, policy: Policy, in_flight: InFlight) -> asyncio.Future[CommitReport]:
         swap = _Swap(policy, in_flight, time.perf_counter(), Future())
         self._submit(lambda: self._swap_when_finished(swap) if in_flight == "finish" else self._swap(swap))
-        return swap.done
-
-    def cancel_swap(self, version: int) -> Future[None]:
-        """Cancel a swap that still waits for running samples."""
-        return self._call(lambda: self._cancel_swap(version))
-
-    def pause(self, paused: bool) -> Future[None]:
-        """Pause or resume. Once the future is done, no tick runs until resumed."""
-        return self._call(lambda: setattr(self, "_paused", paused))
-
-    def hold(self) -> Future[None]:
-        """Once the future is done, no tick runs until the next swap, even if the engine is resumed or woken."""
-        return self._call(lambda: setattr(self, "_held_at", time.perf_counter()))
-
-    def copy_policy(self) -> Future[None]:
-        """Copy the serving weights to memory that the engine owns."""
-        return self._call(self._copy_policy)
-
-    def drop_policy(self, reason: SlipstreamError) -> Future[None]:
-        """Drop the serving policy because its weights are no longer valid, and fail all requests with `reason`."""
-        return self._call(lambda: self._drop_policy(reason))
-
-    def reset_prefix_cache(self) -> Future[None]:
-        return self._call(self._scheduler.reset_prefix_cache)
-
-    def sleep(self, level: int) -> Future[MemoryReport]:
-        return self._call(lambda: self._sleep(level))
-
-    def wake(self, tags: Sequence[MemoryTag] | None) -> Future[MemoryReport]:
-        return self._call(lambda: self._wake_up(tags))
+        return asyncio.wrap_future(swap.done)
 
     def memory(self) -> MemoryReport:
         """Does not wait for the tick in progress."""
-        return self._executor.memory(self._policy, tuple(sorted(self._asleep)))
+        return self._executor.memory(self.policy, tuple(sorted(self._asleep)))
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start. Does not wait for the tick in progress, so they may not be mutually consistent."""
@@ -143,21 +137,6 @@ class ComputeThread:
             self._closing = True
             self._changed.notify()
         self._thread.join()
-
-    def _call(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on the compute thread, between two ticks."""
-        done: Future[T] = Future()
-
-        def command() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._submit(command)
-        return done
 
     def _submit(self, command: Callable[[], object]) -> None:
         with self._changed:
@@ -186,7 +165,7 @@ class ComputeThread:
 
     @property
     def _can_work(self) -> bool:
-        can_step = not (self._asleep or self._paused or self._held_at is not None) and self._policy is not None
+        can_step = not (self._asleep or self._paused or self._held_at is not None) and self.policy is not None
         if self._pending_swaps:
             return can_step or not self._scheduler.has_in_flight
         return can_step and bool(self._scheduler.live or self._scheduler.waiting)
@@ -199,9 +178,10 @@ class ComputeThread:
                 self._swap(self._pending_swaps.pop(0))
             return
         try:
-            policy, started = self._serving, time.perf_counter()
+            policy, started = self.policy, time.perf_counter()
+            assert policy is not None, "ticks run only while there are weights"
             limits, num_running = self._steps_per_tick, len(scheduler.running)
-            steps = limits.steps(num_running, self._executor.max_steps)
+            steps = limits.steps(num_running, self._executor.shapes.max_steps)
             tick = scheduler.plan(steps, admit=not self._pending_swaps, overhead=limits.overhead(num_running))
             tick.steps = min(tick.steps, limits.steps(len(tick.decode), steps))  # newly admitted samples included
             tick.early_exit_rows = limits.early_exit_rows(len(tick.decode), tick.steps)
@@ -230,6 +210,15 @@ class ComputeThread:
         self._counts["generated_tokens"] += result.num_drawn
         self._counts["drafted_tokens"] += result.num_drafted
         self._counts["accepted_tokens"] += result.num_accepted
+
+    @between_ticks
+    def pause(self, paused: bool) -> None:
+        """Pause or resume. Once the future is done, no tick runs until resumed."""
+        self._paused = paused
+
+    @between_ticks
+    def reset_prefix_cache(self) -> None:
+        self._scheduler.reset_prefix_cache()
 
     # --- versions ---
 
@@ -262,21 +251,32 @@ class ComputeThread:
             self._fail_all(self.drop_reason)
 
     def _set_policy(self, policy: Policy) -> None:
-        self._policy = self._executor.to_devices(policy)  # frees the old weights, unless they are referenced elsewhere
+        self.policy = self._executor.to_devices(policy)  # frees the old weights, unless they are referenced elsewhere
         self.drop_reason = None
         self._asleep.discard("weights")
         self._scheduler.set_version(policy.version)
 
-    def _copy_policy(self) -> None:
-        if self._policy is not None:
-            self._policy = self._executor.copy_weights(self._policy)
+    @between_ticks
+    def hold(self) -> None:
+        """Once the future is done, no tick runs until the next swap, even if the engine is resumed or woken."""
+        self._held_at = time.perf_counter()
 
-    def _drop_policy(self, reason: SlipstreamError) -> None:
-        self._policy, self._held_at, self.drop_reason = None, None, reason
+    @between_ticks
+    def copy_policy(self) -> None:
+        """Copy the serving weights to memory that the engine owns."""
+        if self.policy is not None:
+            self.policy = self._executor.copy_weights(self.policy)
+
+    @between_ticks
+    def drop_policy(self, reason: SlipstreamError) -> None:
+        """Drop the serving policy because its weights are no longer valid, and fail all requests with `reason`."""
+        self.policy, self._held_at, self.drop_reason = None, None, reason
         self._scheduler.clear_cache()
         self._fail_all(reason)
 
-    def _cancel_swap(self, version: int) -> None:
+    @between_ticks
+    def cancel_swap(self, version: int) -> None:
+        """Cancel a swap that still waits for running samples."""
         canceled = [swap for swap in self._pending_swaps if swap.policy.version == version]
         self._pending_swaps = [swap for swap in self._pending_swaps if swap not in canceled]
         for swap in canceled:
@@ -284,19 +284,21 @@ class ComputeThread:
 
     # --- memory ---
 
-    def _sleep(self, level: int) -> MemoryReport:
+    @between_ticks
+    def sleep(self, level: int) -> MemoryReport:
         """Free device memory. Running samples are preempted: they keep their tokens and recompute their KV cache."""
         self._scheduler.preempt_all()
         self._scheduler.clear_cache()
         self._executor.drop_cache()
         self._asleep.add("kv_cache")
-        if self._policy is not None:
-            self._policy = self._executor.offload(self._policy, keep=level == 1)
+        if self.policy is not None:
+            self.policy = self._executor.offload(self.policy, keep=level == 1)
             self._asleep.add("weights")
         return self.memory()
 
-    def _wake_up(self, tags: Sequence[MemoryTag] | None) -> MemoryReport:
-        policy = self._policy
+    @between_ticks
+    def wake(self, tags: Sequence[MemoryTag] | None) -> MemoryReport:
+        policy = self.policy
         if tags is None:
             tags = [
                 t for t in sorted(self._asleep) if t != "weights" or (policy is not None and policy.params is not None)
@@ -304,7 +306,7 @@ class ComputeThread:
         if "weights" in tags and "weights" in self._asleep and policy is not None:
             if policy.params is None:
                 raise weights_dropped(self._name)
-            self._policy = self._executor.to_devices(policy)
+            self.policy = self._executor.to_devices(policy)
             self._asleep.discard("weights")
         if "kv_cache" in tags and "kv_cache" in self._asleep:
             self._executor.make_cache()
@@ -342,11 +344,6 @@ class ComputeThread:
 
     def _failure(self, where: str) -> EngineFailure:
         return EngineFailure(f"engine {self._name!r} failed {where}:\n{traceback.format_exc().strip()}")
-
-    @property
-    def _serving(self) -> Policy:
-        assert self._policy is not None and self._policy.params is not None, "ticks run only while there are weights"
-        return self._policy
 
 
 def _fail(done: Future[T], error: SlipstreamError) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,13 +14,11 @@ import numpy as np
 
 from slipstream.config import EmbeddedConfig
 from slipstream.engines.embedded.assembly import (
-    check_draft,
-    draft_parameters,
-    draft_tensors,
     keep_freed_memory,
     programs_for,
     shapes_for,
     split_draft,
+    tensors_and_parameters,
 )
 from slipstream.engines.embedded.compute.executor import Executor, Policy
 from slipstream.engines.embedded.compute.placement import is_backed_by
@@ -37,7 +34,7 @@ from slipstream.engines.frontend.checks import (
     weights_dropped,
 )
 from slipstream.engines.frontend.frontend import EngineFrontend
-from slipstream.engines.frontend.request_parser import RequestParser, SequenceLimits, read_tokenizer
+from slipstream.engines.frontend.request_parser import SequenceLimits, read_tokenizer
 from slipstream.errors import (
     ConfigError,
     EngineLost,
@@ -48,7 +45,6 @@ from slipstream.errors import (
     Unsupported,
     UpdateInProgress,
 )
-from slipstream.model import families
 from slipstream.model.checkpoints import hf_weights
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.config import ModelConfig
@@ -57,19 +53,14 @@ from slipstream.model.tree import flatten
 from slipstream.types import (
     Checksums,
     CommitReport,
-    Completion,
     Destinations,
     EngineInfo,
-    Failure,
     InFlight,
     MemoryReport,
     MemoryTag,
     Offer,
     Parameter,
     ParameterChecksums,
-    Progress,
-    Request,
-    Score,
     StageReport,
 )
 from slipstream.weights.rank_image import num_bytes
@@ -77,7 +68,7 @@ from slipstream.weights.transports.host.tcp import ListenConfig
 from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, is_shared
 from slipstream.weights.update.publisher import DRAFT
 from slipstream.weights.update.transfer import Inbox
-from slipstream.weights.update.transport_choice import TRANSPORTS, host_identity, is_quick
+from slipstream.weights.update.transport_choice import TRANSPORTS, is_quick
 from slipstream.weights.update.verify import hash_parameters
 
 log = logging.getLogger(__name__)
@@ -88,7 +79,7 @@ MAX_READS = 3
 T = TypeVar("T")
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(EngineFrontend):
     """Implements `engines.contract.EngineBackend`. `params` are copied; without them the engine waits for its first update.
 
     engine = EmbeddedEngine.from_directory("my-model", options=EmbeddedConfig(max_num_seqs=64))
@@ -115,23 +106,14 @@ class EmbeddedEngine:
         if version is not None and version < 0:
             raise ConfigError(f"version must be 0 or more, got {version}")
         options = _checked(options).resolve_dtype(model.dtype)
-        self._model, self._name, self._options = model, name, options
-        self._draft = draft
+        self._options = options
         keep_freed_memory()
         shapes = shapes_for(model, options)
         programs = programs_for(model, options, shapes)
         draft_programs = None if draft is None else programs_for(draft, options, shapes)
         self._placement = programs.placement
         self._draft_placement = draft_programs.placement if draft_programs else None
-        self._shapes = shapes
-        self._tensors, self._parameters = (
-            families.tensors(model),
-            families.parameters(model, options.tensor_parallel_size),
-        )
-        if draft is not None:
-            check_draft(model, draft)
-            self._tensors += draft_tensors(draft)
-            self._parameters += draft_parameters(draft, options.tensor_parallel_size)
+        self._tensors, self._parameters = tensors_and_parameters(model, draft, options.tensor_parallel_size)
         listen = ListenConfig(options.listen, options.certificate, options.key)
         self._inbox = Inbox(self._parameters, options.dtype, name, listen)
         self._num_bytes = num_bytes(self._parameters, options.dtype)
@@ -161,8 +143,7 @@ class EmbeddedEngine:
         scheduler = Scheduler(shapes, options.max_num_seqs, options.enable_prefix_caching)
         self._compute = ComputeThread(executor, scheduler, policy, name)
         limits = SequenceLimits(shapes.max_length, shapes.page_size, shapes.num_pages)
-        parser = RequestParser(model, tokenizer, limits, name)
-        self._frontend = EngineFrontend(parser, self._compute.add, self._compute.cancel, self._check_ready)
+        super().__init__(name, model, tokenizer, limits, self._compute.add, self._compute.cancel)
         log.info(
             "engine %s: %d pages of %d tokens, at most %d programs (decode %s rows, prefill %s blocks of %d)",
             name, shapes.num_pages, shapes.page_size, shapes.num_programs, shapes.rows, shapes.blocks, shapes.block,
@@ -187,29 +168,16 @@ class EmbeddedEngine:
         )
 
     def describe(self) -> EngineInfo:
-        return EngineInfo(
-            name=self._name,
+        return self._info(
             kind="embedded",
-            model=self._model.fingerprint(),
             dtype=self._options.dtype,
             num_ranks=self._options.tensor_parallel_size,
             tensors=self._tensors,
             parameters=self._parameters,
             transports=(*TRANSPORTS, *self._shared_transports),
-            host=host_identity(),
-            max_model_len=self._shapes.max_length,
             max_num_seqs=self._options.max_num_seqs,
             version=self._compute.version,
-            pid=os.getpid(),
         )
-
-    # --- rollouts ---
-
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        return self._frontend.generate(requests)
-
-    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        return await self._frontend.score(sequences, top_k)
 
     def _check_ready(self) -> None:
         if self._compute.version < 0:
@@ -228,13 +196,13 @@ class EmbeddedEngine:
             self._transport = offer.transport
             if overwrites:
                 self._overwriting = version
-                await asyncio.wrap_future(self._compute.hold())
+                await self._compute.hold()
             return destinations
 
     @property
     def _shared_transports(self) -> tuple[str, ...]:
         """Transports by which the engine can serve from a trainer's memory. Needs whole tensors, as a trainer's module has."""
-        if self._options.tensor_parallel_size > 1 or self._draft is not None:
+        if self._options.tensor_parallel_size > 1 or self._draft_placement is not None:
             return ()
         return {"cpu": (NAME,), "gpu": (CUDA_NAME,)}.get(self._placement.platform, ())
 
@@ -244,7 +212,7 @@ class EmbeddedEngine:
                 f"engine {self._name!r} cannot serve from memory of this kind: an engine on CPU serves from host memory, one "
                 "on a GPU from memory of that GPU, both with tensor_parallel_size=1 and without a draft model (here: "
                 f"{self._placement.platform}, tensor_parallel_size={self._options.tensor_parallel_size}, "
-                f"{'with' if self._draft else 'without'} a draft model)"
+                f"{'with' if self._draft_placement else 'without'} a draft model)"
             )
         policy, addresses = self._compute.policy, self._inbox.addresses()
         is_served = (
@@ -294,7 +262,7 @@ class EmbeddedEngine:
         if version != self._compute.version:
             if self._staged is None or self._staged.version != version:
                 raise not_staged(self._name, version)
-            report = await asyncio.wrap_future(self._compute.swap(self._staged, in_flight))
+            report = await self._compute.swap(self._staged, in_flight)
             self._shared_memory = self._transport if is_shared(self._transport) else ""
             self._overwriting = None
             if self._shared_memory:
@@ -306,9 +274,9 @@ class EmbeddedEngine:
 
     async def rollback(self, version: int) -> None:
         with contextlib.suppress(EngineLost):
-            await asyncio.wrap_future(self._compute.cancel_swap(version))
+            await self._compute.cancel_swap(version)
             if self._overwriting == version:
-                await asyncio.wrap_future(self._compute.drop_policy(half_written(self._name, version)))
+                await self._compute.drop_policy(half_written(self._name, version))
                 self._shared_memory, self._overwriting = "", None
         self._drop_staged(version)
         self._inbox.rollback(version)
@@ -319,7 +287,7 @@ class EmbeddedEngine:
         async with self._sharing_lock:
             if self._shared_memory and self._overwriting is None:
                 with contextlib.suppress(EngineLost):
-                    await asyncio.wrap_future(self._compute.copy_policy())
+                    await self._compute.copy_policy()
                 self._shared_memory = ""
                 self._inbox.release()
 
@@ -361,21 +329,21 @@ class EmbeddedEngine:
     # --- control ---
 
     async def pause(self) -> None:
-        await asyncio.wrap_future(self._compute.pause(True))
+        await self._compute.pause(True)
 
     async def resume(self) -> None:
-        await asyncio.wrap_future(self._compute.pause(False))
+        await self._compute.pause(False)
 
     async def reset_prefix_cache(self) -> None:
-        await asyncio.wrap_future(self._compute.reset_prefix_cache())
+        await self._compute.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> MemoryReport:
         check_sleep(self._name, level, self._inbox.is_updating)
-        return await asyncio.wrap_future(self._compute.sleep(level))
+        return await self._compute.sleep(level)
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         check_tags(tags)
-        return await asyncio.wrap_future(self._compute.wake(tags))
+        return await self._compute.wake(tags)
 
     async def memory(self) -> MemoryReport:
         return self._compute.memory()

@@ -1,13 +1,15 @@
-"""The front half that all engines share: requests in, completions and scores out."""
+"""The front half that all engines share: requests in, completions and scores out, including detokenization."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
-from slipstream.engines.frontend.completions import make_completions, make_score
-from slipstream.engines.frontend.request_parser import MIN_THREADED_BATCH, RequestParser
+from slipstream.engines.frontend.request_parser import MIN_THREADED_BATCH, RequestParser, SequenceLimits
 from slipstream.engines.frontend.sequence import (
     EngineRequest,
     EngineResult,
@@ -17,23 +19,43 @@ from slipstream.engines.frontend.sequence import (
     StreamedTokens,
 )
 from slipstream.errors import EngineLost, NotReady
-from slipstream.types import Completion, Failure, Progress, Request, Score
+from slipstream.model.config import ModelConfig
+from slipstream.types import Completion, EngineInfo, Failure, Progress, Request, Score
+from slipstream.weights.update.transport_choice import host_identity
 
 
-class EngineFrontend:
-    """Implements `generate` and `score` of an engine over three callbacks.
+class EngineFrontend(ABC):
+    """The base of all engines: `generate` and `score` over two callbacks.
 
-    `submit` starts requests; their results arrive at each request's sink. `cancel` drops the unfinished requests of a sink.
-    `check_ready` raises while the engine cannot take requests."""
+    `submit` starts requests; their results arrive at each request's sink. `cancel` drops the unfinished requests of a sink."""
 
     def __init__(
         self,
-        parser: RequestParser,
+        name: str,
+        model: ModelConfig,
+        tokenizer: Any,
+        limits: SequenceLimits,
         submit: Callable[[Sequence[EngineRequest]], None],
         cancel: Callable[[ResultSink], None],
-        check_ready: Callable[[], None],
     ) -> None:
-        self._parser, self._submit, self._cancel, self._check_ready = parser, submit, cancel, check_ready
+        self._name, self._model, self._max_length = name, model, limits.max_length
+        self._parser = RequestParser(model, tokenizer, limits, name)
+        self._submit, self._cancel = submit, cancel
+
+    @abstractmethod
+    def _check_ready(self) -> None:
+        """Raise while the engine cannot take requests."""
+
+    def _info(self, **fields: Any) -> EngineInfo:
+        """`fields` are those of `EngineInfo` in which backends differ."""
+        return EngineInfo(
+            name=self._name,
+            model=self._model.fingerprint(),
+            host=host_identity(),
+            max_model_len=self._max_length,
+            pid=os.getpid(),
+            **fields,
+        )
 
     async def generate(
         self, requests: Sequence[Request]
@@ -73,7 +95,7 @@ class EngineFrontend:
                     if isinstance(result, FailedRequest):
                         raise result.error
                     assert isinstance(result, Sample), "scores are not streamed"
-                    scores[result.request] = make_score(result, self._parser.engine)
+                    scores[result.request] = _score(result, self._name)
         finally:
             if len(scores) < len(requests):
                 with contextlib.suppress(EngineLost):
@@ -101,4 +123,55 @@ class EngineFrontend:
                 unfinished[request] -= 1
                 if not unfinished[request]:
                     del unfinished[request]
-        return [*progress, *make_completions(finished, self._parser.tokenizer, self._parser.engine), *failures]
+        return [*progress, *_completions(finished, self._parser.tokenizer, self._name), *failures]
+
+
+def _completions(samples: Sequence[Sample], tokenizer: Any, engine: str) -> list[Completion]:
+    texts = [""] * len(samples) if tokenizer is None else _decode([_visible_tokens(s) for s in samples], tokenizer)
+    return [_completion(sample, text, engine) for sample, text in zip(samples, texts)]
+
+
+def _score(sample: Sample, engine: str) -> Score:
+    ((version, _),) = sample.versions
+    return Score(
+        token_ids=sample.request.prompt,
+        logprobs=tuple(sample.raw_logprobs),
+        version=version,
+        engine=engine,
+        top_logprobs=tuple(sample.top_logprobs),
+    )
+
+
+def _completion(sample: Sample, text: str, engine: str) -> Completion:
+    reason = sample.finish_reason
+    assert reason is not None, "only finished samples become completions"
+    return Completion(
+        request_id=sample.request.request_id,
+        sample_index=sample.sample_index,
+        prompt_token_ids=sample.request.prompt,
+        token_ids=tuple(sample.tokens),
+        text=_before_stop_string(text, sample) if sample.stopped else text,
+        logprobs=tuple(sample.logprobs),
+        raw_logprobs=tuple(sample.raw_logprobs),
+        finish_reason=reason,
+        spans=sample.spans,
+        engine=engine,
+        top_logprobs=tuple(sample.top_logprobs),
+    )
+
+
+def _visible_tokens(sample: Sample) -> list[int]:
+    """The tokens without the stop token that ended the sample."""
+    ends_with_stop = sample.stopped and sample.tokens[-1] in sample.request.stop_ids
+    return sample.tokens[:-1] if ends_with_stop else sample.tokens
+
+
+def _before_stop_string(text: str, sample: Sample) -> str:
+    return text[: min((at for stop in sample.request.sampling.stop if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def _decode(rows: list[list[int]], tokenizer: Any) -> list[str]:
+    if len(rows) >= MIN_THREADED_BATCH:
+        texts: list[str] = tokenizer.decode_batch(rows, skip_special_tokens=True)
+        return texts
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]

@@ -5,12 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import xxhash
 
 from slipstream.engines.frontend.sequence import EngineRequest, FailedRequest, ResultSink, Sample
 from slipstream.errors import SlipstreamError
+from slipstream.types import SamplingParams
+
+_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+
+
+def shared_settings(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the settings that vLLM and SGLang know by our names."""
+    return {name: getattr(sampling, name) for name in _SETTINGS}
+
+
+def mixed_seed(*parts: int) -> int:
+    """Hash `parts` into one seed, because a torch generator uses only 32 bits of its seed."""
+    return xxhash.xxh3_64_intdigest(" ".join(map(str, parts)).encode()) >> 1
 
 
 @dataclass(eq=False)
@@ -66,6 +81,12 @@ class SampleTasks(ABC):
         for sink, tasks in list(self._tasks.items()):
             sink.deliver([FailedRequest(sample.request, error) for sample in tasks.values()])
             self.cancel(sink)
+
+    async def drain(self, check: Callable[[], object]) -> None:
+        """Return once no attempt is running. `check` is called meanwhile, and may raise."""
+        while self.running:
+            await asyncio.wait([attempt.task for attempt in self.running], timeout=0.05)
+            check()
 
     async def wait_finished(self, timeout: float) -> None:
         """Return once all tasks have ended, or after `timeout` seconds."""

@@ -13,16 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import RemoteConfig
 from slipstream.engines.frontend.checks import check_in_flight, check_sleep, check_tags
 from slipstream.engines.frontend.frontend import EngineFrontend
-from slipstream.engines.frontend.request_parser import RequestParser, SequenceLimits, read_tokenizer
+from slipstream.engines.frontend.request_parser import SequenceLimits, read_tokenizer
 from slipstream.engines.frontend.step_control import StepControl
 from slipstream.engines.remote.dialect import Dialect
 from slipstream.engines.remote.http_client import ServerClient
@@ -31,35 +30,22 @@ from slipstream.engines.remote.sglang import SglangDialect
 from slipstream.engines.remote.vllm import VllmDialect
 from slipstream.engines.remote.weight_label import WeightLabel
 from slipstream.engines.remote.weight_updates import ServerUpdates
-from slipstream.errors import (
-    DeadlineExceeded,
-    EngineLost,
-    FleetChanged,
-    NotReady,
-    SlipstreamError,
-    Unsupported,
-)
+from slipstream.errors import DeadlineExceeded, EngineLost, FleetChanged, NotReady, SlipstreamError, Unsupported
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
     Checksums,
     CommitReport,
-    Completion,
     Destinations,
     EngineInfo,
-    Failure,
     InFlight,
     MemoryReport,
     MemoryTag,
     Offer,
-    Progress,
-    Request,
-    Score,
     StageReport,
 )
 from slipstream.weights.rank_image import num_bytes
-from slipstream.weights.update.transport_choice import host_identity
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +55,7 @@ CLOSE_SECONDS = 10.0
 """How long `close` waits for the server to end our requests, and to resume."""
 
 
-class RemoteEngine:
+class RemoteEngine(EngineFrontend):
     """See `engines.contract.EngineBackend`.
 
     engine = await RemoteEngine.start("my-model", options=RemoteConfig(url="http://localhost:8000"))
@@ -81,15 +67,13 @@ class RemoteEngine:
         self, model: ModelConfig, dialect: Dialect, *, name: str, tokenizer: Any, options: RemoteConfig
     ) -> None:
         server = dialect.server
-        self._model, self._dialect, self._server, self._name = model, dialect, server, name
-        self._max_length = min(server.max_model_len, options.max_model_len or server.max_model_len)
-        self._max_num_seqs = options.max_num_seqs
+        self._dialect, self._server, self._max_num_seqs = dialect, server, options.max_num_seqs
         self._tensors, self._parameters = families.tensors(model), families.parameters(model, 1)
         self._label = WeightLabel(dialect)
         self._samples = RemoteSampleTasks(dialect, options.max_num_seqs, self._label, self._lose)
-        limits = SequenceLimits(self._max_length, server.block_size, server.num_blocks)
-        parser = RequestParser(model, tokenizer, limits, name)
-        self._frontend = EngineFrontend(parser, self._samples.start, self._samples.cancel, self._check_ready)
+        length = min(server.max_model_len, options.max_model_len or server.max_model_len)
+        limits = SequenceLimits(length, server.block_size, server.num_blocks)
+        super().__init__(name, model, tokenizer, limits, self._samples.start, self._samples.cancel)
         self._updates = ServerUpdates(dialect, self._parameters, name)
         self._no_weights = "" if server.has_weights else "has no weights yet"
         """Why the server has no weights of ours; empty if it has."""
@@ -129,29 +113,16 @@ class RemoteEngine:
         return engine
 
     def describe(self) -> EngineInfo:
-        return EngineInfo(
-            name=self._name,
+        return self._info(
             kind="remote",
-            model=self._model.fingerprint(),
             dtype=self._server.dtype,
             num_ranks=1,
             tensors=self._tensors,
             parameters=self._parameters,
             transports=self._dialect.transports,
-            host=host_identity(),
-            max_model_len=self._max_length,
             max_num_seqs=self._max_num_seqs,
             version=-1 if self._no_weights else self._samples.version,
-            pid=os.getpid(),
         )
-
-    # --- rollouts ---
-
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        return self._frontend.generate(requests)
-
-    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        return await self._frontend.score(sequences, top_k)
 
     def _check_ready(self) -> None:
         if self.ended.is_set():
@@ -195,9 +166,7 @@ class RemoteEngine:
         self._steps.check_can_finish(self._samples.running)
         self._samples.gate.clear()
         try:
-            while self._samples.running:
-                await asyncio.wait([attempt.task for attempt in self._samples.running], timeout=0.05)
-                self._updates.check_staged(version)  # raises after a rollback
+            await self._samples.drain(lambda: self._updates.check_staged(version))  # raises after a rollback
         except BaseException:
             self._samples.gate.set()
             raise

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar
 
 from slipstream.engines.remote.http_client import ServerClient
-from slipstream.errors import ProtocolMismatch
+from slipstream.errors import ConfigError, ProtocolMismatch
+
+T = TypeVar("T")
 
 MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """What reading a response of an unexpected shape raises."""
@@ -17,43 +20,48 @@ MakeMismatch: TypeAlias = Callable[[str, str, Any], ProtocolMismatch]
 
 
 class ResponseReader:
-    """The fields of a response, by path. A field of the wrong type raises `ProtocolMismatch`."""
+    """The fields of a response, by path (keys and list indices). A field of the wrong type raises `ProtocolMismatch`."""
 
     def __init__(self, client: ServerClient, call: str, response: Any) -> None:
         self._client, self._call, self._response = client, call, response
 
-    def get(self, *path: str, default: Any) -> Any:
+    def get(self, *path: str | int, default: Any) -> Any:
         value = self._response
         for key in path:
-            if not isinstance(value, dict) or key not in value:
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
                 return default
-            value = value[key]
         return value
 
-    def has(self, *path: str) -> bool:
-        return self.get(*path, default=None) is not None
+    def text(self, *path: str | int) -> str:
+        return self._typed(str, "str", path)
 
-    def text(self, *path: str) -> str:
-        return cast(str, self._typed(str, path))
+    def number(self, *path: str | int) -> int:
+        return self._typed(int, "int", path)
 
-    def number(self, *path: str) -> int:
-        return cast(int, self._typed(int, path))
+    def flag(self, *path: str | int) -> bool:
+        return self._typed(bool, "true or false", path)
 
-    def flag(self, *path: str) -> bool:
+    def _typed(self, kind: type[T], expected: str, path: tuple[str | int, ...]) -> T:
         value = self.get(*path, default=None)
-        if not isinstance(value, bool):
-            raise self._client.mismatch(self._call, f"true or false at {'.'.join(path)}", self._response)
-        return value
-
-    def _typed(self, kind: type, path: tuple[str, ...]) -> Any:
-        value = self.get(*path, default=None)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self._client.mismatch(self._call, f"{kind.__name__} at {'.'.join(path)}", self._response)
+        if type(value) is not kind:
+            raise self._client.mismatch(self._call, f"{expected} at {'.'.join(map(str, path))}", self._response)
         return value
 
 
 async def get_response(client: ServerClient, path: str) -> ResponseReader:
     return ResponseReader(client, f"GET {path.partition('?')[0]}", await client.get(path))
+
+
+def check_version(client: ServerClient, call: str, version: str, minimum: tuple[int, ...], why: str) -> None:
+    """Raise `ConfigError` if the server's `version` is older than `minimum`; `why` completes the message."""
+    numbers = re.match(r"\.".join([r"(\d+)"] * len(minimum)), version)
+    oldest = ".".join(map(str, minimum))
+    if numbers is None:
+        raise client.mismatch(call, f"a version like {oldest}", version)
+    if tuple(map(int, numbers.groups())) < minimum:
+        raise ConfigError(f"{client.name} is version {version}; Slipstream needs {oldest} or later {why}")
 
 
 def parse_logprob(value: Any, least: float = -math.inf) -> float:

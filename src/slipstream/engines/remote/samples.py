@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from slipstream.engines.frontend.sample_tasks import Attempt, SampleTasks
 from slipstream.engines.frontend.sequence import Sample
-from slipstream.engines.remote.dialect import Dialect, ServerScore, is_plain_or_greedy
+from slipstream.engines.remote.dialect import Dialect, ServerScore
 from slipstream.engines.remote.weight_label import WeightLabel
 from slipstream.errors import EngineFailure, EngineLost, SlipstreamError
 
@@ -28,7 +28,7 @@ class RemoteSampleTasks(SampleTasks):
         """Return once the server has no request of ours. The gate must be closed."""
         for attempt in self.running:
             request = attempt.sample.request
-            attempt.interrupt(keep_tokens and not request.is_scoring and is_plain_or_greedy(request.sampling))
+            attempt.interrupt(keep_tokens and not request.is_scoring and request.sampling.is_plain_or_greedy)
         while self.running:
             await asyncio.sleep(0.001)
 

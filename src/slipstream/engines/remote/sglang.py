@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +25,6 @@ from slipstream.engines.remote.dialect import (
     Dialect,
     ServerScore,
     WeightChannel,
-    is_plain_or_greedy,
 )
 from slipstream.engines.remote.http_client import ServerClient
 from slipstream.engines.remote.responses import get_response
@@ -77,7 +76,7 @@ class SglangDialect(Dialect):
 
     async def needs_rescoring(self, sampling: SamplingParams) -> bool:
         sglang_format.check_sampling(sampling, self.server)
-        if is_plain_or_greedy(sampling):
+        if sampling.is_plain_or_greedy:
             return False
         if sampling.temperature != 0 and not sglang_format.is_truncated(sampling) and not await self._probe():
             raise Unsupported(
@@ -202,12 +201,12 @@ class SglangDialect(Dialect):
         if not isinstance(response, dict) or response.get("success") is not True:
             raise self.client.mismatch(f"POST {path}", "success", response)
 
-    async def mark_unfinished(self, label: str) -> None:
-        """Label the weights as unusable until the update has ended."""
+    @contextlib.asynccontextmanager
+    async def updating(self, label: str) -> AsyncIterator[None]:
+        """Label the weights as unusable until the update has ended. Then flush the cache, if possible: our prompts never match
+        entries of an older version, but those of other clients may."""
         await self.set_label(f"{label}-unfinished")
-
-    async def flush_after_update(self) -> None:
-        """Best effort. Our prompts never match entries of an older version; those of other clients may."""
+        yield
         if error := await self._flush(FLUSH_SECONDS):
             log.warning("%s: prefixes of an older version stay in its cache", error)
 
@@ -232,21 +231,20 @@ class GlooChannel:
         await self._dialect.update("/init_weights_update_group", info, JOIN_SECONDS)
 
     async def replace_weights(self, parameters: Sequence[Parameter], version: int, label: str) -> None:
-        await self._dialect.mark_unfinished(label)
         dtype = self._dialect.server.dtype
         sizes = [num_bytes([p], dtype) for p in parameters]
-        for bucket in group_by_bytes(sizes, sglang_gloo.BUCKET_BYTES):
-            info = {
-                "names": [parameters[i].name for i in bucket],
-                "dtypes": [dtype] * len(bucket),
-                "shapes": [list(parameters[i].shape) for i in bucket],
-                "group_name": self._rendezvous.group,
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-            }
-            await self._dialect.update("/update_weights_from_distributed", info, UPDATE_SECONDS)
-        await self._dialect.set_label(label)
-        await self._dialect.flush_after_update()
+        async with self._dialect.updating(label):
+            for bucket in group_by_bytes(sizes, sglang_gloo.BUCKET_BYTES):
+                info = {
+                    "names": [parameters[i].name for i in bucket],
+                    "dtypes": [dtype] * len(bucket),
+                    "shapes": [list(parameters[i].shape) for i in bucket],
+                    "group_name": self._rendezvous.group,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": False,
+                }
+                await self._dialect.update("/update_weights_from_distributed", info, UPDATE_SECONDS)
+            await self._dialect.set_label(label)
 
     async def disconnect(self) -> None:
         with contextlib.suppress(SlipstreamError):
@@ -266,15 +264,14 @@ class DiskChannel:
         """Nothing to connect."""
 
     async def replace_weights(self, parameters: Sequence[Parameter], version: int, label: str) -> None:
-        await self._dialect.mark_unfinished(label)
         info = {
             "model_path": str(checkpoint_dir.checkpoint_path(self._directory, self._name, version)),
             "load_format": "safetensors",
             "weight_version": label,
             "flush_cache": False,
         }
-        await self._dialect.update("/update_weights_from_disk", info, UPDATE_SECONDS)
-        await self._dialect.flush_after_update()
+        async with self._dialect.updating(label):
+            await self._dialect.update("/update_weights_from_disk", info, UPDATE_SECONDS)
 
     async def disconnect(self) -> None:
         """Nothing to do: the trainer deletes its files."""

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import xxhash
-
+from slipstream.engines.frontend.sample_tasks import mixed_seed, shared_settings
 from slipstream.engines.frontend.sequence import Sample
 from slipstream.engines.remote.dialect import STREAM_INTERVAL, ServerScore
 from slipstream.engines.remote.responses import MALFORMED, MakeMismatch, parse_logprob
@@ -39,19 +38,14 @@ def check_sampling(sampling: SamplingParams, server: SglangServerInfo) -> None:
 def completion_request(sample: Sample, server: SglangServerInfo, salt: str, rid: str, num_top: int) -> dict[str, Any]:
     """Continue from the prompt, or from the tokens so far."""
     request, sampling, drawn = sample.request, sample.request.sampling, len(sample.tokens)
-    settings: dict[str, Any] = {
+    settings = shared_settings(sampling) | {
         "max_new_tokens": request.max_new_tokens - drawn,
         "min_new_tokens": max(0, sampling.min_tokens - drawn),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
         # Together with the token's position, this determines the draw.
-        "sampling_seed": xxhash.xxh3_64_intdigest(f"{request.seed} {sample.sample_index}".encode()) >> 1,
+        "sampling_seed": mixed_seed(request.seed, sample.sample_index),
         "stop_token_ids": list(request.stop_ids),
-        # Without ignore_eos, SGLang also stops at every EOS token. With it, SGLang ignores stop tokens too; `_extend` stops.
+        # Without ignore_eos, SGLang also stops at every EOS token. With it, SGLang ignores stop tokens too; `take_event` stops.
         "ignore_eos": not request.stop_ids or not set(server.eos_token_ids) <= set(request.stop_ids),
         "stream_interval": STREAM_INTERVAL,
         "skip_special_tokens": False,
@@ -83,8 +77,8 @@ def _common_fields(
 
 
 def take_event(sample: Sample, event: Any, version: int, num_top: int, mismatch: MakeMismatch) -> tuple[bool, str]:
-    """Append the tokens of an event, with the `num_top` likeliest at each position. Return whether it is the last event, and
-    the weight label."""
+    """Append the tokens of an event up to the first stop token, with the `num_top` likeliest at each position. Return whether
+    it is the last event, and the weight label."""
     _check_error(event)
     try:
         tokens, meta = event["output_ids"], event["meta_info"]
@@ -108,7 +102,16 @@ def take_event(sample: Sample, event: Any, version: int, num_top: int, mismatch:
         raise mismatch(f"POST {PATH}", "an event with token ids and as many logprobs", event) from None
     if kind not in (None, "stop", "length"):
         raise EngineFailure(f"the SGLang server ended a request for an unknown reason: {kind}")
-    _extend(sample, tokens, logprobs, top_logprobs, kind == "stop", version)
+    if tokens:
+        request, drawn = sample.request, len(sample.tokens)
+        stops = [i for i, t in enumerate(tokens) if t in request.stop_ids and drawn + i >= request.sampling.min_tokens]
+        if kind == "stop" and not stops:
+            raise EngineFailure(
+                f"the SGLang server stopped at token {tokens[-1]}, which is not among the end-of-sequence tokens of the model "
+                "in --model; is its generation_config.json the server's?"
+            )
+        end = stops[0] + 1 if stops else len(tokens)
+        sample.extend(tokens[:end], logprobs[:end], logprobs[:end], top_logprobs[:end], bool(stops), version)
     return kind is not None, label
 
 
@@ -146,28 +149,6 @@ def reports_processed(response: Any, server: SglangServerInfo, mismatch: MakeMis
         return abs(parse_logprob(value) + math.log(server.vocab_size)) < 0.01
     except MALFORMED:
         raise mismatch(f"POST {PATH}", "the logprob of one token", response) from None
-
-
-def _extend(
-    sample: Sample,
-    tokens: list[int],
-    logprobs: list[float],
-    top_logprobs: list[TopLogprobs],
-    stopped: bool,
-    version: int,
-) -> None:
-    """Append tokens up to the first stop token."""
-    if not tokens:
-        return
-    request, drawn = sample.request, len(sample.tokens)
-    stops = [i for i, t in enumerate(tokens) if t in request.stop_ids and drawn + i >= request.sampling.min_tokens]
-    if stopped and not stops:
-        raise EngineFailure(
-            f"the SGLang server stopped at token {tokens[-1]}, which is not among the end-of-sequence tokens of the model in "
-            "--model; is its generation_config.json the server's?"
-        )
-    end = stops[0] + 1 if stops else len(tokens)
-    sample.extend(tokens[:end], logprobs[:end], logprobs[:end], top_logprobs[:end], bool(stops), version)
 
 
 def _check_error(response: Any) -> None:

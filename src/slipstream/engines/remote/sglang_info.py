@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from slipstream.engines.remote.dialect import CHECKPOINT_LABEL
+from slipstream.engines.remote.dialect import CHECKPOINT_LABEL, ServerInfo
 from slipstream.engines.remote.http_client import ServerClient
-from slipstream.engines.remote.responses import ResponseReader, get_response
-from slipstream.engines.remote.server_info import ServerInfo
+from slipstream.engines.remote.responses import ResponseReader, check_version, get_response
 from slipstream.errors import ConfigError
 from slipstream.model.config import ModelConfig
 from slipstream.weights.plan import DTYPE_BYTES
@@ -37,7 +35,8 @@ class SglangServerInfo(ServerInfo):
 async def inspect_server(client: ServerClient, model: ModelConfig) -> SglangServerInfo:
     """Read the settings. Raise `ConfigError`, with the right way to start the server, if we cannot use it."""
     info = await get_response(client, "/server_info")
-    version = _version(client, info)
+    version, why = info.text("version"), f"(written for {WRITTEN_FOR}), which reports the logprobs that a loss needs"
+    check_version(client, "GET /server_info", version, MIN_VERSION, why)
     _check(client, info, model)
     model_info = await get_response(client, "/model_info")
     label, load_format = model_info.text("weight_version"), model_info.get("load_format", default="")
@@ -45,14 +44,14 @@ async def inspect_server(client: ServerClient, model: ModelConfig) -> SglangServ
     page_size = info.number("page_size")
     is_split = info.number("pp_size") > 1 or (info.number("dp_size") > 1 and not info.flag("enable_dp_attention"))
     sign = 1 if info.get("schedule_low_priority_values_first", default=False) is True else -1
-    dtype = info.text("dtype")
+    dtype, gibibytes = info.text("dtype"), info.get("internal_states", 0, "memory_usage", "kvcache", default=None)
     return SglangServerInfo(
         version=version,
         dtype=_DTYPES.get(dtype, dtype),
         max_model_len=info.number("max_req_input_len") - 1,  # so that a whole completion can be scored
         block_size=page_size,
         num_blocks=max(1, info.number("max_total_num_tokens") // page_size - 2),  # it reserves two
-        kv_cache_bytes=_kv_cache_bytes(info),
+        kv_cache_bytes=int(gibibytes * 2**30) if isinstance(gibibytes, (int, float)) else 0,
         num_workers=info.number("tp_size"),
         can_sleep=info.flag("enable_memory_saver"),
         has_weights=has_weights,
@@ -64,19 +63,6 @@ async def inspect_server(client: ServerClient, model: ModelConfig) -> SglangServ
         keeps_weights=info.flag("enable_weights_cpu_backup"),
         can_join=not is_split,
     )
-
-
-def _version(client: ServerClient, info: ResponseReader) -> str:
-    version = info.text("version")
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    if numbers is None:
-        raise client.mismatch("GET /server_info", "a version like 0.5.18", version)
-    if tuple(int(part) for part in numbers.groups()) < MIN_VERSION:
-        raise ConfigError(
-            f"{client.name} is version {version}; Slipstream needs {'.'.join(map(str, MIN_VERSION))} or later (written for "
-            f"{WRITTEN_FOR}), which reports the logprobs that a loss needs"
-        )
-    return version
 
 
 def _check(client: ServerClient, info: ResponseReader, model: ModelConfig) -> None:
@@ -100,13 +86,3 @@ def _check(client: ServerClient, info: ResponseReader, model: ModelConfig) -> No
             f"{client.name} takes {info.number('max_req_input_len')} tokens, but the model in --model only "
             f"{model.max_position_embeddings}: does it serve another model?"
         )
-
-
-def _kv_cache_bytes(info: ResponseReader) -> int:
-    """Return the size of each worker's KV cache; 0 if unknown."""
-    states = info.get("internal_states", default=None)
-    usage = (
-        states[0].get("memory_usage") if isinstance(states, list) and states and isinstance(states[0], dict) else None
-    )
-    gibibytes = usage.get("kvcache") if isinstance(usage, dict) else None
-    return int(gibibytes * 2**30) if isinstance(gibibytes, (int, float)) else 0

@@ -41,10 +41,19 @@ class VllmDialect(Dialect):
     # --- requests ---
 
     async def needs_rescoring(self, sampling: SamplingParams) -> bool:
-        return vllm_format.needs_rescoring(sampling, self.server)
+        if sampling.is_plain_or_greedy:
+            return False
+        if self.server.logprobs_mode == "processed_logprobs":
+            return True
+        if sampling.temperature == 0:  # greedy tokens carry their raw logprobs
+            return False
+        raise Unsupported(
+            "this vLLM server reports raw logprobs, so those of the sampled distribution are unknown; start it with "
+            "--logprobs-mode processed_logprobs, or sample at temperature 1 without truncation, penalties and bias"
+        )
 
     async def generate(self, sample: Sample, version: int, salt: str, num_top: int) -> None:
-        body = vllm_format.completion_request(sample, self.server, salt)
+        body = vllm_format.completion_request(sample, self.server, salt, num_top)
         async with contextlib.aclosing(self.client.events(vllm_format.PATH, body)) as events:
             async for event in events:
                 is_last = vllm_format.take_event(sample, event, version, num_top, self.client.mismatch)

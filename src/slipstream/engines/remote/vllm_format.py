@@ -4,57 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-import xxhash
-
+from slipstream.engines.frontend.sample_tasks import mixed_seed, shared_settings
 from slipstream.engines.frontend.sequence import Sample
-from slipstream.engines.remote.dialect import STREAM_INTERVAL, ServerScore, is_plain_or_greedy
+from slipstream.engines.remote.dialect import STREAM_INTERVAL, ServerScore
 from slipstream.engines.remote.responses import MALFORMED, MakeMismatch, parse_logprob
 from slipstream.engines.remote.vllm_info import VllmServerInfo
-from slipstream.errors import EngineFailure, Unsupported
-from slipstream.types import SamplingParams, TopLogprobs
+from slipstream.errors import EngineFailure
+from slipstream.types import TopLogprobs
 
 PATH = "/v1/completions"
 MIN_LOGPROB = -9999.0
 """vLLM clamps logprobs to this."""
 
 
-def needs_rescoring(sampling: SamplingParams, server: VllmServerInfo) -> bool:
-    """Return whether raw logprobs need a second request. Raise `Unsupported` if those of the sampled distribution cannot be
-    known."""
-    if is_plain_or_greedy(sampling):
-        return False
-    if server.logprobs_mode == "processed_logprobs":
-        return True
-    if sampling.temperature == 0:  # greedy tokens carry their raw logprobs
-        return False
-    raise Unsupported(
-        "this vLLM server reports raw logprobs, so those of the sampled distribution are unknown; start it with "
-        "--logprobs-mode processed_logprobs, or sample at temperature 1 without truncation, penalties and bias"
-    )
-
-
-def completion_request(sample: Sample, server: VllmServerInfo, salt: str) -> dict[str, Any]:
+def completion_request(sample: Sample, server: VllmServerInfo, salt: str, num_top: int) -> dict[str, Any]:
     """Continue from the prompt, or from the tokens so far."""
     request, sampling, drawn = sample.request, sample.request.sampling, len(sample.tokens)
-    body = {
+    body = shared_settings(sampling) | {
         "model": server.model,
         "prompt": list(sample.ids),
         "stream": True,
         "stream_interval": STREAM_INTERVAL,
         "max_tokens": request.max_new_tokens - drawn,
         "min_tokens": max(0, sampling.min_tokens - drawn),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        # Hashed, because a torch generator uses only 32 bits of its seed.
-        "seed": xxhash.xxh3_64_intdigest(f"{request.seed} {sample.sample_index} {drawn}".encode()) >> 1,
+        "seed": mixed_seed(request.seed, sample.sample_index, drawn),
         "stop_token_ids": list(request.stop_ids),
         "ignore_eos": True,  # unless ignored, end-of-sequence tokens are among the stop tokens
-        "logprobs": 0 if needs_rescoring(sampling, server) else sampling.top_logprobs,
+        "logprobs": num_top,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "skip_special_tokens": False,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
-from slipstream.engines.remote.dialect import CHECKPOINT_LABEL
+from slipstream.engines.remote.dialect import CHECKPOINT_LABEL, ServerInfo
 from slipstream.engines.remote.http_client import ServerClient
-from slipstream.engines.remote.responses import ResponseReader, get_response
-from slipstream.engines.remote.server_info import ServerInfo
+from slipstream.engines.remote.responses import ResponseReader, check_version, get_response
 from slipstream.errors import ConfigError
 from slipstream.model.config import ModelConfig
 from slipstream.weights.plan import DTYPE_BYTES
@@ -33,8 +32,11 @@ class VllmServerInfo(ServerInfo):
 
 async def inspect_server(client: ServerClient, model: ModelConfig) -> VllmServerInfo:
     """Read the settings. Raise `ConfigError`, with the right way to start the server, if we cannot use it."""
-    version = await _version(client)
-    models = _models(client, "GET /v1/models", await client.get("/v1/models"))
+    version = (await get_response(client, "/version")).text("version")
+    check_version(
+        client, "GET /version", version, MIN_VERSION, f"(tested with {TESTED}), whose workers a JAX trainer can join"
+    )
+    models = await get_response(client, "/v1/models")
     info = await get_response(client, "/server_info?config_format=json")
     _check(client, info, model)
     is_paused = (await get_response(client, "/is_paused")).flag("is_paused")
@@ -42,15 +44,16 @@ async def inspect_server(client: ServerClient, model: ModelConfig) -> VllmServer
     world = await get_response(client, "/get_world_size?include_dp=true")
     nccl = re.search(r"nvidia-nccl-cu\d+==(\d+\.\d+\.\d+)", str(info.get("system_env", "pip_packages", default="")))
     cache = ("vllm_config", "cache_config")
+    has_cache_bytes = info.get(*cache, "kv_cache_memory_bytes", default=None) is not None
     load_format = info.get("vllm_config", "load_config", "load_format", default="")
     return VllmServerInfo(
         version=version,
-        model=str(models[0]["id"]),
+        model=models.text("data", 0, "id"),
         dtype=info.text("vllm_config", "model_config", "dtype").removeprefix("torch."),
         max_model_len=info.number("vllm_config", "model_config", "max_model_len"),
         block_size=info.number(*cache, "block_size"),
         num_blocks=info.number(*cache, "num_gpu_blocks"),
-        kv_cache_bytes=info.number(*cache, "kv_cache_memory_bytes") if info.has(*cache, "kv_cache_memory_bytes") else 0,
+        kv_cache_bytes=info.number(*cache, "kv_cache_memory_bytes") if has_cache_bytes else 0,
         num_workers=world.number("world_size"),
         logprobs_mode=cast(LogprobsMode, info.text("vllm_config", "model_config", "logprobs_mode")),
         can_sleep=info.get("vllm_config", "model_config", "enable_sleep_mode", default=False) is True,
@@ -60,19 +63,6 @@ async def inspect_server(client: ServerClient, model: ModelConfig) -> VllmServer
         is_paused=is_paused,
         nccl=nccl.group(1) if nccl else "",
     )
-
-
-async def _version(client: ServerClient) -> str:
-    version = (await get_response(client, "/version")).text("version")
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None:
-        raise client.mismatch("GET /version", "a version like 0.32.0", version)
-    if (int(numbers[1]), int(numbers[2])) < MIN_VERSION:
-        raise ConfigError(
-            f"{client.name} is version {version}; Slipstream needs {MIN_VERSION[0]}.{MIN_VERSION[1]} or later (tested with "
-            f"{TESTED}), whose workers a JAX trainer can join"
-        )
-    return version
 
 
 def _check(client: ServerClient, info: ResponseReader, model: ModelConfig) -> None:
@@ -98,10 +88,3 @@ def _check(client: ServerClient, info: ResponseReader, model: ModelConfig) -> No
             f"{client.name} takes {length} tokens, but the model in --model only {model.max_position_embeddings}: does it "
             "serve another model?"
         )
-
-
-def _models(client: ServerClient, call: str, response: Any) -> list[Any]:
-    models = response.get("data") if isinstance(response, dict) else None
-    if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
-        raise client.mismatch(call, "a list of models", response)
-    return models

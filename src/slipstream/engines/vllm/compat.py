@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from typing import Any
@@ -18,21 +19,19 @@ V2_RUNNER_RELEASES = ("0.26",)
 
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _NEEDED = {
-    "vllm.v1.engine.async_llm": ("AsyncLLM",),
-    "vllm.engine.arg_utils": ("AsyncEngineArgs",),
-    "vllm.v1.sample.sampler": ("Sampler",),
-    "vllm.logprobs": ("FlatLogprobs",),
-    "vllm.v1.core.sched.async_scheduler": ("AsyncScheduler",),
-    "vllm.v1.outputs": ("LogprobsLists",),
-    "vllm.v1.engine.exceptions": ("EngineDeadError",),
+    "vllm.v1.engine.async_llm": "AsyncLLM",
+    "vllm.engine.arg_utils": "AsyncEngineArgs",
+    "vllm.v1.sample.sampler": "Sampler",
+    "vllm.logprobs": "FlatLogprobs",
+    "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+    "vllm.v1.outputs": "LogprobsLists",
+    "vllm.v1.engine.exceptions": "EngineDeadError",
 }
 _METHODS = ("generate", "pause_generation", "resume_generation", "reset_prefix_cache", "collective_rpc", "shutdown")
 
 
 def check() -> str:
     """Return the version of the installed vLLM. Raise `ConfigError` naming what it lacks."""
-    import importlib
-
     try:
         import vllm
     except ImportError as error:
@@ -41,25 +40,21 @@ def check() -> str:
             "name the interpreter that has it with python=…"
         ) from None
     version = str(vllm.__version__)
-    for path, names in _NEEDED.items():
+    advice = f"tested releases: {_releases(TESTED)}"
+    for path, name in _NEEDED.items():
         try:
             module = importlib.import_module(path)
         except ImportError as error:
-            raise ConfigError(f"vLLM {version} has no {path} ({error}); {_advice()}") from None
-        for name in names:
-            if not hasattr(module, name):
-                raise ConfigError(f"vLLM {version} has no {path}.{name}; {_advice()}")
+            raise ConfigError(f"vLLM {version} has no {path} ({error}); {advice}") from None
+        if not hasattr(module, name):
+            raise ConfigError(f"vLLM {version} has no {path}.{name}; {advice}")
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if missing := [name for name in _METHODS if not hasattr(AsyncLLM, name)]:
-        raise ConfigError(f"AsyncLLM of vLLM {version} has no {', '.join(missing)}; {_advice()}")
+        raise ConfigError(f"AsyncLLM of vLLM {version} has no {', '.join(missing)}; {advice}")
     if not version.startswith(TESTED):
-        log.warning("vLLM %s is untested with Slipstream; %s", version, _advice())
+        log.warning("vLLM %s is untested with Slipstream; %s", version, advice)
     return version
-
-
-def _advice() -> str:
-    return f"tested releases: {_releases(TESTED)}"
 
 
 def _releases(versions: tuple[str, ...]) -> str:
@@ -86,10 +81,6 @@ def choose_runner(version: str) -> dict[str, str]:
     return {_RUNNER_VARIABLE: "0"}
 
 
-def uses_v2_runner(vllm_config: Any) -> bool:
-    return bool(getattr(vllm_config, "use_v2_model_runner", False))
-
-
 async def stop_stepping(llm: Any) -> None:
     """Return between two steps; running requests and the KV cache are kept. Bypasses the 20 ms sleep of
     `AsyncLLM.pause_generation` where possible."""
@@ -98,15 +89,6 @@ async def stop_stepping(llm: Any) -> None:
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
     else:
         await llm.pause_generation(mode="keep", clear_cache=False)
-
-
-async def resume_stepping(llm: Any) -> None:
-    await llm.resume_generation()
-
-
-def token_prompt(tokens: tuple[int, ...], salt: str) -> dict[str, Any]:
-    """A prompt for vLLM. It only matches prefix-cache entries that were made with the same salt."""
-    return {"prompt_token_ids": list(tokens), "cache_salt": salt}
 
 
 def external_id(internal: str) -> str:

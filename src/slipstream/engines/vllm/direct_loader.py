@@ -35,7 +35,7 @@ HASHED_BYTES = 256 << 20
 
 
 class DirectLoader(UpdateReceiver):
-    """See `weight_loading.WeightLoader`. `failed` are the live parameters that failed the mapping check, with the reason:
+    """Its methods are those of `ReloadLoader`. `failed` are the live parameters that failed the mapping check, with the reason:
     whole tensors are sent in their place, for vLLM's own loader."""
 
     is_single_call = True

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,42 +21,30 @@ from typing import Any
 from slipstream.config import VllmConfig
 from slipstream.engines.frontend.checks import check_in_flight, check_sleep, check_tags, weights_asleep
 from slipstream.engines.frontend.frontend import EngineFrontend
-from slipstream.engines.frontend.request_parser import RequestParser, SequenceLimits, read_tokenizer
+from slipstream.engines.frontend.request_parser import SequenceLimits, read_tokenizer
 from slipstream.engines.frontend.step_control import StepControl
 from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.direct_loader import DirectLoader
 from slipstream.engines.vllm.engine_args import make_llm
 from slipstream.engines.vllm.reload_loader import ReloadLoader
 from slipstream.engines.vllm.samples import VllmSampleTasks
-from slipstream.engines.vllm.weight_loading import WORKER_WAIT_SECONDS, WeightLoader, WeightsPending
+from slipstream.engines.vllm.weight_loading import WORKER_WAIT_SECONDS, WeightsPending
 from slipstream.engines.vllm.worker_memory import WorkerMemory
-from slipstream.errors import (
-    EngineFailure,
-    EngineLost,
-    NotReady,
-    SlipstreamError,
-    UnknownVersion,
-)
+from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.config import ModelConfig
 from slipstream.types import (
     Checksums,
     CommitReport,
-    Completion,
     Destinations,
     EngineInfo,
-    Failure,
     InFlight,
     MemoryReport,
     MemoryTag,
     Offer,
-    Progress,
-    Request,
-    Score,
     StageReport,
 )
-from slipstream.weights.update.transport_choice import host_identity
 
 log = logging.getLogger(__name__)
 
@@ -67,26 +55,22 @@ PENDING_SECONDS = 30.0
 """A commit may arrive before its weights; wait at most this long."""
 
 
-class VllmEngine:
+class VllmEngine(EngineFrontend):
     """See `engines.contract.EngineBackend`.
 
     engine = await VllmEngine.start("my-model", options=VllmConfig())
     """
 
     def __init__(self, model: ModelConfig, llm: Any, *, name: str, tokenizer: Any, options: VllmConfig) -> None:
-        self._model, self._llm, self._name, self._options = model, llm, name, options
-        config = llm.vllm_config
-        self._on_gpu = not compat.is_cpu()
-        self._max_length = int(config.model_config.max_model_len)
-        cache = config.cache_config
-        limits = SequenceLimits(self._max_length, int(cache.block_size), int(cache.num_gpu_blocks))
+        self._llm, self._options, self._on_gpu = llm, options, not compat.is_cpu()
         self._samples = VllmSampleTasks(llm, self._failure)
-        parser = RequestParser(model, tokenizer, limits, name)
-        self._frontend = EngineFrontend(parser, self._samples.start, self._samples.cancel, self._check_ready)
+        length, cache = int(llm.vllm_config.model_config.max_model_len), llm.vllm_config.cache_config
+        limits = SequenceLimits(length, int(cache.block_size), int(cache.num_gpu_blocks))
+        super().__init__(name, model, tokenizer, limits, self._samples.start, self._samples.cancel)
         self._tensors = families.tensors(model)
-        self._loader: WeightLoader
+        self._loader: ReloadLoader | DirectLoader
         self._memory: WorkerMemory
-        self._steps = StepControl(name, lambda: compat.stop_stepping(llm), lambda: compat.resume_stepping(llm))
+        self._steps = StepControl(name, lambda: compat.stop_stepping(llm), lambda: llm.resume_generation())
         self.ended = asyncio.Event()
         """Set when vLLM is gone and this process should exit."""
 
@@ -108,7 +92,7 @@ class VllmEngine:
         engine._loader = await engine._make_loader(has_weights)
         return engine
 
-    async def _make_loader(self, has_weights: bool) -> WeightLoader:
+    async def _make_loader(self, has_weights: bool) -> ReloadLoader | DirectLoader:
         dtype, tp = self._options.dtype, self._options.tensor_parallel_size
         if not self._on_gpu:
             return ReloadLoader(self._name, self._model, dtype, self._call_workers, has_weights)
@@ -121,29 +105,16 @@ class VllmEngine:
         return DirectLoader(self._name, self._model, dtype, tp, self._call_workers, failed, has_weights)
 
     def describe(self) -> EngineInfo:
-        return EngineInfo(
-            name=self._name,
+        return self._info(
             kind="vllm",
-            model=self._model.fingerprint(),
             dtype=self._options.dtype,
             num_ranks=self._loader.num_ranks,
             tensors=self._tensors,
             parameters=self._loader.parameters,
             transports=self._loader.transports,
-            host=host_identity(),
-            max_model_len=self._max_length,
             max_num_seqs=self._options.max_num_seqs,
             version=self._samples.version,
-            pid=os.getpid(),
         )
-
-    # --- rollouts ---
-
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        return self._frontend.generate(requests)
-
-    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        return await self._frontend.score(sequences, top_k)
 
     def _check_ready(self) -> None:
         if self.ended.is_set():
@@ -186,9 +157,7 @@ class VllmEngine:
             for attempt in self._samples.running:
                 if not counts.get(attempt.id):
                     attempt.interrupt()
-        while self._samples.running:
-            await asyncio.wait([attempt.task for attempt in self._samples.running], timeout=0.05)
-            self._loader.check_staged(version)  # raises after a rollback
+        await self._samples.drain(lambda: self._loader.check_staged(version))  # raises after a rollback
 
     async def _swap(self, version: int, in_flight: InFlight) -> CommitReport:
         """Load the version, retrying while its weights are in transit. vLLM steps between two tries."""

@@ -16,10 +16,7 @@ from slipstream.weights.rank_image import numpy_dtype
 
 _BLOCK_SIZE = {"cpu": 128, "gpu": 16}
 """Tokens per block of vLLM's KV cache."""
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Otherwise vLLM compiles a helper of its sampler with a C++ compiler at the first token, which takes a minute.
@@ -29,14 +26,14 @@ _ON_CPU = {
 
 def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weights: bool) -> Any:
     """Start vLLM's asynchronous engine. Raise `ConfigError` for settings it does not support."""
-    _set_defaults(_ENVIRONMENT)
-    _set_defaults(compat.choose_runner(compat.check()))
+    set_defaults(ENVIRONMENT)
+    set_defaults(compat.choose_runner(compat.check()))
     on_cpu = compat.is_cpu()
     if on_cpu:
         _prepare_cpu(model, options)
     elif options.dtype == "float32":
         # Otherwise its attention kernel rounds to TF32, which has three digits instead of seven.
-        _set_defaults({"TRITON_F32_DEFAULT": "ieee"})
+        set_defaults({"TRITON_F32_DEFAULT": "ieee"})
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -64,13 +61,12 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
     if on_cpu or options.kv_cache_tokens:
         tokens = options.kv_cache_tokens or options.max_num_seqs * length
         arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(model, options, tokens, block)
-    if not on_cpu:
-        # With a KV cache of fixed size, vLLM only checks that this share is free when it starts.
-        arguments["gpu_memory_utilization"] = 0.01 if options.kv_cache_tokens else options.gpu_memory_utilization
     if on_cpu:
         arguments["async_scheduling"] = False  # the scheduler shares its cores with the workers
     else:
         arguments["enable_sleep_mode"] = True
+        # With a KV cache of fixed size, vLLM only checks that this share is free when it starts.
+        arguments["gpu_memory_utilization"] = 0.01 if options.kv_cache_tokens else options.gpu_memory_utilization
     if options.max_num_batched_tokens:
         arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
     # The defaults of vLLM's offline `LLM`: rollouts are large batches, and its server defaults take small steps.
@@ -78,9 +74,9 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
 
 
 def _prepare_cpu(model: ModelConfig, options: VllmConfig) -> None:
-    _set_defaults(_ON_CPU)
+    set_defaults(_ON_CPU)
     if options.tensor_parallel_size > 1:  # otherwise every worker uses all cores, and they contend
-        _set_defaults({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.tensor_parallel_size))})
+        set_defaults({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.tensor_parallel_size))})
     if options.dtype != "float32":
         raise ConfigError(f'dtype is {options.dtype!r}; vLLM on CPU is supported with dtype="float32" only')
     if model.head_dim % 32:
@@ -95,6 +91,6 @@ def _kv_cache_bytes(model: ModelConfig, options: VllmConfig, tokens: int, block:
     return num_blocks * block * 2 * model.num_layers * kv_heads * model.head_dim * itemsize
 
 
-def _set_defaults(variables: Mapping[str, str]) -> None:
+def set_defaults(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         os.environ.setdefault(name, value)

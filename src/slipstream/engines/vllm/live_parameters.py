@@ -20,7 +20,7 @@ from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.strided import Strided
 from slipstream.types import Parameter
 from slipstream.weights.plan import Move, Plan
-from slipstream.weights.transports.cuda.driver import Driver
+from slipstream.weights.transports.cuda.driver import CudaDriver
 from slipstream.weights.transports.device import DeviceReceiver
 
 MAX_CACHED = 4
@@ -66,7 +66,7 @@ class LiveParameters:
     def __init__(self, parameters: Mapping[str, torch.Tensor], reload: Reload, rank: int, device: torch.device) -> None:
         self._parameters, self._reload, self._rank, self._device = parameters, reload, rank, device
         self._receiver: DeviceReceiver | None = None
-        self._driver: Driver | None = None
+        self._driver: CudaDriver | None = None
         """Set if it knows the memory in which pieces arrive."""
         self._moves: Sequence[Move] = ()
         self._shapes: list[tuple[int, ...]] = []
@@ -102,7 +102,6 @@ class LiveParameters:
     ) -> DeviceReceiver:
         index = self._device.index or 0
         if transport == "cuda":
-            from slipstream.weights.transports.cuda.driver import CudaDriver
             from slipstream.weights.transports.cuda.mapped_memory import CudaReceiver
 
             self._driver, wrap = CudaDriver(index), partial(MappedTensorMemory, device=self._device)

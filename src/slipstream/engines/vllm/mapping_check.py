@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +22,13 @@ import torch
 import xxhash
 
 from slipstream.engines.vllm import compat
+from slipstream.engines.vllm.engine_args import ENVIRONMENT, set_defaults
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.families.vllm_parameters import vllm_parameters
 from slipstream.tensors.boxes import slices
 from slipstream.types import Parameter, ParameterPart
 
-_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -98,8 +97,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("directories", nargs="+", type=Path)
     arguments = parser.parse_args()
-    for name, value in (_ENVIRONMENT | {"VLLM_DIST_IDENT": f"mapping-check-{arguments.port}"}).items():
-        os.environ.setdefault(name, value)
+    set_defaults(ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1", "VLLM_DIST_IDENT": f"mapping-check-{arguments.port}"})
     for directory in arguments.directories:
         port = arguments.port or _free_port()
         print(json.dumps(check_model(directory, arguments.rank, arguments.tp, port, arguments.dtype)), flush=True)

@@ -21,10 +21,12 @@ T = TypeVar("T")
 
 
 class ReloadLoader:
-    """See `weight_loading.WeightLoader`. Every load is of the whole model. Tensors that an update did not bring are still in
-    shared memory, or in the engine's checkpoint."""
+    """Documents the methods that it shares with `DirectLoader`. Every load is of the whole model. Tensors that an update did
+    not bring are still in shared memory, or in the engine's checkpoint."""
 
     is_single_call = False
+    """Whether `load` is a single call to the workers. vLLM makes such a call between two steps, so stepping need not be
+    stopped for it."""
     transports: tuple[str, ...] = ("shm",)
 
     def __init__(
@@ -64,10 +66,13 @@ class ReloadLoader:
         return work() if self._is_quick else await asyncio.to_thread(work)
 
     def check_staged(self, version: int) -> None:
+        """Raise `UnknownVersion` unless this version is staged."""
         if self._staged is None or self._staged[0] != version:
             raise not_staged(self._engine, version)
 
     async def load(self, version: int) -> tuple[dict[str, int], float]:
+        """Make the workers compute with this version. Return the number of tokens each running sample had drawn, and the
+        seconds the workers spent. Raise `WeightsPending` if the weights have not arrived yet."""
         self.check_staged(version)
         assert self._staged is not None
         places = self._staged[1]
@@ -81,7 +86,8 @@ class ReloadLoader:
         return max(await self._call_workers("slipstream_reload", tensors, self._dtype))
 
     async def restore(self) -> None:
-        """Load the serving weights again, if there are any."""
+        """After `load` failed halfway: bring back what it may have overwritten, or raise. Here: load the serving weights again,
+        if there are any."""
         if self._has_weights:
             await self._reload(self._serving)
 
@@ -103,10 +109,11 @@ class ReloadLoader:
         )
 
     def weights_dropped(self) -> None:
+        """Take note that sleep level 2 has dropped the weights."""
         self._serving, self._has_weights, self._has_checkpoint = {}, False, False
 
     async def release(self) -> None:
-        """Nothing to release: the shared memory holds the serving weights."""
+        """Release what is held for the trainer, which is gone. Here nothing: the shared memory holds the serving weights."""
 
     @property
     def is_updating(self) -> bool:

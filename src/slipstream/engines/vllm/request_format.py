@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import xxhash
-
+from slipstream.engines.frontend.sample_tasks import mixed_seed, shared_settings
 from slipstream.engines.frontend.sequence import Sample
 from slipstream.engines.vllm import seeded_sampling
 from slipstream.errors import EngineFailure, InvalidSampling
@@ -18,18 +17,13 @@ def sampling_params(sample: Sample) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     request, sampling = sample.request, sample.request.sampling
-    seed = xxhash.xxh3_64_intdigest(f"{request.seed} {sample.sample_index}".encode()) >> 1
+    seed = mixed_seed(request.seed, sample.sample_index)
     needs_every_token = request.find_stop_string is not None or request.streams
     extras = {seeded_sampling.SEED: seed, **({seeded_sampling.PLAIN: True} if sampling.is_plain else {})}
     try:
         return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
+            **shared_settings(sampling),
             repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
             extra_args=extras,
             stop_token_ids=list(request.stop_ids),
             ignore_eos=True,  # unless ignored, end-of-sequence tokens are among the stop tokens

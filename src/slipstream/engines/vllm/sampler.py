@@ -33,18 +33,13 @@ class DualLogprobSampler(Sampler):
         install(runner, sampler.batch)
         return sampler
 
-    def token_counts(self) -> dict[str, int]:
-        """Return how many tokens each request has drawn."""
-        return self.batch.token_counts()
-
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         count = sampling_metadata.max_num_logprobs
         if count is None:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         drawn_only = replace(sampling_metadata, max_num_logprobs=0)  # we find the likeliest tokens ourselves
-        if count == 1 and self.batch.is_plain(
-            len(logits)
-        ):  # both logprobs are equal: skip one pass over the vocabulary
+        if count == 1 and self.batch.is_plain(len(logits)):
+            # Both logprobs are equal: skip one pass over the vocabulary.
             out = super().forward(logits, drawn_only, *args, **kwargs)
             ids, logprobs = out.logprobs_tensors.logprob_token_ids[:, :1], out.logprobs_tensors.logprobs[:, :1]
             doubled = {"logprob_token_ids": ids.repeat(1, 2), "logprobs": logprobs.repeat(1, 2)}

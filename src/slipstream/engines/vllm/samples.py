@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from slipstream.engines.frontend.sample_tasks import Attempt, SampleTasks
-from slipstream.engines.vllm import compat, request_format
+from slipstream.engines.vllm import request_format
 from slipstream.errors import EngineFailure, SlipstreamError
 
 
@@ -32,7 +32,8 @@ class VllmSampleTasks(SampleTasks):
 
     async def _generate(self, attempt: Attempt) -> None:
         sample, request = attempt.sample, attempt.sample.request
-        prompt = compat.token_prompt(request.prompt, f"version {attempt.version}")
+        # A prompt only matches prefix-cache entries that were made with the same salt.
+        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {attempt.version}"}
         make_params = request_format.scoring_params if request.is_scoring else request_format.sampling_params
         outputs = self._llm.generate(prompt, make_params(sample), attempt.id, priority=request.priority)
         async with contextlib.aclosing(outputs):

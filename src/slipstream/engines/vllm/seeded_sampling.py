@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import xxhash
+from slipstream.engines.frontend.sample_tasks import mixed_seed
 
 SEED = "slipstream_seed"
 """Key of a request's `extra_args`: its seed."""
@@ -81,7 +81,7 @@ class SeededBatch:
         if not self._refresh(num_rows):
             return None
         keys = zip(self._seeds, self._positions())
-        return {row: torch.Generator().manual_seed(_mix(*key)) for row, key in enumerate(keys)}
+        return {row: torch.Generator().manual_seed(mixed_seed(*key)) for row, key in enumerate(keys)}
 
     def _positions(self) -> list[int]:
         return [len(state.output_token_ids) for state in self._states]
@@ -101,11 +101,6 @@ class SeededBatch:
             self._seeds, self._device_seeds = [extra[SEED] for extra in extras], None
             self._is_plain = all(PLAIN in extra for extra in extras)
         return True
-
-
-def _mix(seed: int, position: int) -> int:
-    """Hash both into one seed: a torch generator on CPU uses only 32 bits of its seed."""
-    return xxhash.xxh3_64_intdigest(f"{seed} {position}".encode()) >> 1
 
 
 def draw(probs: Any, seeds: Any, positions: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.tensors.boxes import slices
 from slipstream.types import Box
-from slipstream.weights.transports.cuda.driver import Driver
+from slipstream.weights.transports.cuda.driver import CudaDriver
 
 LARGE_BYTES = 16 << 20
 """Tensors of at least this size are copied one by one, by the driver. The multi-tensor kernel is launched once per 40 MB,
@@ -51,7 +51,7 @@ class StagedCopies:
             targets.append(target)
             sources.append(source)
 
-    def run(self, driver: Driver | None, device: torch.device, reload: Reload) -> None:
+    def run(self, driver: CudaDriver | None, device: torch.device, reload: Reload) -> None:
         """Launch all copies on the current stream."""
         if self.memcpys:
             assert driver is not None

@@ -1,4 +1,4 @@
-"""How a staged version gets from the trainer into vLLM's workers: the contract, and what its two implementations share.
+"""How a staged version gets from the trainer into vLLM's workers: what two loaders with the same methods share.
 
 - `reload_loader.py`, on CPU: whole tensors arrive in shared memory that the workers map, and go through vLLM's own loader.
 - `direct_loader.py`, on GPU: each rank's pieces are written straight into its live parameters.
@@ -8,10 +8,9 @@ Either way the workers can reach all weights, verified, when a version is staged
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from slipstream.errors import EngineFailure, FleetChanged, SlipstreamError
-from slipstream.types import Destinations, Offer, Parameter, ParameterChecksums, StageReport
 
 WORKER_WAIT_SECONDS = 0.02
 """How long a call to the workers waits for weights in transit before vLLM may take its next step."""
@@ -30,54 +29,6 @@ class WeightsPending(Exception):
         super().__init__(reason)
         self.seconds = seconds
         """How long no step could run."""
-
-
-class WeightLoader(Protocol):
-    parameters: tuple[Parameter, ...]
-    num_ranks: int
-    num_bytes: int
-    transports: tuple[str, ...]
-    is_single_call: bool
-    """Whether `load` is a single call to the workers. vLLM makes such a call between two steps, so stepping need not be
-    stopped for it."""
-
-    async def begin(self, serving: int, version: int, offer: Offer) -> Destinations: ...
-
-    async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport: ...
-
-    def check_staged(self, version: int) -> None:
-        """Raise `UnknownVersion` unless this version is staged."""
-        ...
-
-    async def load(self, version: int) -> tuple[dict[str, int], float]:
-        """Make the workers compute with this version. Return the number of tokens each running sample had drawn, and the
-        seconds the workers spent. Raise `WeightsPending` if the weights have not arrived yet."""
-        ...
-
-    async def restore(self) -> None:
-        """After `load` failed halfway: bring back what it may have overwritten, or raise."""
-        ...
-
-    def finish(self, version: int) -> None: ...
-
-    async def rollback(self, version: int) -> None: ...
-
-    async def checksums(self) -> tuple[ParameterChecksums, ...]:
-        """Return the checksums of the weights the workers compute with."""
-        ...
-
-    def weights_dropped(self) -> None:
-        """Take note that sleep level 2 has dropped the weights."""
-        ...
-
-    async def release(self) -> None:
-        """Release what is held for the trainer, which is gone."""
-        ...
-
-    @property
-    def is_updating(self) -> bool: ...
-
-    def close(self) -> None: ...
 
 
 class MappedFiles:

@@ -51,11 +51,11 @@ class WorkerExtension:
 
     def _slipstream_replace_sampler(self) -> Callable[[], dict[str, int]]:
         """Install our sampler. Return its function that counts the tokens each request has drawn."""
-        if compat.uses_v2_runner(self.vllm_config):
+        if getattr(self.vllm_config, "use_v2_model_runner", False):
             from slipstream.engines.vllm.v2_runner import DualLogprobV2Sampler
 
             return DualLogprobV2Sampler.replace_sampler(self.model_runner).token_counts
-        return DualLogprobSampler.replace_sampler(self.model_runner).token_counts
+        return DualLogprobSampler.replace_sampler(self.model_runner).batch.token_counts
 
     def slipstream_token_counts(self) -> dict[str, int]:
         """Return how many tokens each request has drawn, without requests that have drawn none."""

@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from slipstream.errors import ConfigError, MappingError
+from slipstream.errors import MappingError
 from slipstream.model.checkpoints.hf_config import read_config, to_hf
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import family_of, tensors
 from slipstream.model.tree import flatten, unflatten
-from slipstream.tensors.safetensors_dir import INDEX, SINGLE, weight_files
+from slipstream.tensors.safetensors_dir import EMBED, HEAD, INDEX, SINGLE, is_buffer, open_file, weight_files
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
-
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load(directory: str | Path, config: ModelConfig | None = None, dtype: DTypeLike | None = None) -> dict[str, Any]:
@@ -58,36 +55,25 @@ def has_weights(directory: str | Path) -> bool:
 
 
 def read_arrays(directory: str | Path, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return exactly the tensors of the model by HF name, in the family's order. Raise `MappingError` with the names of
-    others."""
+    """Return exactly the model's tensors by HF name, in the family's order. Raise `MappingError` naming others."""
     stored: dict[str, np.ndarray] = {}
     for path in weight_files(Path(directory)):
-        try:
-            with safe_open(path, framework="np") as file:
-                for stored_name in file.keys():  # noqa: SIM118
-                    name = family_of(config).stored_name(stored_name)
-                    if name is not None and not _is_buffer(name):
-                        stored[name] = file.get_tensor(stored_name)
-        except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist, but the checkpoint's index lists it") from None
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
-    if config.tie_word_embeddings and _HEAD in stored:
+        with open_file(path) as file:
+            for stored_name in file.keys():  # noqa: SIM118
+                name = family_of(config).stored_name(stored_name)
+                if name is not None and not is_buffer(name):
+                    stored[name] = file.get_tensor(stored_name)
+    if config.tie_word_embeddings and HEAD in stored:
         _drop_tied_head(stored, directory)
     check_shapes({name: array.shape for name, array in stored.items()}, config, f"the checkpoint {directory}")
     return {spec.name: stored[spec.name] for spec in tensors(config)}
 
 
-def _is_buffer(name: str) -> bool:
-    """Return whether a tensor holds rotary frequencies, which old checkpoints store; they follow from the config."""
-    return name.endswith("rotary_emb.inv_freq")
-
-
 def _drop_tied_head(stored: dict[str, np.ndarray], directory: str | Path) -> None:
-    head = stored.pop(_HEAD)
-    if _EMBED in stored and not np.array_equal(head, stored[_EMBED]):
+    head = stored.pop(HEAD)
+    if EMBED in stored and not np.array_equal(head, stored[EMBED]):
         raise MappingError(
-            f"the checkpoint {directory} has tie_word_embeddings set, but its {_HEAD} differs from {_EMBED}; if both are "
+            f"the checkpoint {directory} has tie_word_embeddings set, but its {HEAD} differs from {EMBED}; if both are "
             "intended, set tie_word_embeddings to false in config.json"
         )
 

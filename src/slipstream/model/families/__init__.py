@@ -10,24 +10,11 @@ from functools import lru_cache
 from slipstream.errors import ConfigError
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import gemma2, gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from slipstream.model.families.family import Family, FamilyTensor, Mlp, Norms
+from slipstream.model.families.family import Family, FamilyTensor
+from slipstream.model.families.family import Mlp as Mlp
+from slipstream.model.families.family import Norms as Norms
 from slipstream.tensors.boxes import full_box, shape_of, shift, split
 from slipstream.types import Parameter, ParameterPart, TensorSpec
-
-__all__ = [
-    "Family",
-    "FamilyTensor",
-    "Mlp",
-    "Norms",
-    "family_named",
-    "family_of",
-    "family_tensors",
-    "names",
-    "parameters",
-    "register",
-    "shard_dims",
-    "tensors",
-]
 
 _FAMILIES: dict[str, Family] = {}
 
@@ -113,14 +100,5 @@ def parameters(config: ModelConfig, tp: int = 1) -> tuple[Parameter, ...]:
     return tuple(sharded)
 
 
-for _family in (
-    llama.FAMILY,
-    mistral.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    qwen3_moe.FAMILY,
-    mixtral.FAMILY,
-    gemma2.FAMILY,
-    gemma3.FAMILY,
-):
-    register(_family)
+for _module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, gemma2, gemma3):
+    register(_module.FAMILY)

@@ -8,13 +8,6 @@ from slipstream.model.config import ModelConfig
 from slipstream.model.families import llama
 from slipstream.model.families.family import Family, FamilyTensor, Norms
 
-NORMS = Norms(
-    before_attention="input_layernorm",
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
-
 
 def tensors(config: ModelConfig) -> Iterator[FamilyTensor]:
     yield from llama.tensors(config)
@@ -28,18 +21,15 @@ FAMILY = Family(
     "Gemma2ForCausalLM",
     tensors,
     activation="gelu_tanh",
-    norms=NORMS,
+    norms=Norms(
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
     norm_offset=1.0,
     scale_embedding=True,
-    settings=frozenset(
-        {
-            "sliding_window",
-            "layer_types",
-            "query_pre_attn_scalar",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-        }
-    ),
+    settings=frozenset({"sliding_window", "layer_types", "query_pre_attn_scalar"})
+    | {"attn_logit_softcapping", "final_logit_softcapping"},
     defaults={
         "head_dim": 256,
         "num_key_value_heads": 4,

@@ -3,11 +3,12 @@ base. The decoder inside a `gemma3` model (text and images) is the same."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import gemma2, llama
-from slipstream.model.families.family import Family, FamilyTensor
+from slipstream.model.families.family import FamilyTensor
 
 
 def tensors(config: ModelConfig) -> Iterator[FamilyTensor]:
@@ -23,17 +24,12 @@ def stored_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-FAMILY = Family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    tensors,
-    activation="gelu_tanh",
-    norms=gemma2.NORMS,
-    norm_offset=1.0,
-    scale_embedding=True,
-    settings=frozenset(
-        {"sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping", "rope_local_base_freq"}
-    ),
+FAMILY = dataclasses.replace(
+    gemma2.FAMILY,
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    tensors=tensors,
+    settings=gemma2.FAMILY.settings - {"attn_logit_softcapping"} | {"rope_local_base_freq"},
     # Complete, because the text_config of a published `gemma3` omits whatever equals a default.
     defaults={
         "vocab_size": 262_208,

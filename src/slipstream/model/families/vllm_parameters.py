@@ -35,9 +35,7 @@ def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = Fa
             for layer in layers[stage]:
                 parameters += _layer(config, f"model.layers.{layer}.", rank, tp_rank, tp, ep)
             if last:
-                parameters.append(
-                    _stack("model.norm.weight", rank, [("model.norm.weight", full_box((config.hidden_size,)))])
-                )
+                parameters.append(_single("model.norm.weight", rank, full_box((config.hidden_size,))))
                 if not config.tie_word_embeddings:
                     parameters.append(_vocabulary("lm_head.weight", config, rank, tp_rank, tp))
     return tuple(parameters)
@@ -46,9 +44,8 @@ def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = Fa
 def written_parameters(
     config: ModelConfig, tp: int, failed: Collection[str]
 ) -> tuple[tuple[Parameter, ...], frozenset[str]]:
-    """Return what the ranks of a running vLLM receive: its parameters, except that those in `failed`, which cannot be written
-    directly, are replaced by the HF tensors that they consist of, for vLLM's own loader. Also return the names of these
-    tensors."""
+    """Return the parameters that the ranks of a running vLLM receive: those in `failed`, which cannot be written directly,
+    are replaced by the HF tensors that they consist of, for vLLM's own loader. Also return the names of these tensors."""
     live = vllm_parameters(config, tp)
     names = frozenset(part.tensor for p in live if p.name in failed for part in p.parts)
     kept = [p for p in live if p.name not in failed]
@@ -106,17 +103,17 @@ def _layer(config: ModelConfig, at: str, rank: int, tp_rank: int, tp: int, ep: b
 
     for name, shape in shapes.items():
         if name.endswith("norm.weight"):
-            yield _whole(name, shape[0], rank)
+            yield _single(name, rank, full_box(shape))
     qkv = [(f"{attn}{x}_proj.weight", (rows[x], (0, hidden))) for x in "qkv"]
     yield _stack(attn + "qkv_proj.weight", rank, qkv)
     if attn + "q_proj.bias" in shapes:
         yield _stack(attn + "qkv_proj.bias", rank, [(f"{attn}{x}_proj.bias", (rows[x],)) for x in "qkv"])
     columns = split(full_box((hidden, width)), 1, tp_rank, tp)
-    yield _stack(attn + "o_proj.weight", rank, [(attn + "o_proj.weight", columns)])
+    yield _single(attn + "o_proj.weight", rank, columns)
     names = families.family_of(config).mlp
     router, mlp, moe = f"{at}{names.block}.gate.weight", at + "mlp.", config.moe
     if moe is not None and router in shapes:
-        yield _stack(router, rank, [(router, full_box(shapes[router]))])
+        yield _single(router, rank, full_box(shapes[router]))
         experts = f"{at}{names.block}.experts."
         yield from expert_parameters(
             experts, moe.num_experts, moe.intermediate_size, hidden, rank, tp_rank, tp, ep, names
@@ -126,7 +123,7 @@ def _layer(config: ModelConfig, at: str, rank: int, tp_rank: int, tp: int, ep: b
     gate_up = [(f"{mlp}{name}.weight", box) for name in ("gate_proj", "up_proj")]
     yield _stack(mlp + "gate_up_proj.weight", rank, gate_up)
     columns = split(full_box(shapes[mlp + "down_proj.weight"]), 1, tp_rank, tp)
-    yield _stack(mlp + "down_proj.weight", rank, [(mlp + "down_proj.weight", columns)])
+    yield _single(mlp + "down_proj.weight", rank, columns)
 
 
 @lru_cache(8)
@@ -144,8 +141,8 @@ def _stack(name: str, rank: int, parts: Sequence[tuple[str, Box]]) -> Parameter:
     return Parameter(name, rank, (at, *shape_of(parts[0][1])[1:]), tuple(placed))
 
 
-def _whole(name: str, size: int, rank: int) -> Parameter:
-    return _stack(name, rank, [(name, full_box((size,)))])
+def _single(name: str, rank: int, box: Box) -> Parameter:
+    return _stack(name, rank, [(name, box)])
 
 
 def _heads(heads: int, head_dim: int, tp_rank: int, tp: int) -> tuple[int, int]:

@@ -35,8 +35,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, layer: Lay
 
 
 def visible(positions: jax.Array, num_keys: int, window: int | None) -> jax.Array:
-    """Return the causal mask `[batch, time, keys]` of queries at `positions` `[batch, time]` and keys at 0, 1, 2 …, limited to
-    the window."""
+    """Return the causal mask `[batch, time, keys]` of queries at `positions` and keys at 0, 1, 2 …, in the window."""
     keys, queries = jnp.arange(num_keys), positions[..., None]
     mask = keys <= queries
     return mask if window is None else mask & (keys > queries - window)

@@ -24,7 +24,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             config.beta1,
             config.beta2,
             weight_decay=config.weight_decay,
-            mask=lambda p: jax.tree.map(_is_matrix, p),
+            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),  # matrices only
         )
     return optax.chain(optax.clip_by_global_norm(config.gradient_clip), step) if config.gradient_clip else step
 
@@ -45,7 +45,3 @@ def learning_rate(config: OptimizerConfig) -> Callable[[jax.Array], jax.Array]:
         return config.learning_rate * rise * (config.final_share + (1 - config.final_share) * fall)
 
     return at
-
-
-def _is_matrix(leaf: jax.Array) -> bool:
-    return leaf.ndim > 1

@@ -56,7 +56,9 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 def shard(tree: T, mesh: Mesh) -> T:
     """Shard the arrays of a tree; inside a compiled program, as a sharding constraint."""
-    return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh)) if _traced(tree) else _put(tree, mesh)
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    place = jax.lax.with_sharding_constraint if is_traced else jax.device_put
+    return place(tree, shardings(tree, mesh))
 
 
 def shard_rows(batch: Batch, mesh: Mesh, parts: int = 1) -> Batch:
@@ -69,12 +71,3 @@ def shard_rows(batch: Batch, mesh: Mesh, parts: int = 1) -> Batch:
         )
     placed: Batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(AXIS)))
     return placed
-
-
-def _put(tree: T, mesh: Mesh) -> T:
-    placed: T = jax.device_put(tree, shardings(tree, mesh))
-    return placed
-
-
-def _traced(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

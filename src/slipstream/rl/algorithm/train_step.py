@@ -104,7 +104,7 @@ def make_train_step(model: ModelConfig, config: AlgorithmConfig, mesh: Mesh | No
         params = optax.apply_updates(params, updates)
         if mesh is not None:
             params, opt_state = sharding.shard((params, opt_state), mesh)
-        return params, opt_state, {**result._asdict(), "gradient_norm": _norm(gradient)}
+        return params, opt_state, {**result._asdict(), "gradient_norm": optax.global_norm(gradient)}
 
     return TrainStep(jax.jit(update, donate_argnames="opt_state"), config.micro_batches, mesh)
 
@@ -120,7 +120,3 @@ def split(batch: Batch, parts: int, mesh: Mesh | None = None) -> Batch:
         return jax.lax.with_sharding_constraint(dealt, NamedSharding(mesh, PartitionSpec(None, sharding.AXIS)))
 
     return jax.tree.map(deal, batch)
-
-
-def _norm(tree: TrainableParams) -> jax.Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))

@@ -26,8 +26,6 @@ WARMUP_STREAM, PROMPT_STREAM, SAMPLE_STREAM, EVAL_PROMPT_STREAM, EVAL_SAMPLE_STR
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """One batch of prompts."""
-
     ids: tuple[str, ...]
     texts: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]

@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -188,7 +188,13 @@ class ReasoningGymTask:
 
 
 def _dataset(name: str, size: int, options: Mapping[str, Any]) -> Any:
-    gym = _import_reasoning_gym()
+    try:
+        import reasoning_gym as gym
+    except ImportError:
+        raise ConfigError(
+            "task.name names a reasoning_gym task, but that package is not installed; "
+            "install it with: pip install 'slipstream-rl[reasoning-gym]'"
+        ) from None
     try:
         plain = gym.create_dataset(name, size=size, seed=0)
     except ValueError as error:
@@ -208,14 +214,3 @@ def _dataset(name: str, size: int, options: Mapping[str, Any]) -> Any:
         return gym.create_dataset(name, size=size, seed=0, **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"reasoning-gym's task {name!r} rejects task.options {dict(options)}: {error}") from None
-
-
-def _import_reasoning_gym() -> ModuleType:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise ConfigError(
-            "task.name names a reasoning_gym task, but that package is not installed; "
-            "install it with: pip install 'slipstream-rl[reasoning-gym]'"
-        ) from None
-    return reasoning_gym

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -15,72 +15,42 @@ PLAIN_EVERY = 10
 """Steps between plain lines."""
 
 
-class Display(Protocol):
-    def show(self, record: Record) -> None: ...
-
-
 @contextmanager
-def training_display(console: Console, warmup_steps: int, steps: int) -> Iterator[Display]:
-    """A live or plain display. On exit, the last state of the live display stays on the screen."""
+def training_display(console: Console, warmup_steps: int, steps: int) -> Iterator[Callable[[Record], None]]:
+    """Yield a function to call with each record. On exit, the last state of a live display stays on the screen."""
     if not console.is_terminal:
-        yield PlainDisplay(console, warmup_steps)
+        yield partial(_show_plain, console, warmup_steps)
         return
-    with LiveDisplay(console, warmup_steps, steps) as display:
-        yield display
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[figures]}"))
+    with Progress(SpinnerColumn(), TextColumn("[bold]{task.description}"), *columns, console=console) as progress:
+        warmup = progress.add_task("warm-up", total=warmup_steps, figures="", visible=warmup_steps > 0)
+        rl = progress.add_task("RL", total=steps, start=False, figures="")
+        yield partial(_show_live, progress, warmup, rl)
 
 
-class PlainDisplay:
-    """Prints a line for every tenth step and every evaluation."""
-
-    def __init__(self, console: Console, warmup_steps: int) -> None:
-        self._console, self._warmup_steps = console, warmup_steps
-
-    def show(self, record: Record) -> None:
-        match record:
-            case WarmupRecord(step=step, loss=loss) if step in (1, self._warmup_steps):
-                self._console.print(f"warm-up {step}/{self._warmup_steps}  cross-entropy {loss:.3f}")
-            case StepRecord(step=step) if step == 1 or step % PLAIN_EVERY == 0:
-                self._console.print(f"step {step:4d}  {describe_step(record)}", soft_wrap=True)
-            case Evaluation():
-                self._console.print(describe_evaluation(record), soft_wrap=True)
+def _show_plain(console: Console, warmup_steps: int, record: Record) -> None:
+    """Print a line for every tenth step and every evaluation."""
+    match record:
+        case WarmupRecord(step=step, loss=loss) if step in (1, warmup_steps):
+            console.print(f"warm-up {step}/{warmup_steps}  cross-entropy {loss:.3f}")
+        case StepRecord(step=step) if step == 1 or step % PLAIN_EVERY == 0:
+            console.print(f"step {step:4d}  {describe_step(record)}", soft_wrap=True)
+        case Evaluation():
+            console.print(describe_evaluation(record), soft_wrap=True)
 
 
-class LiveDisplay:
-    """Two progress bars, the second with the metrics of the latest step; evaluations are printed above them."""
-
-    def __init__(self, console: Console, warmup_steps: int, steps: int) -> None:
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-        )
-        self._warmup: TaskID | None = None
-        if warmup_steps:
-            self._warmup = self._progress.add_task("warm-up", total=warmup_steps, figures="")
-        self._steps = self._progress.add_task("RL", total=steps, start=False, figures="")
-
-    def __enter__(self) -> LiveDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def show(self, record: Record) -> None:
-        match record:
-            case WarmupRecord(step=step, loss=loss) if self._warmup is not None:
-                self._progress.update(self._warmup, completed=step, figures=f"cross-entropy {loss:.3f}")
-            case StepRecord(step=step):
-                self._progress.start_task(self._steps)  # a resumed run has no evaluation at its start
-                self._progress.update(self._steps, completed=step, figures=describe_step(record))
-            case Evaluation(step=step):
-                self._progress.console.print(describe_evaluation(record))
-                if step == 0:
-                    self._progress.start_task(self._steps)
+def _show_live(progress: Progress, warmup: TaskID, rl: TaskID, record: Record) -> None:
+    """Advance the two bars, the second with the metrics of the latest step; print evaluations above them."""
+    match record:
+        case WarmupRecord(step=step, loss=loss):
+            progress.update(warmup, completed=step, figures=f"cross-entropy {loss:.3f}")
+        case StepRecord(step=step):
+            progress.start_task(rl)  # a resumed run has no evaluation at its start
+            progress.update(rl, completed=step, figures=describe_step(record))
+        case Evaluation(step=step):
+            progress.console.print(describe_evaluation(record))
+            if step == 0:
+                progress.start_task(rl)
 
 
 def describe_step(record: StepRecord) -> str:

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from slipstream.errors import ConfigError
 from slipstream.rl.algorithm.loss import UpdateMetrics
@@ -48,9 +48,7 @@ class PhaseSeconds:
 
     @property
     def total(self) -> float:
-        return (
-            self.prepare + self.generate + self.reward + self.train + self.sync + self.sleep + self.wake + self.diagnose
-        )
+        return sum(dataclasses.astuple(self))
 
 
 class Stopwatch:
@@ -80,7 +78,6 @@ class StepRecord:
     accuracy: float
     """Share of scored completions with reward 1 or more."""
     num_tokens: int
-    """Tokens generated."""
     metrics: UpdateMetrics
     seconds: PhaseSeconds
     sync: SyncReport
@@ -126,8 +123,7 @@ class Saved:
 Record: TypeAlias = WarmupRecord | StepRecord | Evaluation | Saved
 
 
-class Log(Protocol):
-    def __call__(self, record: Record) -> None: ...
+Log: TypeAlias = Callable[[Record], None]
 
 
 @contextmanager

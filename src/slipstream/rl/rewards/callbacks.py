@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ Outcome: TypeAlias = Returned | Raised | TimedOut
 class Callbacks:
     """`await callbacks.call(function, ("text",), timeout=10)`, from any event loop.
 
-    A context manager. Calls that timed out delay neither its exit nor that of the process."""
+    Calls that timed out delay neither `close` nor the exit of the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,14 +81,6 @@ class Callbacks:
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(_stop, loop)
-
-    def __enter__(self) -> Callbacks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:

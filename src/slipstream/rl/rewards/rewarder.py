@@ -16,8 +16,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 from slipstream.errors import ConfigError, RequestError, RewardError, RewardFailed, RewardTimeout
 from slipstream.rl.config import RewardConfig
@@ -69,16 +68,6 @@ def reward_requests(
     ]
 
 
-class RewardRunner(Protocol):
-    """Runs one function: in this process, or in worker processes."""
-
-    async def start(self) -> None: ...
-
-    async def evaluate(self, request: RewardRequest, timeout: float) -> RewardOutcome: ...
-
-    async def close(self) -> None: ...
-
-
 class Rewarder:
     """Runs reward functions over batches. Thread-safe. A context manager, whose exit ends the worker processes."""
 
@@ -109,13 +98,15 @@ class Rewarder:
         self._functions: list[_WeightedFunction] = []
         self._closed = False
         for function, weight in _weighted(functions):
-            runner: RewardRunner
+            runner: WorkerPool | _InProcessRunner
             if workers:
                 name = function if isinstance(function, str) else import_name(function)
                 runner = WorkerPool(name, workers, start_timeout, memory_limit)
             else:
-                name = function if isinstance(function, str) else _label(function)
                 imported = import_function(function) if isinstance(function, str) else function
+                # A function that runs in this process need not be importable.
+                label = getattr(imported, "__qualname__", None) or type(imported).__qualname__
+                name = function if isinstance(function, str) else label
                 runner = _InProcessRunner(imported, self._callbacks, concurrency)
             self._functions.append(_WeightedFunction(name, weight, runner))
         names = [f.name for f in self._functions]
@@ -124,20 +115,14 @@ class Rewarder:
                 f"a rewarder needs at least one function, and each only once; got {', '.join(names) or 'none'}"
             )
         try:
-            event_loop.run(self._start())
+            event_loop.run(gather_or_cancel(f.runner.start() for f in self._functions))
         except BaseException:
             self.close()
             raise
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> Rewarder:
-        return cls(
-            config.functions,
-            timeout=config.timeout,
-            workers=config.workers,
-            on_error=config.on_error,
-            memory_limit=config.memory_limit,
-        )
+        return cls(**dict(config))
 
     def score(self, requests: Sequence[RewardRequest]) -> Rewards:
         """Score a batch, in order. Raises the first error with `on_error="raise"`, or if no sample is left."""
@@ -170,21 +155,13 @@ class Rewarder:
     def close(self) -> None:
         """End the worker processes. May be called twice."""
         self._closed = True
-        event_loop.run(self._close())
+        event_loop.run(gather_or_cancel(f.runner.close() for f in self._functions))
         self._callbacks.close()
-
-    async def _start(self) -> None:
-        await asyncio.gather(*(f.runner.start() for f in self._functions))
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(f.runner.close() for f in self._functions))
 
     def __enter__(self) -> Rewarder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -192,7 +169,7 @@ class Rewarder:
 class _WeightedFunction:
     name: str
     weight: float
-    runner: RewardRunner
+    runner: WorkerPool | _InProcessRunner
 
 
 class _InProcessRunner:
@@ -220,11 +197,6 @@ def _weighted(functions: Functions) -> list[tuple[str | RewardFunction, float]]:
     if isinstance(functions, str) or callable(functions):
         return [(functions, 1.0)]
     return [(function, 1.0) for function in functions]
-
-
-def _label(function: RewardFunction) -> str:
-    """A name for errors and parts. A function that runs in this process need not be importable."""
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _error(

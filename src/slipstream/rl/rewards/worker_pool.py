@@ -48,10 +48,6 @@ class RewardWorker:
         self._output = bytearray()
         self._reading: asyncio.Task[None] | None = None
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
     async def start(self) -> None:
         """Start the process. `ConfigError` if it cannot import the function, `DeadlineExceeded` if that takes too long."""
         if self._closed:

@@ -13,11 +13,12 @@ A trainer of several JAX processes is not supported."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ FORMAT = 1
 KEEP = 2
 """Checkpoints kept on disk."""
 _STATE, _ARRAYS = "state.json", "arrays"
-_CHUNK = 16 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ def save(run_dir: Path, state: RunState, config: Mapping[str, Any], keep: int = 
     _require_one_process()
     home = run_dir / "state"
     _remove_hidden(home)
-    final = home / _name(state.progress.step)
+    final = home / f"step-{state.progress.step:08d}"
     partial = home / f".partial-{final.name}"
     partial.mkdir(parents=True)
-    arrays = _arrays(state.params, state.opt_state)
+    arrays = {"params": state.params, "opt_state": state.opt_state}
     with _checkpointer() as checkpointer:
         checkpointer.save((partial / _ARRAYS).absolute(), arrays)
     described = {
@@ -84,10 +84,12 @@ def save(run_dir: Path, state: RunState, config: Mapping[str, Any], keep: int = 
         **dataclasses.asdict(state.progress),
         "config": config,
         "arrays": _shapes(arrays),
-        "files": {str(path.relative_to(partial)): _seal(path) for path in _files(partial)},
+        "files": {
+            str(path.relative_to(partial)): _seal(path) for path in sorted(filter(Path.is_file, partial.rglob("*")))
+        },
     }
     (partial / _STATE).write_text(json.dumps(described, indent=1) + "\n")
-    for path in (partial / _STATE, *_directories(partial)):
+    for path in (partial / _STATE, *filter(Path.is_dir, partial.rglob("*")), partial):
         _sync(path)
     if final.exists():  # an incomplete one: a complete one would have been resumed from
         final.rename(home / f".old-{final.name}")
@@ -95,9 +97,8 @@ def save(run_dir: Path, state: RunState, config: Mapping[str, Any], keep: int = 
     for path in (home, run_dir):
         _sync(path)
     for old in [path for path in _checkpoints(home) if path.name <= final.name][:-keep]:
-        old.rename(
-            home / f".old-{old.name}"
-        )  # hide it first: an interrupted removal must not leave an incomplete checkpoint
+        # Hide it first: an interrupted removal must not leave an incomplete checkpoint.
+        old.rename(home / f".old-{old.name}")
     _remove_hidden(home)
     return final
 
@@ -135,8 +136,14 @@ def load(directory: Path, params: Any, opt_state: OptState) -> RunState:
                 f"{directory / name} is damaged: its hash differs from the saved one. Remove {directory} to resume from the "
                 "checkpoint before it"
             )
-    wanted = _arrays(params, opt_state)
-    _require_shapes(directory, described["arrays"], _shapes(wanted))
+    wanted = {"params": params, "opt_state": opt_state}
+    stored, shapes = described["arrays"], _shapes(wanted)
+    if wrong := [name for name in {**stored, **shapes} if stored.get(name) != shapes.get(name)]:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{directory} is of another model or optimizer: {name} is {stored.get(name, 'absent')} in the checkpoint and "
+            f"{shapes.get(name, 'absent')} in this run; {len(wrong)} array(s) differ. Was the model directory changed?"
+        )
     with _checkpointer() as checkpointer:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted)
         restored = checkpointer.restore((directory / _ARRAYS).absolute(), like)
@@ -144,10 +151,6 @@ def load(directory: Path, params: Any, opt_state: OptState) -> RunState:
 
 
 # --- contents ---------------------------------------------------------------------------------------------------------
-
-
-def _arrays(params: Any, opt_state: OptState) -> dict[str, Any]:
-    return {"params": params, "opt_state": opt_state}
 
 
 def _checkpointer() -> Any:
@@ -160,16 +163,6 @@ def _shapes(tree: Any) -> dict[str, list[Any]]:
     """`{"['params']['lm_head']['weight']": [[100, 64], "float32"]}`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves}
-
-
-def _require_shapes(directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    wrong = [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]
-    if wrong:
-        name = wrong[0]
-        raise CheckpointError(
-            f"{directory} is of another model or optimizer: {name} is {stored.get(name, 'absent')} in the checkpoint and "
-            f"{wanted.get(name, 'absent')} in this run; {len(wrong)} array(s) differ. Was the model directory changed?"
-        )
 
 
 def _complete(directory: Path) -> dict[str, Any]:
@@ -211,10 +204,6 @@ def _complete(directory: Path) -> dict[str, Any]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def _checkpoints(home: Path) -> list[Path]:
     return sorted(path for path in home.glob("step-*") if path.is_dir())
 
@@ -225,15 +214,6 @@ def _remove_hidden(home: Path) -> None:
             shutil.rmtree(path)
 
 
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
-def _directories(directory: Path) -> Iterator[Path]:
-    yield from (path for path in directory.rglob("*") if path.is_dir())
-    yield directory
-
-
 def _seal(path: Path) -> list[Any]:
     """Sync a file to disk and return its `[size, hash]`."""
     _sync(path)
@@ -241,11 +221,8 @@ def _seal(path: Path) -> list[Any]:
 
 
 def _hash(path: Path) -> str:
-    hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            hasher.update(chunk)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -42,7 +42,6 @@ class Learner:
 
     @property
     def policy(self) -> Params:
-        """The weights that engines are synced to."""
         return self.state.policy
 
     def load(self, path: Path) -> checkpoint.RunProgress:

@@ -104,14 +104,11 @@ class RecoveringBridge:
         if self._serving is None:
             return
         try:
-            report = self._resend()
+            try:
+                report = self._bridge.repair(self._serving)
+            except NotReady:  # gateway and engines all restarted, before any version was in the gateway's journal
+                report = self._bridge.sync(self._serving, in_flight=self._in_flight)
             if report is not None:
                 log.warning("sent version %d to %s", report.version, ", ".join(e.engine for e in report.engines))
         except SlipstreamError as error:
             log.info("not repaired yet: %s", error)
-
-    def _resend(self) -> SyncReport | None:
-        try:
-            return self._bridge.repair(self._serving)
-        except NotReady:  # gateway and engines all restarted, before any version was in the gateway's journal
-            return self._bridge.sync(self._serving, in_flight=self._in_flight)

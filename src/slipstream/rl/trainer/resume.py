@@ -18,7 +18,7 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 from slipstream.rl.config import TrainConfig
-from slipstream.rl.reporting.records import Evaluation, Record, Saved, StepRecord, read_records, write_records
+from slipstream.rl.reporting.records import Record, Saved, StepRecord, WarmupRecord, read_records, write_records
 from slipstream.rl.trainer import checkpoint
 
 RECENT_STEPS = 10
@@ -119,7 +119,9 @@ def _decide(config: TrainConfig, run_dir: Path) -> tuple[ResumePoint, list[Recor
             f"{run_dir} already holds a run, which finished after {progress.step} steps; choose another directory, or increase "
             "steps to continue it"
         )
-    kept = [record for record in records if _belongs(record, progress.step)]
+    kept: list[Record] = [  # what the checkpoint covers; a warm-up record has no RL step
+        r for r in records if not isinstance(r, Saved) and (isinstance(r, WarmupRecord) or r.step <= progress.step)
+    ]
     done = {record.step for record in kept if isinstance(record, StepRecord)}
     if missing := sorted(set(range(1, progress.step + 1)) - done):
         raise ConfigError(
@@ -127,17 +129,6 @@ def _decide(config: TrainConfig, run_dir: Path) -> tuple[ResumePoint, list[Recor
             "the file was changed; restore it, or choose another directory"
         )
     return ResumePoint(progress.step, latest), kept
-
-
-def _belongs(record: Record, step: int) -> bool:
-    """Whether a checkpoint after `step` covers the record."""
-    match record:
-        case Saved():
-            return False
-        case StepRecord() | Evaluation():
-            return record.step <= step
-        case _:
-            return True
 
 
 def _require_restartable(config: TrainConfig, run_dir: Path) -> None:

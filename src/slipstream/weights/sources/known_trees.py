@@ -48,8 +48,7 @@ def tunix(config: ModelConfig) -> TreeMapping:
 
 
 def _tunix_llama() -> list[Rule]:
-    """q, k and v kernels are `[D, H, K]`, o_proj is `[H, K, D]`, biases are flat, experts are stacked first: `[E, D,
-    F]`."""
+    """q, k and v are `[D, H, K]`, o_proj is `[H, K, D]`, biases are flat, experts are stacked first: `[E, D, F]`."""
     at = "layers.{layer}."
     experts = _LAYER + "mlp.experts.{expert}."
     return [
@@ -69,8 +68,7 @@ def _tunix_llama() -> list[Rule]:
 
 
 def _tunix_gemma(family: str) -> list[Rule]:
-    """The q kernel is `[H, D, K]`, the fused k and v kernel `[2, KV, D, K]`; with H == KV all three are `[3, H, D,
-    K]`."""
+    """q is `[H, D, K]`, k and v together `[2, KV, D, K]`; with H == KV all three are `[3, H, D, K]`."""
     at = "layers.{layer}."
     heads: tuple[Transform, ...] = (Permute((0, 2, 1)), Merge(0))  # [H, D, K] → [H * K, D]
     norms = {

@@ -28,10 +28,9 @@ import numpy as np
 
 from slipstream.errors import MappingError
 from slipstream.tensors.boxes import full_box, intersect, shape_of, shift, slices, volume
+from slipstream.tensors.safetensors_dir import EMBED, HEAD, stored_tensors
 from slipstream.types import Box
 from slipstream.weights.plan import SourceTensor
-
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Tensor(Protocol):
@@ -57,13 +56,14 @@ class BoxReader(Protocol):
 def named_tensors(params: Any) -> dict[str, Tensor]:
     """Return the leaves by name. Nothing is read or copied yet."""
     if isinstance(params, (str, Path)):
-        from slipstream.tensors.safetensors_dir import stored_tensors
-
         return dict(stored_tensors(params))
     if isinstance(params, Mapping) and params and _are_named_arrays(params):
         return _without_tied_head(dict(params))
-    if (cached := _with_cached_names(params)) is not None:
-        return cached
+    import jax
+
+    leaves, structure = jax.tree.flatten(params)
+    if (names := _names.get(structure)) is not None and all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return dict(zip(names, leaves))
     tensors: dict[str, Tensor] = {}
     for name, leaf in _leaves(params):
         if not _is_array(leaf):
@@ -76,7 +76,10 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
         tensors[name] = leaf
     if not tensors:
         raise MappingError("the tree has no leaves; pass the model's parameters")
-    _cache_names(params, tensors)
+    if len(leaves) == len(tensors) and all(a is b for a, b in zip(leaves, tensors.values())):
+        if len(_names) > 16:
+            _names.clear()
+        _names[structure] = tuple(tensors)
     return tensors
 
 
@@ -90,26 +93,6 @@ _names: dict[Any, tuple[str, ...]] = {}
 """Leaf names of trees of JAX arrays, by tree structure. A trainer syncs the same structure again and again."""
 
 
-def _with_cached_names(params: Any) -> dict[str, Tensor] | None:
-    import jax
-
-    leaves, structure = jax.tree.flatten(params)
-    names = _names.get(structure)
-    if names is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
-        return None
-    return dict(zip(names, leaves))
-
-
-def _cache_names(params: Any, tensors: Mapping[str, Tensor]) -> None:
-    import jax
-
-    leaves, structure = jax.tree.flatten(params)
-    if len(leaves) == len(tensors) and all(a is b for a, b in zip(leaves, tensors.values())):
-        if len(_names) > 16:
-            _names.clear()
-        _names[structure] = tuple(tensors)
-
-
 _aval_and_sharding = operator.attrgetter("aval", "sharding")
 """Identical objects for the outputs of a compiled step, call after call; comparing shapes takes five times as long."""
 
@@ -119,7 +102,6 @@ class DescriptionCache:
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._by_name: dict[str, tuple[tuple[Any, ...], SourceTensor]] = {}
         self._last: tuple[list[str], list[tuple[Any, Any]], dict[str, SourceTensor]] = [], [], {}
         """Names, avals and shardings of the last tree, and its descriptions."""
 
@@ -128,17 +110,10 @@ class DescriptionCache:
         try:
             names, layouts = list(tensors), list(map(_aval_and_sharding, tensors.values()))
         except AttributeError:  # not all are JAX arrays
-            return {name: self._describe_one(name, tensor) for name, tensor in tensors.items()}
+            return describe(tensors, self._rank)
         if (names, layouts) != self._last[:2]:
-            self._last = names, layouts, {name: self._describe_one(name, tensor) for name, tensor in tensors.items()}
+            self._last = names, layouts, describe(tensors, self._rank)
         return self._last[2]
-
-    def _describe_one(self, name: str, tensor: Tensor) -> SourceTensor:
-        layout = _aval_and_sharding(tensor) if is_jax_array(tensor) else ()
-        cached = self._by_name.get(name)
-        if cached is None or not layout or cached[0] != layout:
-            cached = self._by_name[name] = (layout, _source(tensor, self._rank))
-        return cached[1]
 
 
 def describe(tensors: Mapping[str, Tensor], rank: int = 0) -> dict[str, SourceTensor]:
@@ -165,8 +140,7 @@ def _jax_source(shape: tuple[int, ...], dtype: str, sharding: Any, rank: int) ->
 
 
 def boxes(tensor: Tensor) -> tuple[Box, ...]:
-    """Return the boxes that this process can read, without duplicates. They cover the tensor unless other processes
-    hold parts."""
+    """Return the distinct boxes that this process can read. They cover the tensor unless other processes hold parts."""
     if _is_reader(tensor):
         return tensor.boxes()
     if _is_sharded(tensor):
@@ -185,8 +159,7 @@ def read(tensor: Tensor, box: Box) -> np.ndarray:
 
 
 def assemble(box: Box, parts: Iterable[tuple[Box, Callable[[], np.ndarray]]]) -> np.ndarray:
-    """Return `box` from disjoint parts, given as boxes with functions that read them: a view if one part contains the
-    box, else a copy."""
+    """Return `box` from disjoint parts and functions that read them: a view if one part contains it, else a copy."""
     overlaps = [(part, common, read_part) for part, read_part in parts if (common := intersect(part, box)) is not None]
     if missing := volume(box) - sum(volume(common) for _, common, _ in overlaps):
         raise MappingError(f"{missing} of the {volume(box)} elements of {box} are not in this process")
@@ -287,8 +260,7 @@ def _is_torch(tensor: Any) -> bool:
 
 
 def _torch_array(tensor: Any) -> np.ndarray:
-    """Return a view of a host tensor, a copy of a device tensor. torch cannot convert bfloat16 to numpy, so view it as
-    int16."""
+    """Return a view of a host tensor, a copy of a device tensor. torch converts bfloat16 to numpy only as int16."""
     import torch
 
     tensor = tensor.detach().cpu()
@@ -301,7 +273,7 @@ def _torch_array(tensor: Any) -> np.ndarray:
 
 def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Drop a tied head: PyTorch state dicts list it under both names, checkpoints and engines have it once."""
-    head, embed = tensors.get(_HEAD), tensors.get(_EMBED)
+    head, embed = tensors.get(HEAD), tensors.get(EMBED)
     if _is_torch(head) and _is_torch(embed) and head.data_ptr() == embed.data_ptr():  # type: ignore[union-attr]
-        del tensors[_HEAD]
+        del tensors[HEAD]
     return tensors

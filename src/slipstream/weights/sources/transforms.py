@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -38,12 +38,17 @@ class TransformPiece:
     """Values for placeholders in the target's name: `(("layer", 3),)` for entry 3 of a stack of layers."""
 
 
-class Transform(Protocol):
-    def shape(self, shape: Shape) -> Shape: ...
+class Transform:
+    __slots__ = ()
 
-    def pieces(self, box: Box, shape: Shape) -> Iterator[TransformPiece]: ...
+    def shape(self, shape: Shape) -> Shape:
+        return shape
 
-    def apply(self, array: Any, shape: Shape) -> Any: ...
+    def pieces(self, box: Box, shape: Shape) -> Iterator[TransformPiece]:
+        yield TransformPiece(_full_index(box), box)
+
+    def apply(self, array: Any, shape: Shape) -> Any:
+        return array.reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ def expand(transforms: Sequence[Transform], shape: Shape, box: Box) -> list[Tran
 
 
 @dataclass(frozen=True, slots=True)
-class Permute:
+class Permute(Transform):
     """Reorder dimensions like `numpy.transpose`: `Permute((1, 0))` turns an `[in, out]` kernel into `[out, in]`."""
 
     axes: tuple[int, ...]
@@ -107,9 +112,8 @@ class Permute:
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
-    """Merge `count` neighbouring dimensions: `Merge(0, 2)` turns `[heads, head_dim, D]` into `[heads * head_dim,
-    D]`."""
+class Merge(Transform):
+    """Merge `count` neighbouring dimensions: `Merge(0, 2)` turns `[H, K, D]` into `[H * K, D]`."""
 
     dim: int
     count: int = 2
@@ -141,12 +145,9 @@ class Merge:
                 index[self.dim + offset] = slice(start, start + 1)
             yield TransformPiece(tuple(index), (*box[: self.dim], merged, *box[end:]))
 
-    def apply(self, array: Any, shape: Shape) -> Any:
-        return array.reshape(shape)
-
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(Transform):
     """Invert `Merge`: `Split(0, (heads, head_dim))` turns `[heads * head_dim, D]` into `[heads, head_dim, D]`."""
 
     dim: int
@@ -167,14 +168,10 @@ class Split:
             yield _piece(box, self.dim, slice(offset, offset + length), part)
             offset += length
 
-    def apply(self, array: Any, shape: Shape) -> Any:
-        return array.reshape(shape)
-
 
 @dataclass(frozen=True, slots=True)
-class Take:
-    """Keep `[start, stop)` of a dimension: one tensor of a fused leaf (`[q; k; v]`), or a vocabulary without its
-    padding rows."""
+class Take(Transform):
+    """Keep `[start, stop)` of a dimension: one tensor of a fused leaf (`[q; k; v]`), a vocabulary without padding."""
 
     dim: int
     start: int
@@ -197,7 +194,25 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Unstack:
+class Within(Transform):
+    """The leaf is only a part, from `start`, of dimension `dim`, where the full tensor has `size`."""
+
+    dim: int
+    start: int
+    size: int
+
+    def shape(self, shape: Shape) -> Shape:
+        if self.dim >= len(shape) or self.start + shape[self.dim] > self.size:
+            raise MappingError(f"{list(shape)} does not fit in {self}")
+        return _replace_dim(shape, self.dim, self.size)
+
+    def pieces(self, box: Box, shape: Shape) -> Iterator[TransformPiece]:
+        low, high = box[self.dim]
+        yield _piece(box, self.dim, slice(0, high - low), [(low + self.start, high + self.start)])
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack(Transform):
     """Split a stack into one tensor per index of `dim`. The index fills the placeholder `name`, and the dimension is
     removed. `Unstack(1, "layer")` turns a scanned `[D, L, F]` into L tensors `[D, F]`, named by their `{layer}`."""
 
@@ -215,12 +230,9 @@ class Unstack:
             index = slice(position - first, position - first + 1)
             yield _piece(box, self.dim, index, [], ((self.name, position),))
 
-    def apply(self, array: Any, shape: Shape) -> Any:
-        return array.reshape(shape)
-
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class Rotary(Transform):
     """Reorder a dimension of one or more heads between the two layouts of rotary embeddings. The interleaved layout
     rotates the pairs (0, 1), (2, 3), …; the half-split layout, used by HF, rotates (0, K/2), (1, K/2 + 1), …
 
@@ -278,17 +290,10 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """Multiply in at least float32 and round to the leaf's dtype once. For trainers that fold `1 / sqrt(head_dim)` into
-    the query kernel."""
+class Scale(Transform):
+    """Multiply in at least float32 and round once. For trainers whose query kernel includes `1 / sqrt(head_dim)`."""
 
     factor: float
-
-    def shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def pieces(self, box: Box, shape: Shape) -> Iterator[TransformPiece]:
-        yield TransformPiece(_full_index(box), box)
 
     def apply(self, array: Any, shape: Shape) -> Any:
         if hasattr(array, "astype"):

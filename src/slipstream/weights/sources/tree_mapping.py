@@ -23,21 +23,11 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import MappingError
-from slipstream.tensors.boxes import exact_cover, full_box, volume
+from slipstream.tensors.boxes import exact_cover, full_box
 from slipstream.types import Box, TensorSpec
 from slipstream.weights.rank_image import numpy_dtype
 from slipstream.weights.sources.named_tensors import Tensor, assemble, boxes, dtype_name, named_tensors, read
-from slipstream.weights.sources.transforms import Shape, Transform, TransformedBox, View, expand
-
-
-@dataclass(frozen=True, slots=True)
-class Within:
-    """The leaf fills only part of dimension `dim`, from `start`; the full tensor has `size` there. For HF tensors that
-    are split over several leaves."""
-
-    dim: int
-    start: int
-    size: int
+from slipstream.weights.sources.transforms import Shape, Transform, View, Within, expand
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +40,7 @@ class Target:
 
 
 class Rule:
-    """Leaves whose path matches `leaf` hold the `targets`: several for a fused leaf, none for one that is not sent (a
-    buffer)."""
+    """Leaves whose path matches `leaf` hold the `targets`: several if fused, none if not sent (a buffer)."""
 
     def __init__(self, leaf: str, *targets: Target) -> None:
         self.leaf, self.targets = leaf, targets
@@ -104,7 +93,9 @@ class TreeMapping:
         mapped: list[MappedBox] = []
         for target in rule.targets:
             try:
-                mapped += [_mapped_box(target, placeholders, box) for box in expand(target.transforms, shape, shard)]
+                for made in expand((*target.transforms, *filter(None, [target.within])), shape, shard):
+                    name = _fill(target.name, {**placeholders, **made.placeholders})
+                    mapped.append(MappedBox(name, made.shape, made.box, made.view))
             except MappingError as error:
                 raise MappingError(
                     f"leaf {leaf} {list(shape)} cannot be mapped to {target.name}: {error}. Check that the tree belongs to "
@@ -124,8 +115,7 @@ class TreeMapping:
         return matches[0]
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise `MappingError` unless leaves of these global shapes make every expected tensor exactly once, and no
-        others."""
+        """Raise `MappingError` unless leaves of these global shapes make exactly the expected tensors, each once."""
         if (key := tuple(shapes.items())) in self._checked:
             return
         expected = {spec.name: spec.shape for spec in self.expected}
@@ -183,8 +173,7 @@ class Origin:
 
 
 class MappedTensor:
-    """An HF tensor held by leaves of a foreign tree. It reads only the shards it needs, as views unless a transform
-    must copy (`Rotary`, `Scale`)."""
+    """An HF tensor held by leaves of a foreign tree. Reads only the shards it needs; `Rotary` and `Scale` copy them."""
 
     def __init__(self, name: str, origins: Sequence[Origin]) -> None:
         self.origins = tuple(origins)
@@ -206,20 +195,6 @@ class MappedTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read_box(full_box(self.shape)).astype(dtype or self.dtype, copy=bool(copy))
-
-
-def _mapped_box(target: Target, placeholders: Mapping[str, int], made: TransformedBox) -> MappedBox:
-    name = _fill(target.name, {**placeholders, **made.placeholders})
-    if target.within is None:
-        return MappedBox(name, made.shape, made.box, made.view)
-    dim, start, size = target.within.dim, target.within.start, target.within.size
-    if dim >= len(made.shape) or start + made.shape[dim] > size:
-        raise MappingError(f"{list(made.shape)} does not fit in {target.within}")
-    shape = (*made.shape[:dim], size, *made.shape[dim + 1 :])
-    low, high = made.box[dim]
-    box = (*made.box[:dim], (low + start, high + start), *made.box[dim + 1 :])
-    assert volume(box) == volume(made.box)
-    return MappedBox(name, shape, box, made.view)
 
 
 def _pattern(template: str) -> re.Pattern[str]:

@@ -17,49 +17,56 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from slipstream.errors import TransferError
 
 
-class HostReceiver(Protocol):
-    link: bytes
-    buffer: np.ndarray
-    """The image as bytes."""
+class HostReceiver:
+    """The engine's half."""
+
+    link = b""
+
+    def __init__(self, buffer: np.ndarray) -> None:
+        self.buffer = buffer
+        """The image as bytes."""
+        self._pieces: Mapping[int, np.ndarray] = {}
+        self._version, self._hashed = -1, True
 
     def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
         """Begin an update. `pieces` are views of `buffer`, by index. Unless `hashed`, all checksums are 0. Bytes of
         this version may have arrived already, since a sender with an open link does not wait."""
-        ...
+        self._version, self._pieces, self._hashed = version, pieces, hashed
 
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
         """Wait for the pieces that were sent and return their checksums. `expected` has the sender's checksums. Raise
         `TransferError` if pieces do not arrive."""
-        ...
+        raise NotImplementedError
 
     def senders_opened(self) -> None:
         """Called once every sender has opened the link; it need not be reachable any longer."""
-        ...
 
     def close(self) -> None:
         """Make the link unusable. Views of the buffer stay valid."""
-        ...
 
 
-class HostSender(Protocol):
+class HostSender:
+    """The trainer's half."""
+
+    _version = -1
+
     def begin(self, version: int) -> None:
         """Assign everything sent from now on to this version."""
-        ...
+        self._version = version
 
     def send(self, index: int, array: np.ndarray) -> int:
         """Transfer a piece, cast to the engine's dtype, and return its checksum."""
-        ...
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Return once everything sent so far has left the trainer's arrays."""
-        ...
 
     def close(self) -> None: ...
 
@@ -109,8 +116,7 @@ def link_field(link: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def link_name(link: dict[str, Any]) -> str:
-    """Return the field `name` of an unpacked link after checking that `random_name` made it: it becomes part of a
-    path."""
+    """Return the field `name` of a link, which becomes part of a path, after checking that `random_name` made it."""
     name = link_field(link, "name", str)
     if not re.fullmatch(RANDOM_NAME, name):
         raise TransferError(f"the {link['transport']} link's field 'name' should match {RANDOM_NAME}, got {name!r}")

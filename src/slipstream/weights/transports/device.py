@@ -55,24 +55,24 @@ class DevicePiece:
     """The piece as a view of the array; None if it must be computed first."""
 
 
-class DeviceSender(Protocol):
+class DeviceSender:
+    """The half in a trainer rank."""
+
     @property
     def note(self) -> str:
-        """A remark for the sync report about the path of the bytes; usually empty."""
-        ...
+        """A remark for the sync report about the path of the bytes."""
+        return ""
 
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
         """Called in every update, even without pieces for this rank."""
-        ...
+        raise NotImplementedError
 
     async def confirmed(self) -> None:
-        """Return once the rank has confirmed that it can read all announced pieces. Raise `TransferError` if it
-        cannot."""
-        ...
+        """Return once the rank can read all announced pieces. Raise `TransferError` if it cannot."""
 
     async def released(self) -> float:
         """After the commit: return once the rank no longer reads the pieces, with the seconds that copying took."""
-        ...
+        return 0.0
 
     def close(self) -> None: ...
 
@@ -83,38 +83,30 @@ class DeviceReceiver(Protocol):
     @property
     def seconds(self) -> float:
         """Transfer time of the last version; 0 if the bytes stay at the trainer until they are copied."""
-        ...
 
     @property
     def links(self) -> Mapping[int, bytes]:
         """Links by trainer rank."""
-        ...
 
     def start(self) -> None:
         """Accept connections from trainer ranks."""
-        ...
 
     def expect(self, version: int) -> None:
         """Begin an update."""
-        ...
 
     def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
         """Wait until all these pieces are readable and return their bytes; None after `patience` seconds. Raise
         `TransferError` after the transport's deadline, whatever the patience."""
-        ...
 
     def source(self, index: int) -> Any:
         """Return a piece after `wait`, as a torch tensor on the rank's device."""
-        ...
 
     def done(self, version: int, copied: Callable[[], float]) -> float:
         """End the version. `copied` waits for the copies and returns their seconds; after it the pieces are no longer
         read. Return these seconds, or 0 if a thread calls `copied` later."""
-        ...
 
     def abandon(self) -> None:
         """Cancel the update and stop its transfers. A later update begins with new links."""
-        ...
 
     def close(self) -> None: ...
 
@@ -140,8 +132,7 @@ def is_deleted(tensor: Any) -> bool:
 
 
 def are_ready(tensors: Iterable[Any]) -> bool:
-    """Whether all tensors are computed. Host arrays always are; deleted arrays never are, and waiting for one
-    raises."""
+    """Whether all tensors are computed. Host arrays are; deleted arrays are not, and waiting for one raises."""
     try:
         for tensor in tensors:
             if is_jax_array(tensor):

@@ -67,8 +67,7 @@ class DeviceOutbox:
     def send(
         self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int, is_computed: bool = False
     ) -> tuple[list[bytes], int]:
-        """Send what changed, as `Outbox.send` does. Returns when every array is computed, and each rank has its pieces or knows
-        where to read them."""
+        """Send what changed, once computed. Afterwards each rank has its pieces or knows where to read them."""
         assert self.destinations is not None
         self._pinned = [
             {index: self._piece(tensors, stream[index]) for index in indices}

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from slipstream.config import SyncOptions
@@ -51,16 +52,12 @@ class UpdateClient(Protocol):
 
         All engines get the same version and the same steps. Steps behind a failed step do nothing, so they may be sent
         before its reports arrive. With `drop_failed`, given at begin, the update continues without engines that fail."""
-        ...
 
     async def receive_reports(self) -> dict[str, UpdateReports]:
-        """Wait for the reports of the oldest unanswered `send_steps`, from the engines that completed the steps. Raises what
-        an engine raised."""
-        ...
+        """Wait for the reports of the oldest unanswered `send_steps`, or raise what an engine raised."""
 
     async def rollback(self, version: int) -> None:
         """Roll back a version on every engine. Never raises."""
-        ...
 
     async def checksums(self, engine: str = "") -> dict[str, Checksums]: ...
 
@@ -147,6 +144,8 @@ class _Publication:
             await self._send_bundled()
         else:
             await self._send_stepwise()
+        for route in self.routes.values():
+            route.prepare_commit(self._tensors)
         reports = await self._client.receive_reports()
         self.stages |= {name: report.stage for name, report in reports.items() if report.stage is not None}
         self.commits = {name: report.commit for name, report in reports.items() if report.commit is not None}
@@ -184,7 +183,6 @@ class _Publication:
             await self._send_steps(begin=True, sent=sent, commit=True)
         if is_single_rank:
             await self._confirm()
-        self._prepare_commit()
 
     async def _send_stepwise(self) -> None:
         """Send the steps one by one: an engine must know of a long transfer to receive it, and hashes what has arrived."""
@@ -206,7 +204,6 @@ class _Publication:
         self._keep(await self._client.receive_reports())
         self.staged_at = time.perf_counter()
         await self._send_steps(commit=True)
-        self._prepare_commit()
 
     async def _send_steps(self, *, begin: bool = False, sent: _Sent | None = None, commit: bool = False) -> None:
         steps = {
@@ -248,27 +245,18 @@ class _Publication:
 
     async def _send_bytes(self, in_thread: bool) -> _Sent:
         """Send the bytes to all engines at once, in threads where that takes long enough to pay off."""
-        if not in_thread:
-            sent = {
-                name: route.outbox.send(self._tensors, self.unchanged[name], self._version, True)
-                for name, route in self.routes.items()
-            }
-        else:
-            sends = [
-                asyncio.to_thread(route.outbox.send, self._tensors, self.unchanged[name], self._version)
-                for name, route in self.routes.items()
-            ]
-            sent = dict(zip(self.routes, await asyncio.gather(*sends)))
+        sends = [
+            partial(route.outbox.send, self._tensors, self.unchanged[name], self._version, not in_thread)
+            for name, route in self.routes.items()
+        ]
+        results = await asyncio.gather(*map(asyncio.to_thread, sends)) if in_thread else [send() for send in sends]
+        sent = dict(zip(self.routes, results))
         self.num_bytes = sum(num_bytes for _, num_bytes in sent.values())
         return sent
 
     async def _confirm(self) -> None:
         for route in self.routes.values():
             await route.outbox.confirmed()
-
-    def _prepare_commit(self) -> None:
-        for route in self.routes.values():
-            route.prepare_commit(self._tensors)
 
 
 DRAFT = "draft."
@@ -348,8 +336,7 @@ class Publisher:
         return replace(report, best_bytes_per_second=self._best_bytes_per_second)
 
     async def verify(self, params: Any, engines: Sequence[EngineInfo], draft: Any = None) -> VerifyReport:
-        """Compare the engines' weights with `params`, tensor by tensor. Raises `Unsupported` if no engine can report its
-        weights."""
+        """Compare the engines' weights with `params`. Raise `Unsupported` if no engine can report its weights."""
         tensors = _named(params, draft)
         sources = self._describe(tensors)
         for engine in engines:

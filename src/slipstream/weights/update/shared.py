@@ -28,7 +28,7 @@ from slipstream.weights.plan import Plan, make_plan
 from slipstream.weights.rank_image import RankImage, rank_image
 from slipstream.weights.sources.named_tensors import Tensor, describe, dtype_name, read
 from slipstream.weights.transports.shared.cuda_memory import SharedCudaMemory
-from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, SharedHostMemory, SharedMemory
+from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, SharedHostMemory
 from slipstream.weights.update.publisher import UpdateClient
 from slipstream.weights.update.transport_choice import host_identity
 
@@ -65,7 +65,8 @@ class Sharing:
         for engine in engines:
             self._check(engine)
         image: RankImage = rank_image(model.parameters, 0, model.dtype)
-        self._memory = _memory_for(model, image.num_bytes, device)
+        size = image.num_bytes
+        self._memory = SharedCudaMemory(size, device) if self._kind == CUDA_NAME else SharedHostMemory(size)
         self._views = {name: image.view(self._memory.buffer, name) for name in image.places}
         self.arrays: dict[str, Any] = {name: self._memory.array(view) for name, view in self._views.items()}
         """The trainer's view: numpy arrays on the host; on a GPU, objects that `torch.from_dlpack` adopts."""
@@ -196,10 +197,6 @@ def _problem(engine: EngineInfo) -> str:
 def _kind(engine: EngineInfo) -> str:
     """Return the kind of shared memory that an engine serves from; empty if none."""
     return next((name for name in (NAME, CUDA_NAME) if name in engine.transports), "")
-
-
-def _memory_for(engine: EngineInfo, size: int, device: int) -> SharedMemory:
-    return SharedCudaMemory(size, device) if _kind(engine) == CUDA_NAME else SharedHostMemory(size)
 
 
 def _is_whole(parameter: Parameter) -> bool:

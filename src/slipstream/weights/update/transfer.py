@@ -22,18 +22,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.errors import (
-    ChecksumMismatch,
-    PlanMismatch,
-    UnknownVersion,
-    UpdateInProgress,
-    VersionError,
-)
+from slipstream.errors import ChecksumMismatch, PlanMismatch, UnknownVersion, UpdateInProgress, VersionError
 from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.dlpack import DLPackView
 from slipstream.types import Destinations, Offer, Parameter, StageReport
 from slipstream.weights.checksum import pack_manifest, unpack_manifest
-from slipstream.weights.plan import Move, Plan, check_cover, missing_tensor_error
+from slipstream.weights.plan import Plan, check_cover, missing_tensor_error
 from slipstream.weights.rank_image import RankImage, rank_image
 from slipstream.weights.sources.named_tensors import Tensor, read
 from slipstream.weights.transports.contract import HostReceiver, HostSender
@@ -73,8 +67,7 @@ class Outbox:
     def send(
         self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int, is_computed: bool = False
     ) -> tuple[list[bytes], int]:
-        """Send what changed to every rank; return a manifest per rank and the number of bytes. A parameter is sent unless all
-        of its tensors are unchanged."""
+        """Send the parameters with changed tensors to all ranks; return a manifest per rank and the number of bytes."""
         sent = self._plan.changed_parameters(unchanged)
         ranks = range(len(self._streams))
         if len(ranks) == 1 or not sent or self._plan.num_bytes <= SMALL_BYTES:
@@ -97,16 +90,13 @@ class Outbox:
                 if slot not in used:
                     used[slot] = self._sender(self.destinations.links[rank][slot], rank)
                     used[slot].begin(version)
-                array = self._read(tensors, move)
+                if move.tensor not in tensors:
+                    raise missing_tensor_error(move)
+                array = read(tensors[move.tensor], move.tensor_box)
                 checksums[index] = used[slot].send(index, array.reshape(shape_of(move.local_box)))
         for sender in used.values():
             sender.flush()
         return checksums
-
-    def _read(self, tensors: Mapping[str, Tensor], move: Move) -> np.ndarray:
-        if move.tensor not in tensors:
-            raise missing_tensor_error(move)
-        return read(tensors[move.tensor], move.tensor_box)
 
     def committed(self, unchanged: Set[str]) -> None:
         """Note that the sent parameters are in use; next time they go to their other slot."""
@@ -257,21 +247,16 @@ class Inbox(UpdateReceiver):
         held, moves = self._ranks[rank], plan.incoming.get(rank, ())
         for slot in sorted(set(slots.values())):
             if slot not in held.receivers:
-                held.receivers[slot] = make_receiver(offer.transport, held.image.num_bytes, len(moves), self._listen)
-                self._clear_padding(rank, slot)
-                held.pieces[slot] = {
-                    index: held.image.piece(held.receivers[slot].buffer, move.parameter, move.local_box)
-                    for index, move in enumerate(moves)
-                }
+                receiver = make_receiver(offer.transport, held.image.num_bytes, len(moves), self._listen)
+                for parameter in self._parameters:
+                    for box in parameter.padding if parameter.rank == rank else ():
+                        held.image.view(receiver.buffer, parameter.name)[slices(box)] = 0
+                held.receivers[slot], held.pieces[slot] = (
+                    receiver,
+                    held.image.pieces(receiver.buffer, dict(enumerate(moves))),
+                )
             held.receivers[slot].expect(version, held.pieces[slot], offer.hashed)
         return tuple(held.receivers[slot].link if slot in held.receivers else b"" for slot in range(NUM_SLOTS))
-
-    def _clear_padding(self, rank: int, slot: int) -> None:
-        receiver = self._ranks[rank].receivers[slot]
-        for parameter in self._parameters:
-            if parameter.rank == rank:
-                for box in parameter.padding:
-                    self._ranks[rank].image.view(receiver.buffer, parameter.name)[slices(box)] = 0
 
     def receive(
         self, version: int, manifests: Sequence[Sequence[bytes]]

@@ -35,12 +35,8 @@ def is_quick(transport: str, num_bytes: int) -> bool:
 
 def offered_transport(transport: str) -> str:
     """Return a transport as an offer names it, with the trainer's address where the engine must connect to it."""
-    match transport:
-        case vllm_nccl.NAME:
-            return vllm_nccl.offered_transport()
-        case sglang_gloo.NAME:
-            return sglang_gloo.offered_transport()
-    return transport
+    servers = {vllm_nccl.NAME: vllm_nccl.offered_transport, sglang_gloo.NAME: sglang_gloo.offered_transport}
+    return servers[transport]() if transport in servers else transport
 
 
 def withdraw(offered: str) -> None:
@@ -55,8 +51,7 @@ def takes_all(transport: str) -> bool:
 
 
 def make_receiver(transport: str, size: int, num_pieces: int, listen: ListenConfig | None = None) -> HostReceiver:
-    """Make the engine's half. `transport` is a name, followed by a directory for `disk` (`disk:/path`) and by the location of
-    the memory for `shared`."""
+    """Make the engine's half of `transport`: a name, for `disk` and `shared` with a place (`disk:/path`)."""
     name, _, where = transport.partition(":")
     match name:
         case "memory":
@@ -83,7 +78,7 @@ def open_sender(link: bytes, image: RankImage, moves: dict[int, Move], hashed: b
     def pieces(buffer: np.ndarray) -> dict[int, np.ndarray]:
         if buffer.size < image.num_bytes:
             raise TransferError(f"the receiver holds {buffer.size} bytes, the rank's image has {image.num_bytes}")
-        return {index: image.piece(buffer, move.parameter, move.local_box) for index, move in moves.items()}
+        return image.pieces(buffer, moves)
 
     match name:
         case "memory":
@@ -91,9 +86,9 @@ def open_sender(link: bytes, image: RankImage, moves: dict[int, Move], hashed: b
         case "shm":
             return shm_sender(link, pieces, hashed)
         case "tcp":
-            return TcpSender(link, dict.fromkeys(moves, image.dtype), hashed)
+            return TcpSender(link, image.dtype, hashed)
         case "disk":
-            return DiskSender(link, dict.fromkeys(moves, image.dtype), hashed)
+            return DiskSender(link, image.dtype, hashed)
         case vllm_nccl.NAME:
             return vllm_nccl.VllmNcclSender(link, image, moves)
         case sglang_gloo.NAME:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from slipstream.types import TensorSpec
 from slipstream.weights.checksum import checksum
-from slipstream.weights.sources.named_tensors import Tensor
+from slipstream.weights.sources.named_tensors import Tensor, is_jax_array
 from slipstream.weights.sources.tree_mapping import MappedTensor
 
 
@@ -74,9 +73,4 @@ def _parts(tensor: MappedTensor) -> list[tuple[Any, object]]:
 
 
 def _is_immutable(array: Any) -> bool:
-    return _is_jax_type(type(array)) and not array.is_deleted()  # type: ignore[arg-type]
-
-
-@cache
-def _is_jax_type(kind: type) -> bool:
-    return kind.__module__.split(".")[0] in ("jax", "jaxlib") and hasattr(kind, "is_deleted")
+    return is_jax_array(array) and not array.is_deleted()

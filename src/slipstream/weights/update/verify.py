@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,7 @@ def hash_parameters(
 def compare(
     tensors: Mapping[str, Tensor], engines: Iterable[EngineInfo], checksums: Mapping[str, Checksums]
 ) -> VerifyReport:
-    """Compare the trainer's tensors with the engines' checksums. Engines without checksums are left out. Blocks: call it in a
-    thread."""
+    """Compare the trainer's tensors with the engines that have checksums. Blocks: call it in a thread."""
     engines = [engine for engine in engines if engine.name in checksums]
     rows: dict[str, list[tuple[EngineInfo, Parameter, ParameterPart, int]]] = defaultdict(list)
     unchecked = []
@@ -57,7 +57,7 @@ def compare(
                 rows[part.tensor].append((engine, parameter, part, value))
     differences, num_parts = [], 0
     for name in rows.keys() & tensors.keys():  # a draft model is compared only if it was given
-        expected = _BoxChecksums(tensors[name])
+        expected = _box_checksums(tensors[name])
         for engine, parameter, part, value in rows[name]:
             try:
                 same = expected(part.tensor_box, engine.dtype) == value
@@ -77,34 +77,19 @@ def compare(
 
 def _paired(engine: EngineInfo, checksums: Checksums) -> list[tuple[Parameter, ParameterChecksums]]:
     answers = {(p.name, p.rank): p for p in checksums.parameters}
-    pairs = [(p, answers.get((p.name, p.rank))) for p in engine.parameters]
-    if len(answers) != len(pairs):
-        raise _other_layout(engine)
-    checked = []
-    for parameter, sums in pairs:
-        if sums is None or len(sums.parts) not in (0, len(parameter.parts)):
-            raise _other_layout(engine)
-        checked.append((parameter, sums))
-    return checked
+    own = {(p.name, p.rank): p for p in engine.parameters}
+    if answers.keys() != own.keys() or any(len(answers[key].parts) not in (0, len(own[key].parts)) for key in own):
+        raise FleetChanged(
+            f"engine {engine.name!r} returned checksums of other parameters than it registered; did another engine take its "
+            "name? Verify again"
+        )
+    return [(own[key], answers[key]) for key in own]
 
 
-def _other_layout(engine: EngineInfo) -> FleetChanged:
-    return FleetChanged(
-        f"engine {engine.name!r} returned checksums of other parameters than it registered; did another engine take its name? "
-        "Verify again"
-    )
-
-
-class _BoxChecksums:
-    """Checksums of a tensor's boxes, each computed once for all ranks and engines that hold it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._known = _without_host_cache(tensor), dict[tuple[Box, str], int]()
-
-    def __call__(self, box: Box, dtype: str) -> int:
-        if (box, dtype) not in self._known:
-            self._known[box, dtype] = checksum(read(self._tensor, box), numpy_dtype(dtype))
-        return self._known[box, dtype]
+def _box_checksums(tensor: Tensor) -> Callable[[Box, str], int]:
+    """Return checksums of a tensor's boxes, each computed once for all ranks and engines that hold it."""
+    tensor = _without_host_cache(tensor)
+    return cache(lambda box, dtype: checksum(read(tensor, box), numpy_dtype(dtype)))
 
 
 def _without_host_cache(tensor: Any) -> Any:

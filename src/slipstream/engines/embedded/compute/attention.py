@@ -6,7 +6,7 @@ one sequence; a decode step has blocks of one. Position -1 is padding: nothing i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,44 +38,20 @@ class SharedPrefixes(NamedTuple):
     """`[groups]`: leading pages that the members have in common."""
 
 
-class PagedAttention(Protocol):
-    """A page layout and an attention kernel for it. Dimension 0 is pages, dimension 1 is kv heads."""
+class NaiveAttention:
+    """Reference implementation of the interface: a page layout, in which dimension 0 is pages and dimension 1 is kv heads, and
+    attention over it. This one gathers each block's whole sequence and attends without pages."""
 
     def layer_shapes(self, num_pages: int, kv_heads: int, page_size: int, head_dim: int) -> tuple[Shape, Shape]:
         """Shapes of a layer's keys and values."""
-        ...
-
-    def write(
-        self, layer: CacheLayer, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array
-    ) -> CacheLayer:
-        """Write k and v `[blocks, time, kv_heads, head_dim]` at `positions` `[blocks, time]` of the sequences with page
-        tables `tables` `[blocks, pages]`."""
-        ...
-
-    def attend(
-        self,
-        q: jax.Array,
-        layer: CacheLayer,
-        tables: jax.Array,
-        positions: jax.Array,
-        spec: LayerAttention,
-        shared: SharedPrefixes | None = None,
-    ) -> jax.Array:
-        """Causal attention of each query to its own sequence, `[blocks, time, heads, head_dim]`. `shared` is an optimization
-        hint for blocks of one and changes no result."""
-        ...
-
-
-class NaiveAttention:
-    """Reference implementation: gathers each block's whole sequence and attends without pages."""
-
-    def layer_shapes(self, num_pages: int, kv_heads: int, page_size: int, head_dim: int) -> tuple[Shape, Shape]:
         shape = (num_pages, kv_heads, page_size, head_dim)
         return shape, shape
 
     def write(
         self, layer: CacheLayer, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array
     ) -> CacheLayer:
+        """Write k and v `[blocks, time, kv_heads, head_dim]` at `positions` `[blocks, time]` of the sequences with page
+        tables `tables` `[blocks, pages]`."""
         keys, values = layer
         page, offset = _places(tables, positions, values.shape)
         return _put(keys.at[page, :, offset], k), _put(values.at[page, :, offset], v)
@@ -89,6 +65,9 @@ class NaiveAttention:
         spec: LayerAttention,
         shared: SharedPrefixes | None = None,
     ) -> jax.Array:
+        """Causal attention of each query to its own sequence, `[blocks, time, heads, head_dim]`. `shared` is an optimization
+        hint for blocks of one and changes no result."""
+
         def gather(pages: jax.Array) -> jax.Array:
             gathered = pages[tables].swapaxes(2, 3)  # [blocks, pages, page_size, kv_heads, head_dim]
             return gathered.reshape(len(tables), -1, *gathered.shape[3:])

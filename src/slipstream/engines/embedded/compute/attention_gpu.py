@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,19 +64,17 @@ def unsupported_reason(head_dim: int, page_size: int) -> str:
 
 @dataclass(frozen=True)
 class PallasAttention:
-    """Implements `PagedAttention`.
+    """See `attention.NaiveAttention`.
 
     `deterministic` gives a query the same arithmetic in any batch, block or chunk: always the decode tile (a row's result does
     not depend on the tile's other rows), and no sequence is split over programs. Without it, prefill uses larger tiles, and a
     few long sequences are split to fill the GPU.
-    `write_with_kernel` writes keys and values with one Pallas kernel instead of two XLA scatters.
     `interpret` runs the kernels as plain XLA on any device, for tests."""
 
     deterministic: bool = True
     decode: Tile = DECODE
     prefill: Tile = PREFILL
     splits: int | None = None  # None: depends on the number of programs
-    write_with_kernel: bool = False
     interpret: bool = False
 
     @staticmethod
@@ -111,9 +108,6 @@ class PallasAttention:
         tiles = -(-num_queries * group // tile.rows)
         splits = self._splits(num_blocks * kv_heads * tiles, tables.shape[1] * page_size)
         shape = _Shape(num_queries, heads, kv_heads, group, page_size, tables.shape[1], splits)
-        kernel = functools.partial(
-            _attend_kernel, shape=shape, tile=tile, scale=spec.scale, window=spec.window, softcap=spec.softcap
-        )
         num_rows = num_blocks * num_queries * heads
         if splits == 1:
             outs: Any = jax.ShapeDtypeStruct((num_rows, head_dim), q.dtype)
@@ -121,9 +115,14 @@ class PallasAttention:
             partial = jax.ShapeDtypeStruct((num_rows * splits, head_dim), jnp.float32)
             per_row = jax.ShapeDtypeStruct((num_rows * splits,), jnp.float32)
             outs = (partial, per_row, per_row)
-        out = self._call(kernel, outs, (num_blocks, kv_heads, tiles * splits), tile)(
-            q.reshape(num_rows, head_dim), *map(_as_rows, layer), tables.reshape(-1), positions.reshape(-1)
+        call = pl.pallas_call(
+            functools.partial(_attend_kernel, shape=shape, tile=tile, spec=spec),
+            out_shape=outs,
+            grid=(num_blocks, kv_heads, tiles * splits),
+            interpret=self.interpret,
+            compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         )
+        out = call(q.reshape(num_rows, head_dim), *map(_as_rows, layer), tables.reshape(-1), positions.reshape(-1))
         return (out if splits == 1 else _combine(*out, splits=splits).astype(q.dtype)).reshape(q.shape)
 
     def write(
@@ -132,8 +131,6 @@ class PallasAttention:
         """Write k and v [B, Q, kv_heads, head_dim] at positions [B, Q]; -1 writes nothing.
 
         In place if the caller donates the layer or carries it through a loop."""
-        if self.write_with_kernel:
-            return self._write_with_kernel(layer, k, v, tables, positions)
         keys, values = layer
         rows = _rows_of(positions, tables, keys.shape)
         return _scatter(keys, rows, k), _scatter(values, rows, v)
@@ -151,49 +148,6 @@ class PallasAttention:
         if self.splits is not None:
             return self.splits
         return max(1, min(_power_of_two(-(-WAVE // num_programs)), max_keys // SPLIT_KEYS, 16))
-
-    def _write_with_kernel(
-        self, layer: CacheLayer, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array
-    ) -> CacheLayer:
-        keys, values = layer
-        _, kv_heads, page_size, head_dim = keys.shape
-        num_blocks, num_queries = positions.shape
-        heads = _power_of_two(kv_heads)
-        shape = _Shape(num_queries, kv_heads, kv_heads, heads, page_size, tables.shape[1], 1)
-        rows = tuple(jax.ShapeDtypeStruct(_as_rows(pages).shape, pages.dtype) for pages in layer)
-        call = self._call(
-            functools.partial(_write_kernel, shape=shape),
-            rows,
-            (num_blocks * num_queries,),
-            Tile(heads, num_warps=1, num_stages=1),
-            aliases={0: 0, 1: 1},
-        )
-        new_keys, new_values = call(
-            _as_rows(keys),
-            _as_rows(values),
-            k.reshape(-1, head_dim).astype(keys.dtype),
-            v.reshape(-1, head_dim).astype(values.dtype),
-            tables.reshape(-1),
-            positions.reshape(-1),
-        )
-        return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
-
-    def _call(
-        self,
-        kernel: Callable[..., None],
-        outs: Any,
-        grid: tuple[int, ...],
-        tile: Tile,
-        aliases: dict[int, int] | None = None,
-    ) -> Callable[..., Any]:
-        return pl.pallas_call(
-            kernel,
-            out_shape=outs,
-            grid=grid,
-            input_output_aliases=aliases or {},
-            interpret=self.interpret,
-            compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
-        )
 
 
 @dataclass(frozen=True)
@@ -217,14 +171,12 @@ def _attend_kernel(
     *partial_refs: Any,
     shape: _Shape,
     tile: Tile,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    spec: LayerAttention,
 ) -> None:
     """One tile of queries, one kv head, one split of the sequence. All refs are whole arrays, seen as rows."""
     block, kv_head = pl.program_id(0), pl.program_id(1)
     part, split = _divide(pl.program_id(2), shape.splits)
-    true_group = shape.heads // shape.kv_heads
+    true_group, window, softcap = shape.heads // shape.kv_heads, spec.window, spec.softcap
 
     index, member = _divide(part * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32), shape.group)
     alive = (index < shape.num_queries) & (member < true_group)
@@ -263,9 +215,9 @@ def _attend_kernel(
         # The default for float32 is TF32, with which engine and trainer would differ in the third digit.
         logits = plt.dot(q, k, trans_b=True, allow_tf32=False)
         if softcap is None:
-            logits = logits * (scale * LOG2_E)
+            logits = logits * (spec.scale * LOG2_E)
         else:
-            logits = _tanh(logits * (scale / softcap)) * (softcap * LOG2_E)
+            logits = _tanh(logits * (spec.scale / softcap)) * (softcap * LOG2_E)
         seen = token[None, :] <= position[:, None]
         if window is not None:
             seen &= token[None, :] > position[:, None] - window
@@ -299,31 +251,6 @@ def _combine(out: jax.Array, total: jax.Array, peak: jax.Array, *, splits: int) 
     weight = jnp.exp2(peak - jnp.max(peak, axis=1, keepdims=True))
     sums = jnp.sum(total * weight, axis=1)
     return jnp.sum(out * weight[:, :, None], axis=1) / jnp.where(sums > 0, sums, 1.0)[:, None]
-
-
-def _write_kernel(
-    _keys: Any,
-    _values: Any,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    position_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    *,
-    shape: _Shape,
-) -> None:
-    """Write one token's keys and values of all kv heads to its page. The outputs alias the pages."""
-    query = pl.program_id(0)
-    position = position_ref[query]
-    place, offset = _divide(jnp.maximum(position, 0), shape.page_size)
-    page = table_ref[_divide(query, shape.num_queries)[0] * shape.num_pages + place]
-    head = jnp.arange(shape.group, dtype=jnp.int32)
-    mask = (head < shape.kv_heads) & (position >= 0)
-    source = jnp.where(mask, query * shape.kv_heads + head, 0)
-    target = jnp.where(mask, (page * shape.kv_heads + head) * shape.page_size + offset, key_ref.shape[0])
-    _store_rows(key_ref, target, _load_rows(k_ref, source, mask), mask)
-    _store_rows(value_ref, target, _load_rows(v_ref, source, mask), mask)
 
 
 def _rows_of(positions: jax.Array, tables: jax.Array, shape: tuple[int, ...]) -> jax.Array:

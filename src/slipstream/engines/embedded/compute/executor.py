@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from slipstream.engines.embedded.compute.attention import SharedPrefixes
-from slipstream.engines.embedded.compute.placement import to_host
 from slipstream.engines.embedded.compute.program_choice import ProgramChoice, ProgramSize
 from slipstream.engines.embedded.compute.programs import (
     DECODE,
@@ -58,10 +57,6 @@ class Executor:
         self._has_cache = False
 
     @property
-    def max_steps(self) -> int:
-        return self.shapes.max_steps
-
-    @property
     def num_programs(self) -> int:
         return sum(len(programs.choice.compiled) for programs in self._models)
 
@@ -97,10 +92,10 @@ class Executor:
         return policy._replace(params=self._programs.placement.place(policy.params))
 
     def offload(self, policy: Policy, keep: bool) -> Policy:
-        """The policy with its weights in host memory, or dropped unless `keep`."""
+        """The policy with its weights in host memory, or dropped unless `keep`. On CPU nothing moves."""
         if not keep:
             return Policy(None, policy.version)
-        return Policy(to_host(policy.params), policy.version, to_host(policy.draft))
+        return Policy(jax.device_get(policy.params), policy.version, jax.device_get(policy.draft))
 
     def memory(self, policy: Policy | None, asleep: tuple[MemoryTag, ...]) -> MemoryReport:
         weights = 0 if policy is None else _device_bytes((policy.params, policy.draft))
@@ -148,12 +143,14 @@ class Executor:
                     draft_tokens = drafted.tokens[:num_speculative].T
                     num_drafted = np.full(len(tick.decode), num_speculative)
                 else:
-                    draft_tokens = self._prompt_lookups(tick.decode, len(rows.tokens))
+                    found = (lookup(sample.ids, num_speculative) for sample in tick.decode)
+                    draft_tokens = _padded(found, len(rows.tokens), num_speculative, -1)
                     num_drafted = (draft_tokens[: len(tick.decode)] >= 0).sum(axis=1)
                 dispatched.num_drafted = int(np.minimum(num_drafted, np.array(tick.room) - 1).sum())
                 result, cache = programs.verify(params, cache, rows, settings, draft_tokens)
             else:
-                history = self._history(tick.decode, len(rows.tokens)) if rich else None
+                sequences = (sample.ids for sample in tick.decode)
+                history = _padded(sequences, len(rows.tokens), self.shapes.max_length, -1) if rich else None
                 result, cache = programs.decode(
                     params, cache, rows, settings, tick.steps, history, tick.early_exit_rows
                 )
@@ -186,12 +183,10 @@ class Executor:
         samples = tick.decode
         tokens, room = np.zeros(count, np.int32), np.zeros(count, np.int32)
         positions = np.full(count, -1, np.int32)
-        tables = np.zeros((count, self.shapes.table_width), np.int32)
+        tables = _padded((s.pages for s in samples), count, self.shapes.table_width, 0)
         tokens[: len(samples)] = [(s.tokens or s.request.prompt)[-1] for s in samples]
         positions[: len(samples)] = [s.length - 1 for s in samples]
         room[: len(samples)] = tick.room
-        for row, sample in zip(tables, samples):
-            row[: len(sample.pages)] = sample.pages
         return DecodeBatch(tokens, positions, room, tables, shared_prefixes(samples, count))
 
     def _settings(self, samples: Sequence[Sample], count: int, rich: bool) -> BatchSettings:
@@ -203,18 +198,13 @@ class Executor:
                 )
         return BatchSettings.stack([s.settings for s in samples], count, rich)
 
-    def _history(self, samples: Sequence[Sample], count: int) -> np.ndarray:
-        history = np.full((count, self.shapes.max_length), -1, np.int32)
-        for row, sample in zip(history, samples):
-            row[: sample.length] = sample.ids
-        return history
 
-    def _prompt_lookups(self, samples: Sequence[Sample], count: int) -> np.ndarray:
-        draft_tokens = np.full((count, self.shapes.num_speculative), -1, np.int32)
-        for row, sample in zip(draft_tokens, samples):
-            tokens = lookup(sample.ids, self.shapes.num_speculative)
-            row[: len(tokens)] = tokens
-        return draft_tokens
+def _padded(rows: Iterable[Sequence[int]], count: int, width: int, padding: int) -> np.ndarray:
+    """`[count, width]`: the rows, padded at the end."""
+    padded = np.full((count, width), padding, np.int32)
+    for target, row in zip(padded, rows):
+        target[: len(row)] = row
+    return padded
 
 
 def shared_prefixes(samples: Sequence[Sample], num_rows: int) -> SharedPrefixes:

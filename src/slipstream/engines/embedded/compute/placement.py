@@ -138,11 +138,6 @@ class Placement:
         return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
 
 
-def to_host(params: Params | None) -> Params | None:
-    """Move the tree from the devices to host memory. On CPU that is the same memory, and nothing moves."""
-    return None if params is None else unflatten(jax.device_get(flatten(params)))
-
-
 def is_backed_by(params: Params | None, addresses: Mapping[str, int]) -> bool:
     """Whether the leaves, each on one device, are views of the memory at `addresses` rather than copies of it."""
     leaves = {} if params is None else flatten(params)

@@ -10,13 +10,13 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slipstream.engines.embedded.compute.attention import CacheLayer, PagedAttention, SharedPrefixes
+from slipstream.engines.embedded.compute.attention import BlockwiseAttention, CacheLayer, NaiveAttention, SharedPrefixes
 from slipstream.engines.embedded.compute.placement import Placement
 from slipstream.engines.embedded.compute.program_choice import ProgramChoice
 from slipstream.engines.embedded.sampling.batch_settings import BatchSettings
@@ -27,8 +27,12 @@ from slipstream.model.transformer.decoder import apply_layers, unembed
 from slipstream.model.transformer.layers import Params
 from slipstream.types import MAX_TOP_LOGPROBS
 
+if TYPE_CHECKING:  # imported only where it is used: it needs Triton
+    from slipstream.engines.embedded.compute.attention_gpu import PallasAttention
+
 log = logging.getLogger(__name__)
 
+PagedAttention: TypeAlias = "NaiveAttention | BlockwiseAttention | PallasAttention"
 Cache: TypeAlias = list[CacheLayer]
 Array: TypeAlias = Any
 """A numpy array on the host, a JAX array inside a program."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
@@ -34,21 +35,19 @@ class Match(NamedTuple):
     num_pending: int  # further tokens that will match once the pages being computed are ready
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One page. `tokens[:num_ready]` are computed, the rest are being computed."""
 
-    __slots__ = ("full", "last_used", "num_ready", "ordered", "page", "parent", "queued", "serial", "tokens")
-
-    def __init__(self, tokens: Tokens, page: int, parent: Node | None, serial: int) -> None:
-        self.tokens = tokens
-        self.page = page
-        self.parent = parent  # None for the root, and after removal from the tree
-        self.full: dict[Tokens, Node] = {}  # children with full pages, by their tokens
-        self.ordered: list[Node] = []  # all children, sorted by their tokens
-        self.num_ready = 0
-        self.last_used = 0
-        self.serial = serial  # breaks ties between equally old leaves
-        self.queued = False  # is in the eviction queue
+    tokens: Tokens
+    page: int
+    parent: Node | None  # None for the root, and after removal from the tree
+    serial: int  # breaks ties between equally old leaves
+    full: dict[Tokens, Node] = field(default_factory=dict)  # children with full pages, by their tokens
+    ordered: list[Node] = field(default_factory=list)  # all children, sorted by their tokens
+    num_ready: int = 0
+    last_used: int = 0
+    queued: bool = False  # is in the eviction queue
 
     @property
     def is_ready(self) -> bool:
@@ -71,9 +70,8 @@ class PrefixTree:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
-        self.hit_tokens = 0
-        self.looked_up_tokens = 0
-        self.evicted_pages = 0
+        self.hit_tokens = self.looked_up_tokens = self.evicted_pages = 0
+        """The first two are counted by the scheduler, for each sequence that it admits."""
         self._pool = pool
         self._page_size = page_size
         self._root = Node((), -1, None, 0)
@@ -191,11 +189,6 @@ class PrefixTree:
         self._nodes = {}
         self._leaves = []
         self._root = Node((), -1, None, 0)
-
-    def count_hit(self, match_tokens: int, total_tokens: int) -> None:
-        """Count a sequence of `total_tokens` that was admitted with `match_tokens` from the cache."""
-        self.hit_tokens += match_tokens
-        self.looked_up_tokens += total_tokens
 
     def _closest(self, parent: Node, tokens: Tokens, ready: bool) -> tuple[Node | None, int]:
         """The child with the longest common prefix with `tokens` (with `ready`, of its computed tokens), and its length."""

@@ -279,7 +279,8 @@ class Scheduler:
             self.pool.release([copied])  # safe: a tick copies pages before it writes any
         sample.pages, sample.num_computed, sample.cache_version = [*shared, *new], num_cached, self._version
         if self.tree is not None:
-            self.tree.count_hit(num_cached, sample.prefill_end)
+            self.tree.hit_tokens += num_cached
+            self.tree.looked_up_tokens += sample.prefill_end
             if num_cached < sample.prefill_end:
                 pages = sample.pages[: self._shapes.num_pages_for(sample.prefill_end)]
                 sample.pending = self.tree.insert(ids[: sample.prefill_end], pages, ready=False)

@@ -33,15 +33,6 @@ class Shapes:
         """Pages of the longest sequence."""
         return -(-self.max_length // self.page_size)
 
-    @property
-    def prefill_tokens(self) -> int:
-        """Tokens of the largest prefill call."""
-        return self.block * self.blocks[-1]
-
-    @property
-    def max_rows(self) -> int:
-        return self.rows[-1]
-
     def num_pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 

@@ -129,8 +129,7 @@ def gguf_name(name: str) -> str:
 
 
 def to_hf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Permute rows from GGUF's order, where rows that are rotated together are adjacent, to HF's, where row `i` is rotated with
-    row `i + head_dim / 2`."""
+    """Permute rows from GGUF's order, rotated pairs adjacent, to HF's, where they are `head_dim / 2` rows apart."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,67 +32,11 @@ class Region(NamedTuple):
     device: int
 
 
-class Driver(Protocol):
-    """The driver functions that transports through mapped memory need: `CudaDriver`, or a fake in tests."""
-
-    device_type: int
-    """DLPack device type of the memory."""
-
-    def region(self, pointer: int) -> Region:
-        """Return the allocation that contains an address."""
-        ...
-
-    def export(self, region: Region) -> int:
-        """Return a file descriptor of the region's memory, which the caller closes. Raise `NotExportable`."""
-        ...
-
-    def allocate(self, size: int, device: int) -> Region:
-        """Allocate memory that can be exported."""
-        ...
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copy from device to device and wait for it."""
-        ...
-
-    def copy_async(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
-        """Enqueue device-to-device copies of `(target, source, bytes)` in a stream."""
-        ...
-
-    def free(self, region: Region) -> None:
-        """Free memory from `allocate`."""
-        ...
-
-    def map(self, fd: int, size: int) -> int:
-        """Map an exported region read-only and return its address. Close `fd`."""
-        ...
-
-    def unmap(self, address: int, size: int) -> None: ...
-
-    def upload(self, target: int, values: np.ndarray) -> None:
-        """Copy a contiguous host array to the device and wait for it."""
-        ...
-
-    def download(self, source: int, size: int) -> np.ndarray:
-        """Copy bytes from the device to the host."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for all work that this process has given to the device."""
-        ...
-
-    def device_uuid(self, device: int) -> str:
-        """Return an id of a device that is the same in every process."""
-        ...
-
-    def device_index(self, uuid: str) -> int:
-        """Return the number of a device in this process. Raise `TransferError` if it is not visible."""
-        ...
-
-
 class CudaDriver:
-    """The real driver. `device` is the one whose kernels read mapped memory."""
+    """`device` is the one whose kernels read mapped memory. Tests replace the driver by shared memory of the host."""
 
     device_type = CUDA
+    """DLPack device type of the memory."""
 
     def __init__(self, device: int = 0) -> None:
         try:
@@ -109,6 +53,7 @@ class CudaDriver:
         self._granularity = 2 << 20
 
     def region(self, pointer: int) -> Region:
+        """Return the allocation that contains an address."""
         self._use(self._device)
         base, size = self._do("cuMemGetAddressRange", pointer)
         attribute = self._cu.CUpointer_attribute
@@ -117,6 +62,7 @@ class CudaDriver:
         return Region(int(base), int(size), int(buffer_id), int(device))
 
     def export(self, region: Region) -> int:
+        """Return a file descriptor of the region's memory, which the caller closes. Raise `NotExportable`."""
         try:
             handle = self._do("cuMemRetainAllocationHandle", region.base)
             try:
@@ -127,6 +73,7 @@ class CudaDriver:
             raise NotExportable(str(error)) from None
 
     def allocate(self, size: int, device: int) -> Region:
+        """Allocate memory that can be exported."""
         self._use(device)
         size = align_up(size, self._granularity)
         cu = self._cu
@@ -140,19 +87,23 @@ class CudaDriver:
         return self.region(address)
 
     def copy(self, target: int, source: int, size: int) -> None:
+        """Copy from device to device and wait for it."""
         self._use(self._device)
         self._do("cuMemcpyDtoD", target, source, size)
         self._do("cuCtxSynchronize")
 
     def copy_async(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
+        """Enqueue device-to-device copies of `(target, source, bytes)` in a stream."""
         self._use(self._device)
         for target, source, size in runs:
             self._do("cuMemcpyDtoDAsync", target, source, size, stream)
 
     def free(self, region: Region) -> None:
+        """Free memory from `allocate`."""
         self.unmap(region.base, region.size)
 
     def map(self, fd: int, size: int) -> int:
+        """Map an exported region read-only and return its address. Close `fd`."""
         self._use(self._device)
         try:
             handle = self._do("cuMemImportFromShareableHandle", fd, self._posix)
@@ -167,6 +118,7 @@ class CudaDriver:
         self._do("cuMemAddressFree", address, size)
 
     def upload(self, target: int, values: np.ndarray) -> None:
+        """Copy a contiguous host array to the device and wait for it."""
         self._use(self._device)
         self._do("cuMemcpyHtoD", target, values.ctypes.data, values.nbytes)
 
@@ -177,13 +129,16 @@ class CudaDriver:
         return data
 
     def synchronize(self) -> None:
+        """Wait for all work that this process has given to the device."""
         self._use(self._device)
         self._do("cuCtxSynchronize")
 
     def device_uuid(self, device: int) -> str:
+        """Return an id of a device that is the same in every process."""
         return bytes(self._do("cuDeviceGetUuid", self._do("cuDeviceGet", device)).bytes).hex()
 
     def device_index(self, uuid: str) -> int:
+        """Return the number of a device in this process. Raise `TransferError` if it is not visible."""
         visible = [self.device_uuid(device) for device in range(self._do("cuDeviceGetCount"))]
         if uuid not in visible:
             raise TransferError(

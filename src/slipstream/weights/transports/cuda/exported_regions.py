@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.weights.rank_image import align_up
-from slipstream.weights.transports.cuda.driver import Driver, NotExportable, Region
+from slipstream.weights.transports.cuda.driver import CudaDriver, NotExportable, Region
 
 IDLE_SYNCS = 2
 """A region that held no array in this many syncs is withdrawn from the reader, and exported again if needed."""
@@ -32,7 +32,7 @@ class RegionUpdate:
 class ExportedRegions:
     """The regions that one reader knows."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._numbers: dict[Region, int] = {}
         self._last_used: dict[Region, int] = {}

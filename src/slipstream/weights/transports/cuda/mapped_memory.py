@@ -32,7 +32,7 @@ import numpy as np
 from slipstream.errors import TransferError
 from slipstream.tensors.strided import Strided
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
-from slipstream.weights.transports.cuda.driver import CudaDriver, Driver
+from slipstream.weights.transports.cuda.driver import CudaDriver
 from slipstream.weights.transports.cuda.exported_regions import ExportedRegions
 from slipstream.weights.transports.cuda.fd_passing import FdListener, connect_fd_socket
 from slipstream.weights.transports.cuda.mapped_regions import MappedRegion, MappedRegions
@@ -42,7 +42,7 @@ from slipstream.weights.transports.cuda.wire_format import (
     send_announcements,
     send_reply,
 )
-from slipstream.weights.transports.device import DevicePiece
+from slipstream.weights.transports.device import DevicePiece, DeviceSender
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ version are the same mapping object."""
 # --- the trainer's half ---
 
 
-class CudaSender:
-    def __init__(self, link: bytes, peer: str, driver: Driver | None = None) -> None:
+class CudaSender(DeviceSender):
+    def __init__(self, link: bytes, peer: str, driver: CudaDriver | None = None) -> None:
         fields = unpack_link(link)
         self._peer, self._exports = peer, ExportedRegions(driver or CudaDriver())
         self._announced: set[int] = set()
@@ -133,11 +133,8 @@ class CudaSender:
             async with asyncio.timeout(DEADLINE_SECONDS):
                 reply_version, seconds, problem = await receive_reply(self._socket)
         except (OSError, EOFError, TimeoutError) as error:
-            why = (
-                "it disconnected"
-                if isinstance(error, EOFError)
-                else str(error) or f"no reply in {DEADLINE_SECONDS:g} s"
-            )
+            why = "it disconnected" if isinstance(error, EOFError) else str(error)
+            why = why or f"no reply in {DEADLINE_SECONDS:g} s"
             raise TransferError(f"engine {self._peer} did not {expected}: {why}") from None
         finally:
             self._socket.settimeout(DEADLINE_SECONDS)
@@ -157,19 +154,10 @@ class CudaSender:
 
 
 class _TrainerConnection:
-    """The connection to a trainer rank, with a thread that maps what it announces. `changed` guards all shared
-    state."""
+    """The connection to a trainer rank, with a thread that maps what it announces. `changed` guards all state."""
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        regions: MappedRegions,
-        changed: threading.Condition,
-        on_pieces: Callable[[_TrainerConnection, int, Mapping[int, Any]], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        self._socket, self._regions, self._changed = connection, regions, changed
-        self._on_pieces, self._on_end = on_pieces, on_end
+    def __init__(self, connection: socket.socket, regions: MappedRegions, receiver: CudaReceiver) -> None:
+        self._socket, self._regions, self._receiver, self._changed = connection, regions, receiver, receiver.changed
         self.error: Exception | None = None
         """Why the connection ended."""
         threading.Thread(target=self._run, name="slipstream-mapped", daemon=True).start()
@@ -192,10 +180,9 @@ class _TrainerConnection:
                 with self._changed:
                     self._regions.apply(announcement, fds)
                     if len(announcement.rows):
-                        self._on_pieces(self, announcement.version, self._regions.pieces(announcement.rows))
-                        self.reply(
-                            announcement.version
-                        )  # under the lock: before the version can be copied and released
+                        self._receiver.on_pieces(self, announcement.version, self._regions.pieces(announcement.rows))
+                        # Under the lock: before the version can be copied and released.
+                        self.reply(announcement.version)
                     self._changed.notify_all()
         except Exception as error:
             for fd in fds:  # those that were not mapped
@@ -204,7 +191,7 @@ class _TrainerConnection:
                 self.reply(-1, error=str(error) or type(error).__name__)
             with self._changed:
                 self.error = error
-                self._on_end()
+                self._receiver.close_ended_connections()
 
 
 class CudaReceiver:
@@ -217,7 +204,7 @@ class CudaReceiver:
         self,
         senders: Collection[int],
         wrap: Callable[[int, int], MappedRegion],
-        driver: Driver,
+        driver: CudaDriver,
         deadline: float = DEADLINE_SECONDS,
         check: PieceCheck | None = None,
     ) -> None:
@@ -225,7 +212,7 @@ class CudaReceiver:
         self._listener = FdListener(self._on_connection, deadline, len(senders))
         link = pack_link("cuda", name=self._listener.name, nonce=self._listener.nonce)
         self.links: Mapping[int, bytes] = dict.fromkeys(senders, link)
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._connections: list[_TrainerConnection] = []
         self._version, self._pieces = -1, dict[int, Any]()
         """The announced version and its pieces. While there are pieces, nothing is unmapped."""
@@ -245,7 +232,7 @@ class CudaReceiver:
     def expect(self, version: int) -> None:
         """Do nothing: an update begins when a trainer rank announces it."""
 
-    def _on_pieces(self, connection: _TrainerConnection, version: int, pieces: Mapping[int, Any]) -> None:
+    def on_pieces(self, connection: _TrainerConnection, version: int, pieces: Mapping[int, Any]) -> None:
         if self._is_copying:
             raise TransferError(f"version {version} was announced while version {self._version} is still being copied")
         if self._check is not None:
@@ -257,7 +244,7 @@ class CudaReceiver:
 
     def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
         start = time.monotonic()
-        with self._changed:
+        with self.changed:
             while missing := [i for i in indices if self._version != version or i not in self._pieces]:
                 if isinstance(self._connection_error, (EOFError, OSError)):
                     raise TransferError(f"the trainer disconnected before it had announced all of version {version}")
@@ -265,7 +252,7 @@ class CudaReceiver:
                     raise TransferError(f"the announcement of version {version} is invalid: {self._connection_error}")
                 if time.monotonic() >= start + patience:
                     return None
-                self._changed.wait(start + min(patience, self._deadline) - time.monotonic())
+                self.changed.wait(start + min(patience, self._deadline) - time.monotonic())
                 if time.monotonic() > start + self._deadline:
                     raise TransferError(
                         f"{len(missing)} piece(s) of version {version} were not announced within {self._deadline:g} s; is the "
@@ -278,7 +265,7 @@ class CudaReceiver:
 
     def done(self, version: int, copied: Callable[[], float]) -> float:
         """Return 0 at once; a thread waits for the copies and reports their seconds to the trainer."""
-        with self._changed:
+        with self.changed:
             self._is_copying = True
         self._copies.put((version, copied))
         return 0.0
@@ -291,7 +278,7 @@ class CudaReceiver:
                 seconds = copied()
             except Exception as error:
                 problem = f"copying it failed: {type(error).__name__}: {error}"
-            with self._changed:
+            with self.changed:
                 for connection in self._announcers:
                     with contextlib.suppress(OSError):  # the trainer is gone
                         connection.reply(version, seconds, problem)
@@ -300,33 +287,33 @@ class CudaReceiver:
                     self._forget_version()
                 except TransferError:  # the driver fails; the next update will fail too, and report it
                     log.exception("cannot unmap the memory of a trainer that disconnected")
-                    self._changed.notify_all()
+                    self.changed.notify_all()
 
     def abandon(self) -> None:
-        with self._changed:
+        with self.changed:
             self._wait_for_copies()
             self._forget_version()
 
     def _forget_version(self) -> None:
         self._version, self._pieces, self._announcers = -1, {}, []
-        self._close_ended_connections()
+        self.close_ended_connections()
 
     def _wait_for_copies(self) -> None:
         """Keep memory mapped while it is read. Copies end soon unless the device is broken."""
-        self._changed.wait_for(lambda: not self._is_copying, self._deadline)
+        self.changed.wait_for(lambda: not self._is_copying, self._deadline)
 
-    def _close_ended_connections(self) -> None:
+    def close_ended_connections(self) -> None:
         """Unmap the memory of trainers that are gone, unless it is in use: it is not freed while it is mapped."""
         if not self._pieces:
             for connection in [c for c in self._connections if c.error is not None]:
                 self._connection_error = connection.error
                 connection.close()
                 self._connections.remove(connection)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def close(self) -> None:
         self._listener.close()
-        with self._changed:
+        with self.changed:
             self._wait_for_copies()
             self._copies.put(None)
             self._is_closed = True
@@ -335,11 +322,9 @@ class CudaReceiver:
             self._connections, self._pieces = [], {}
 
     def _on_connection(self, connection: socket.socket) -> None:
-        with self._changed:
+        with self.changed:
             if self._is_closed:
                 connection.close()
                 return
             regions = MappedRegions(self._driver, self._wrap)
-            self._connections.append(
-                _TrainerConnection(connection, regions, self._changed, self._on_pieces, self._close_ended_connections)
-            )
+            self._connections.append(_TrainerConnection(connection, regions, self))

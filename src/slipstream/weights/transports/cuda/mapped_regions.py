@@ -5,7 +5,6 @@ The counterpart of `exported_regions.py`. Not thread-safe."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from slipstream.errors import TransferError
 from slipstream.tensors.strided import Strided
 from slipstream.weights.plan import DTYPE_BYTES
-from slipstream.weights.transports.cuda.driver import Driver
+from slipstream.weights.transports.cuda.driver import CudaDriver
 from slipstream.weights.transports.cuda.wire_format import Announcement
 
 _MAX_CACHED_VIEWS = 8
@@ -25,23 +24,17 @@ class MappedRegion(Protocol):
 
     def view(self, dtype: str, geometry: Strided, offset: int) -> Any:
         """Return a view of an array that starts `offset` bytes into the region."""
-        ...
-
-
-@dataclass
-class _PieceLayout:
-    dtype: str
-    geometry: Strided
 
 
 class MappedRegions:
     """`wrap` turns an address and a size into a `MappedRegion`."""
 
-    def __init__(self, driver: Driver, wrap: Callable[[int, int], MappedRegion]) -> None:
+    def __init__(self, driver: CudaDriver, wrap: Callable[[int, int], MappedRegion]) -> None:
         self._driver, self._wrap = driver, wrap
         self._regions: dict[int, tuple[int, int, MappedRegion]] = {}
         """Address, size and memory, by number."""
-        self._layouts: dict[int, _PieceLayout] = {}
+        self._layouts: dict[int, tuple[str, Strided]] = {}
+        """Dtype and geometry, by index."""
         self._views: dict[tuple[int, int, int], Any] = {}
         """Views by row. A trainer's arrays keep returning to the same few places."""
         self._versions: dict[bytes, Mapping[int, Any]] = {}
@@ -62,7 +55,7 @@ class MappedRegions:
         for index, dtype, offset, shape, strides in announcement.layouts:
             if dtype not in DTYPE_BYTES or min((offset, *shape, *strides), default=0) < 0:
                 raise TransferError(f"piece {index} has dtype {dtype!r}, offset {offset}, strides {strides}")
-            self._layouts[index] = _PieceLayout(dtype, Strided(tuple(shape), tuple(strides), offset))
+            self._layouts[index] = dtype, Strided(tuple(shape), tuple(strides), offset)
 
     def pieces(self, rows: np.ndarray) -> Mapping[int, Any]:
         """Return views by index. For the same rows it is the same mapping object, while it is cached."""
@@ -75,22 +68,21 @@ class MappedRegions:
 
     def _view(self, index: int, number: int, offset: int) -> Any:
         key = index, number, offset
-        if key not in self._views:
-            self._views[key] = self._make_view(index, number, offset)
-        return self._views[key]
-
-    def _make_view(self, index: int, number: int, offset: int) -> Any:
+        if key in self._views:
+            return self._views[key]
         if index not in self._layouts:
             raise TransferError(f"the layout of piece {index} was not announced")
-        piece = self._layouts[index]
+        dtype, geometry = self._layouts[index]
         if number not in self._regions:
             raise TransferError(f"piece {index} is in region {number}, which was not announced")
-        size, itemsize = self._regions[number][1], DTYPE_BYTES[piece.dtype]
-        if not 0 <= offset <= offset + piece.geometry.extent * itemsize <= size or offset % itemsize:
+        _, size, region = self._regions[number]
+        itemsize = DTYPE_BYTES[dtype]
+        if not 0 <= offset <= offset + geometry.extent * itemsize <= size or offset % itemsize:
             raise TransferError(
-                f"piece {index} is not inside its region of {size} bytes, or not aligned: offset {offset}, {piece.geometry}"
+                f"piece {index} is not inside its region of {size} bytes, or not aligned: offset {offset}, {geometry}"
             )
-        return self._regions[number][2].view(piece.dtype, piece.geometry, offset)
+        view = self._views[key] = region.view(dtype, geometry, offset)
+        return view
 
     def close(self) -> None:
         """Unmap everything."""

@@ -70,8 +70,7 @@ def send_announcements(
 
 
 def receive_announcement(connection: socket.socket) -> tuple[Announcement, list[int]]:
-    """Return the next announcement and its file descriptors, which the caller must close. Raise `EOFError` at the end
-    of the connection."""
+    """Return the next announcement and its file descriptors, which the caller closes. Raise `EOFError` at the end."""
     header, fds, _, _ = socket.recv_fds(connection, HEADER.size, FDS_PER_MESSAGE)
     try:
         if not header:

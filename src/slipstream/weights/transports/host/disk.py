@@ -16,27 +16,31 @@ from safetensors import SafetensorError, safe_open
 from slipstream.errors import TransferError
 from slipstream.tensors.safetensors_dir import save_synced
 from slipstream.weights.checksum import checksum
-from slipstream.weights.transports.contract import link_field, link_name, pack_link, random_name, unpack_link
+from slipstream.weights.transports.contract import (
+    HostReceiver,
+    HostSender,
+    link_field,
+    link_name,
+    pack_link,
+    random_name,
+    unpack_link,
+)
 from slipstream.weights.transports.host.memory import anonymous_memory
 
 
-class DiskReceiver:
-    """The engine's half."""
-
+class DiskReceiver(HostReceiver):
     def __init__(self, size: int, directory: Path) -> None:
         if not directory.is_dir():
             raise TransferError(
                 f"the disk transport's directory {directory} does not exist on the engine's side; both sides must see it"
             )
-        self.buffer = anonymous_memory(size)
+        super().__init__(anonymous_memory(size))
         self._directory, self._name = directory, random_name()
-        self._pieces: Mapping[int, np.ndarray] = {}
-        self._version, self._hashed = -1, True
         self.link = pack_link("disk", directory=str(directory), name=self._name)
 
     def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
         self._remove_files()
-        self._version, self._pieces, self._hashed = version, pieces, hashed
+        super().expect(version, pieces, hashed)
 
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
         checksums: dict[int, int] = {}
@@ -57,33 +61,27 @@ class DiskReceiver:
             )
         return {index: checksums[index] for index in expected}
 
-    def senders_opened(self) -> None:
-        self._remove_files()
-
-    def close(self) -> None:
-        self._remove_files()
-
     def _remove_files(self) -> None:
         """Remove only this version's files: a sender may already be writing the next version."""
         for path in self._directory.glob(f"{self._name}-v{self._version}-*"):
             path.unlink(missing_ok=True)
 
+    senders_opened = close = _remove_files
 
-class DiskSender:
-    """The trainer's half."""
 
-    def __init__(self, link: bytes, dtypes: Mapping[int, np.dtype], hashed: bool) -> None:
+class DiskSender(HostSender):
+    def __init__(self, link: bytes, dtype: np.dtype, hashed: bool) -> None:
         fields = unpack_link(link)
         self._directory = Path(link_field(fields, "directory", str))
-        self._prefix, self._path = self._directory / link_name(fields), Path()
-        self._dtypes, self._hashed = dtypes, hashed
+        self._name, self._dtype, self._hashed = link_name(fields), dtype, hashed
         self._pending: dict[str, np.ndarray] = {}
 
     def begin(self, version: int) -> None:
-        self._pending, self._path = {}, Path(f"{self._prefix}-v{version}-{secrets.token_hex(4)}.safetensors")
+        super().begin(version)
+        self._pending = {}
 
     def send(self, index: int, array: np.ndarray) -> int:
-        piece = np.ascontiguousarray(array, self._dtypes[index]).reshape(-1).view(np.uint8)
+        piece = np.ascontiguousarray(array, self._dtype).reshape(-1).view(np.uint8)
         # Copy views: the trainer may overwrite its array before `flush`.
         self._pending[str(index)] = piece.copy() if piece.base is not None else piece
         return checksum(piece) if self._hashed else 0
@@ -92,10 +90,11 @@ class DiskSender:
         pending, self._pending = self._pending, {}
         if not pending:
             return
-        part = self._path.with_suffix(".part")
+        path = self._directory / f"{self._name}-v{self._version}-{secrets.token_hex(4)}.safetensors"
+        part = path.with_suffix(".part")
         try:
             save_synced(pending, part)
-            part.rename(self._path)
+            part.rename(path)
         except (OSError, SafetensorError) as error:
             part.unlink(missing_ok=True)
             raise TransferError(

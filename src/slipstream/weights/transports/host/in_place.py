@@ -7,12 +7,13 @@ plane decide; a piece whose early hash does not match is hashed again."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
 
 from slipstream.weights.checksum import checksum, copy_and_checksum
+from slipstream.weights.transports.contract import HostReceiver, HostSender
 
 POLL_SECONDS = 0.0005
 HASH_EARLY_BYTES = 8 << 20
@@ -27,23 +28,20 @@ def version_mark(version: int) -> int:
     return version % 255 + 1
 
 
-class InPlaceReceiver:
+class InPlaceReceiver(HostReceiver):
     """The engine's half. Subclasses provide the memory: `buffer` is the image, `marks` has one byte per piece."""
 
-    link: bytes
-
     def __init__(self, buffer: np.ndarray, marks: np.ndarray) -> None:
-        self.buffer, self.marks = buffer, marks
-        self._pieces: Mapping[int, np.ndarray] = {}
+        super().__init__(buffer)
+        self.marks = marks
         self._early: dict[int, int] = {}
-        self._mark, self._hashed = 0, True
         self._stop = threading.Event()
         self._hasher: threading.Thread | None = None
 
     def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
         self._stop_hashing()
-        self._mark, self._hashed = version_mark(version), hashed
-        self._pieces, self._early, self._stop = pieces, {}, threading.Event()
+        super().expect(version, pieces, hashed)
+        self._early, self._stop = {}, threading.Event()
         if hashed and sum(p.nbytes for p in pieces.values()) > HASH_EARLY_BYTES:
             self._hasher = threading.Thread(target=self._hash_early, args=(self._stop,), daemon=True)
             self._hasher.start()
@@ -59,16 +57,14 @@ class InPlaceReceiver:
             checksums[index] = early if early == sent else checksum(self._pieces[index])
         return checksums
 
-    def senders_opened(self) -> None: ...
-
     def close(self) -> None:
         self._stop_hashing()
 
     def _hash_early(self, stop: threading.Event) -> None:
-        waiting: Sequence[int] = list(self._pieces)
+        waiting, mark = list(self._pieces), version_mark(self._version)
         while waiting and not stop.is_set():
             marks = self.marks.tobytes()
-            ready = [i for i in waiting if marks[i] == self._mark]
+            ready = [i for i in waiting if marks[i] == mark]
             for index in ready:
                 if stop.is_set():
                     return
@@ -85,22 +81,14 @@ class InPlaceReceiver:
             self._hasher = None
 
 
-class InPlaceSender:
-    """The trainer's half."""
-
+class InPlaceSender(HostSender):
     def __init__(self, pieces: Mapping[int, np.ndarray], marks: np.ndarray, hashed: bool) -> None:
         self._pieces, self._marks, self._hashed = pieces, marks, hashed
-        self._mark = 0
-
-    def begin(self, version: int) -> None:
-        self._mark = version_mark(version)
 
     def send(self, index: int, array: np.ndarray) -> int:
         value = copy_and_checksum(self._pieces[index], array, self._hashed)
-        self._marks[index] = self._mark
+        self._marks[index] = version_mark(self._version)
         return value
-
-    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._pieces = {}

@@ -71,8 +71,7 @@ class ShmReceiver(InPlaceReceiver):
 
 
 def shm_sender(link: bytes, make_pieces: MakePieces, hashed: bool) -> InPlaceSender:
-    """Map the engine's segment, after checking that it is a regular file of this user and the one that the link
-    describes."""
+    """Map the engine's segment, after checking that it is a regular file of this user and the one in the link."""
     fields = unpack_link(link)
     path, nonce = Path(link_field(fields, "path", str)), link_field(fields, "nonce", str)
     size, num_pieces = link_field(fields, "size", int), link_field(fields, "pieces", int)

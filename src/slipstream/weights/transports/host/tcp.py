@@ -28,7 +28,14 @@ from slipstream.config import LOOPBACK, check_listening
 from slipstream.errors import TransferError
 from slipstream.runtime import tls
 from slipstream.weights.checksum import CHUNK_BYTES, chunks
-from slipstream.weights.transports.contract import StallTimer, link_field, pack_link, unpack_link
+from slipstream.weights.transports.contract import (
+    HostReceiver,
+    HostSender,
+    StallTimer,
+    link_field,
+    pack_link,
+    unpack_link,
+)
 from slipstream.weights.transports.host.memory import anonymous_memory
 from slipstream.weights.transports.sockets import read_exactly, read_into
 
@@ -54,18 +61,17 @@ class ListenConfig:
         check_listening("listen", self.host, certificate=self.certificate, key=self.key)
 
 
-class TcpReceiver:
+class TcpReceiver(HostReceiver):
     """The engine's half. Pieces arrive on any number of connections, each served by a thread."""
 
     def __init__(self, size: int, listen: ListenConfig | None = None) -> None:
         listen = listen or ListenConfig()
-        self.buffer = anonymous_memory(size)
+        super().__init__(anonymous_memory(size))
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._changed = threading.Condition()
-        self._pieces: Mapping[int, np.ndarray] = {}
         self._checksums: dict[int, int] = {}
         """Checksums of the pieces that have arrived."""
-        self._version, self._error, self._hashed = -1, "", True
+        self._error = ""
         self._tls = _server_tls(listen)
         tls.check_dialable("listen", listen.host)
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
@@ -78,7 +84,7 @@ class TcpReceiver:
 
     def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
         with self._changed:
-            self._version, self._pieces, self._hashed = version, pieces, hashed
+            super().expect(version, pieces, hashed)
             self._checksums, self._error = {}, ""
             self._changed.notify_all()
 
@@ -94,8 +100,6 @@ class TcpReceiver:
                     )
                 self._changed.wait(0.2)
             return {i: self._checksums[i] for i in expected}
-
-    def senders_opened(self) -> None: ...
 
     def close(self) -> None:
         with self._changed:
@@ -162,15 +166,12 @@ class TcpReceiver:
             self._changed.notify_all()
 
 
-class TcpSender:
-    """The trainer's half."""
-
-    def __init__(self, link: bytes, dtypes: Mapping[int, np.dtype], hashed: bool) -> None:
+class TcpSender(HostSender):
+    def __init__(self, link: bytes, dtype: np.dtype, hashed: bool) -> None:
         fields = unpack_link(link)
         host, port = link_field(fields, "host", str), link_field(fields, "port", int)
         secret = link_field(fields, "secret", str)
-        self._dtypes, self._hashed, self._peer = dtypes, hashed, f"{host}:{port}"
-        self._version = -1
+        self._dtype, self._hashed, self._peer = dtype, hashed, f"{host}:{port}"
         try:
             self._socket = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         except (OSError, OverflowError) as error:
@@ -201,24 +202,18 @@ class TcpSender:
                 "the link does not say so; was the engine restarted?"
             )
 
-    def begin(self, version: int) -> None:
-        self._version = version
-
     def send(self, index: int, array: np.ndarray) -> int:
-        dtype = self._dtypes[index]
         digest = xxhash.xxh3_64()
         try:
-            self._socket.sendall(_FRAME.pack(self._version, index, array.size * dtype.itemsize))
+            self._socket.sendall(_FRAME.pack(self._version, index, array.size * self._dtype.itemsize))
             for part in chunks(array):
-                data = np.ascontiguousarray(array[part], dtype).reshape(-1).view(np.uint8).data
+                data = np.ascontiguousarray(array[part], self._dtype).reshape(-1).view(np.uint8).data
                 if self._hashed:
                     digest.update(data)
                 self._socket.sendall(data)
         except OSError as error:
             raise TransferError(f"tcp: sending piece {index} to the engine at {self._peer} failed: {error}") from None
         return digest.intdigest() if self._hashed else 0
-
-    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._socket.close()

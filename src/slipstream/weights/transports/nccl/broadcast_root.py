@@ -31,11 +31,12 @@ _PEER = "the vLLM server's workers"
 
 class BroadcastRootLibrary(Nccl4py):
     def join(self, unique_id: bytes, world_size: int) -> NcclBroadcastRoot:
+        """Join as rank 0. Return once all other ranks have joined."""
         return NcclBroadcastRoot(unique_id, world_size)
 
 
 class NcclBroadcastRoot:
-    """See `servers.vllm_nccl.VllmCommunicator`."""
+    """A `servers.gather.ServerCommunicator`."""
 
     def __init__(self, unique_id: bytes, world_size: int) -> None:
         self._raw, core, cuda = communicator.modules()
@@ -50,6 +51,8 @@ class NcclBroadcastRoot:
             self._poll(lambda: True, CONNECTING, JOIN_SECONDS)
 
     def all_reduce_one(self) -> None:
+        """All-reduce one float32, which vLLM's workers do right after joining."""
+
         def launch(pointer: int) -> None:
             self._raw.all_reduce(pointer, pointer, 1, FLOAT32, SUM, self._handle, int(self._stream.handle))
 

@@ -11,8 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from slipstream.errors import TransferError
 
@@ -29,60 +28,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
 """Pauses between polls. They are short because a whole update may take only 20 ms."""
 
 
-class PairCommunicator(Protocol):
-    """One end of a two-rank communicator. One thread at a time uses it; after a call has raised, only `close` may
-    follow."""
-
-    stream: int
-    """The CUDA stream that orders the messages; 0 if there is none."""
-
-    def group(self, what: str) -> AbstractContextManager[None]:
-        """Launch the messages posted inside together, on exit. Both ends must post the same messages in the same
-        groups. `what` describes the group in errors, for example "receiving the header"."""
-        ...
-
-    def send(self, pointer: int, num_bytes: int) -> None: ...
-
-    def recv(self, pointer: int, num_bytes: int) -> None: ...
-
-    def mark(self) -> Any:
-        """Return an event that completes once everything posted so far is done."""
-        ...
-
-    def wait(self, mark: Any, what: str) -> None: ...
-
-    def close(self) -> bool:
-        """Abort. Return whether the device is certain not to touch memory on behalf of this communicator any more; if
-        False, that memory must never be reused. May be called twice; does not raise."""
-        ...
-
-
-class NcclLibrary(Protocol):
-    """A source of two-rank communicators: NCCL, or a fake in tests."""
-
-    def version(self) -> str: ...
-
-    def new_id(self) -> bytes:
-        """Return the unique id of a future communicator, without waiting for a peer."""
-        ...
-
-    def torch_device(self, device: int) -> str: ...
-
-    def pair(
-        self,
-        unique_id: bytes,
-        rank: int,
-        device: int,
-        primitive: Primitive,
-        peer: str,
-        deadline: float,
-        stop: threading.Event,
-    ) -> PairCommunicator:
-        """Connect to the other rank. Setting `stop` ends any wait of the communicator."""
-        ...
-
-
 class NcclPair:
+    """One end of a two-rank communicator, for one thread at a time. After an error only `close` may follow.
+    Setting `stop` ends any wait."""
+
     def __init__(
         self,
         unique_id: bytes,
@@ -101,7 +50,7 @@ class NcclPair:
             self._device = cuda.Device(device)
             self._device.set_current()
             self._stream = self._device.create_stream()
-            self.stream = int(self._stream.handle)
+            self.stream = int(self._stream.handle)  # orders the messages
         with self._aborting_on_error(CONNECTING):
             self._comm = core.Communicator.init(
                 2, rank, core.UniqueId.from_bytes(unique_id), core.NCCLConfig(blocking=False)
@@ -111,6 +60,8 @@ class NcclPair:
 
     @contextlib.contextmanager
     def group(self, what: str) -> Iterator[None]:
+        """Launch the messages posted inside together, on exit. Both ends must post the same messages in the same groups.
+        `what` describes the group in errors, for example "receiving the header"."""
         with self._aborting_on_error(what):
             self._raw.group_start()
             try:
@@ -123,18 +74,19 @@ class NcclPair:
             self._poll(lambda: True, what)  # until launched: before that, nothing else may enter the stream
 
     def send(self, pointer: int, num_bytes: int) -> None:
-        if self._primitive == "send":
-            self._raw.send(pointer, num_bytes, UINT8, 1, self._handle, self.stream)
-        else:
-            self._raw.broadcast(pointer, pointer, num_bytes, UINT8, 0, self._handle, self.stream)
+        self._post(self._raw.send, 1, pointer, num_bytes)
 
     def recv(self, pointer: int, num_bytes: int) -> None:
+        self._post(self._raw.recv, 0, pointer, num_bytes)
+
+    def _post(self, call: Callable[..., None], other: int, pointer: int, num_bytes: int) -> None:
         if self._primitive == "send":
-            self._raw.recv(pointer, num_bytes, UINT8, 0, self._handle, self.stream)
+            call(pointer, num_bytes, UINT8, other, self._handle, self.stream)
         else:
             self._raw.broadcast(pointer, pointer, num_bytes, UINT8, 0, self._handle, self.stream)
 
     def mark(self) -> Any:
+        """Return an event that completes once everything posted so far is done."""
         with self._aborting_on_error("recording an event"):
             self._device.set_current()  # another thread may have connected, or another library changed the device
             return self._stream.record()
@@ -144,6 +96,8 @@ class NcclPair:
             self._poll(lambda: bool(mark.is_done), what)
 
     def close(self) -> bool:
+        """Abort. Return whether the device is certain not to touch memory on behalf of this communicator any more; if False,
+        that memory must never be reused. May be called twice; does not raise."""
         comm, self._comm = self._comm, None
         if comm is not None:
             self._is_quiet = finishes_in_time(comm.abort) and finishes_in_time(self._drain)
@@ -174,8 +128,8 @@ class NcclPair:
 
 
 class Nccl4py:
-    """NCCL through nccl4py, which binds the libnccl that the process has loaded or can find: torch's, JAX's or a
-    preloaded one."""
+    """NCCL through nccl4py, which binds the libnccl that the process has loaded or can find: torch's, JAX's or a preloaded
+    one. Tests replace it by sockets."""
 
     pair = NcclPair
 
@@ -186,6 +140,7 @@ class Nccl4py:
         return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
     def new_id(self) -> bytes:
+        """Return the unique id of a future communicator, without waiting for a peer."""
         raw, _, _ = modules()
         with nccl_errors("creating a unique id"):
             return bytes(raw.get_unique_id())
@@ -194,7 +149,7 @@ class Nccl4py:
         return f"cuda:{device}"
 
 
-NCCL: NcclLibrary = Nccl4py()
+NCCL = Nccl4py()
 
 
 def poll(
@@ -260,8 +215,7 @@ def nccl_errors(what: str) -> Iterator[None]:
 
 
 def finishes_in_time(work: Callable[[], None]) -> bool:
-    """Run `work` in a thread, since broken communicators may hang. Return whether it succeeded within
-    `ABORT_SECONDS`."""
+    """Run `work` in a thread, since it may hang. Return whether it succeeded within `ABORT_SECONDS`."""
     succeeded = threading.Event()
 
     def run() -> None:

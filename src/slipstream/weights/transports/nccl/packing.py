@@ -60,19 +60,12 @@ class PackInput:
 
 @dataclass(frozen=True)
 class _BucketProgram:
-    """What must be computed for a bucket. The first `num_alone` parts are separate messages, the rest are one
-    message."""
+    """What to compute for a bucket: the first `num_alone` parts are separate messages, the rest are one message."""
 
     num_alone: int
     parts: tuple[tuple[int, _SliceProgram, bool], ...]
     """For each part: the number of its input, its slice, and whether the input is the full array. If it is not, the
     slice was taken on another device and the input is already the piece."""
-
-
-@dataclass(frozen=True)
-class Message:
-    pointer: int
-    num_bytes: int
 
 
 class Packer:
@@ -105,25 +98,25 @@ class Packer:
             with ThreadPoolExecutor(COMPILE_THREADS) as pool:  # XLA releases the GIL
                 self._compiled.update(zip(missing, pool.map(self._compile, missing)))
 
-    def pack(self, bucket: Bucket, inputs: Mapping[int, PackInput]) -> tuple[list[Message], list[jax.Array]]:
-        """Return a bucket's messages and the arrays that own their memory; hold these until the messages are sent. The
-        bucket must have been prepared."""
+    def pack(self, bucket: Bucket, inputs: Mapping[int, PackInput]) -> tuple[list[tuple[int, int]], list[jax.Array]]:
+        """Return a prepared bucket's messages, as addresses and sizes, and the arrays that own their memory; hold these
+        until the messages are sent."""
         import jax
 
         program, program_inputs = self._program(bucket, inputs)
         arrays = [self._on_send_device(source) for source in program_inputs]
         packed = iter(jax.block_until_ready(self._compiled[program](arrays)) if arrays else ())
-        messages: list[Message] = []
+        messages: list[tuple[int, int]] = []
         held: list[jax.Array] = []
         for index in bucket.alone:
             source = inputs[index]
             array, start = (source.array, source.slice.start or 0) if source.is_sent_in_place else (next(packed), 0)
             held.append(array)
             pointer = array.unsafe_buffer_pointer() + start * self._dtype.itemsize
-            messages.append(Message(pointer, self._plan.size_of(self._moves[index])))
+            messages.append((pointer, self._plan.size_of(self._moves[index])))
         for array in packed:
             held.append(array)
-            messages.append(Message(array.unsafe_buffer_pointer(), array.nbytes))
+            messages.append((array.unsafe_buffer_pointer(), array.nbytes))
         return messages, held
 
     def _input(self, index: int, piece: DevicePiece) -> PackInput:
@@ -192,8 +185,7 @@ class Packer:
 
 
 def _contiguous_start(jaxpr: Any) -> int | None:
-    """Return the offset of the result in the input array, in elements, if slices and reshapes keep it contiguous
-    there."""
+    """Return the offset of the result in the input array, in elements, if slices and reshapes keep it contiguous."""
     (current,) = jaxpr.invars
     start = 0
     for equation in jaxpr.eqns:

@@ -1,5 +1,4 @@
-"""The receiving thread of the `nccl` transport, one per trainer rank: from the wire into an engine rank's staging
-image. torch only, no JAX."""
+"""The receiving thread of the `nccl` transport, one per trainer rank, into a staging image. torch only, no JAX."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from slipstream.tensors.boxes import contiguous_start, shape_of, slices
 from slipstream.weights.plan import Move, Plan
 from slipstream.weights.rank_image import ALIGNMENT, RankImage, align_up
 from slipstream.weights.transports.contract import StallTimer
-from slipstream.weights.transports.nccl.communicator import NcclLibrary, PairCommunicator, Primitive
+from slipstream.weights.transports.nccl.communicator import Nccl4py, NcclPair, Primitive
 from slipstream.weights.transports.nccl.wire_format import (
     BUCKET_BYTES,
     LARGE_BYTES,
@@ -61,7 +60,7 @@ class ReceiveThread:
         staging: torch.Tensor,
         primitive: Primitive,
         deadline: float,
-        library: NcclLibrary,
+        library: Nccl4py,
     ) -> None:
         import torch
 
@@ -102,8 +101,7 @@ class ReceiveThread:
         self._versions.put(version)
 
     def wait_for(self, version: int, expected: set[int], until: float = math.inf) -> bool:
-        """Wait for a version and check that exactly the `expected` moves were sent. Return False if it has not arrived
-        at the time `until`."""
+        """Wait for a version; check that exactly the `expected` moves came. Return False if it is late (`until`)."""
         with self._changed:
             if self._expected != version:
                 raise TransferError(f"nccl: expected version {self._expected} from {self._peer}, not version {version}")
@@ -139,7 +137,7 @@ class ReceiveThread:
     def _run(self) -> None:
         import torch
 
-        pair: PairCommunicator | None = None
+        pair: NcclPair | None = None
         message = "closed"
         try:
             pair = self._library.pair(
@@ -164,7 +162,7 @@ class ReceiveThread:
                 self._error = message
                 self._changed.notify_all()
 
-    def _receive(self, pair: PairCommunicator, version: int) -> frozenset[int]:
+    def _receive(self, pair: NcclPair, version: int) -> frozenset[int]:
         with pair.group(f"receiving the header of version {version}"):
             pair.recv(self._header.data_ptr(), self._header.numel())
         pair.wait(pair.mark(), f"receiving the header of version {version}")
@@ -212,9 +210,8 @@ class ReceiveThread:
                 end += sizes[index]
         return _BucketLayout(messages, copies, end)
 
-    def _post(self, pair: PairCommunicator, layout: _BucketLayout, what: str) -> None:
-        """Post a bucket. The copies out of the buffer are in the same stream, so the next bucket can reuse it at
-        once."""
+    def _post(self, pair: NcclPair, layout: _BucketLayout, what: str) -> None:
+        """Post a bucket. Copies out of the buffer are in the same stream, so the next bucket can reuse it at once."""
         with pair.group(what):
             for into_image, start, size in layout.messages:
                 memory = self._staging if into_image else self._buffer
@@ -229,7 +226,7 @@ class ReceiveThread:
         place = torch_view(self._staging, self._image, move.parameter, self._plan.dtype)[slices(move.local_box)]
         place.copy_(data.view(getattr(torch, self._plan.dtype)).view(shape_of(move.local_box)))
 
-    def _wait_for_oldest(self, pair: PairCommunicator, in_flight: deque[tuple[str, Any]]) -> None:
+    def _wait_for_oldest(self, pair: NcclPair, in_flight: deque[tuple[str, Any]]) -> None:
         what, mark = in_flight.popleft()
         pair.wait(mark, what)
         self._report_progress()
@@ -273,7 +270,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _on_stream(pair: PairCommunicator, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _on_stream(pair: NcclPair, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     import torch
 
     if not pair.stream:

@@ -29,12 +29,12 @@ from slipstream.tensors.boxes import slices
 from slipstream.types import Parameter
 from slipstream.weights.plan import Move, Plan
 from slipstream.weights.rank_image import rank_image
-from slipstream.weights.transports.device import DevicePiece
+from slipstream.weights.transports.device import DevicePiece, DeviceSender
 from slipstream.weights.transports.nccl.communicator import (
     ABORT_SECONDS,
     NCCL,
-    NcclLibrary,
-    PairCommunicator,
+    Nccl4py,
+    NcclPair,
     Primitive,
     check_versions,
 )
@@ -57,11 +57,9 @@ if TYPE_CHECKING:
     import torch
 
 
-class NcclSender:
-    """The trainer's half. Sends the moves to one engine rank from one device; pieces on other devices are copied there
-    first. `peer` names the receiver in errors. One thread calls `send`; another may call `close`."""
-
-    note = ""
+class NcclSender(DeviceSender):
+    """The trainer's half. Sends the moves to one engine rank from one device, where pieces on others are copied first. The
+    receiver confirms when the version is staged. `peer` names it in errors. Another thread may call `close`."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class NcclSender:
         bucket_bytes: int = BUCKET_BYTES,
         deadline: float = DEADLINE_SECONDS,
         device: jax.Device | None = None,
-        library: NcclLibrary = NCCL,
+        library: Nccl4py = NCCL,
     ) -> None:
         import jax
 
@@ -86,7 +84,7 @@ class NcclSender:
         self._packer = Packer(plan, moves, self._device)
         self._lock, self._stop = threading.Lock(), threading.Event()
         ordinal = self._device.local_hardware_id or 0
-        self._pair: PairCommunicator | None = library.pair(
+        self._pair: NcclPair | None = library.pair(
             fields.unique_id, 0, ordinal, fields.primitive, peer, deadline, self._stop
         )
 
@@ -105,22 +103,13 @@ class NcclSender:
                 self._close_pair(held)
                 raise
 
-    async def confirmed(self) -> None:
-        """Return at once: the receiver confirms when the version is staged."""
-
-    async def released(self) -> float:
-        """Return at once: after `send` the arrays are not read any more."""
-        return 0.0
-
     def close(self) -> None:
         """Abort a running `send`. Data may still be in transit: wait for the receiver's confirmation first."""
         self._stop.set()
         with self._lock:
             self._close_pair([])
 
-    def _send(
-        self, pair: PairCommunicator, version: int, pieces: Mapping[int, DevicePiece], held: list[object]
-    ) -> None:
+    def _send(self, pair: NcclPair, version: int, pieces: Mapping[int, DevicePiece], held: list[object]) -> None:
         import jax
 
         if unknown := sorted(pieces.keys() - self._moves.keys()):
@@ -148,15 +137,15 @@ class NcclSender:
             packed = None
             held.append(memory)  # until `in_flight` holds it
             with pair.group(what):
-                for message in messages:
-                    pair.send(message.pointer, message.num_bytes)
+                for pointer, num_bytes in messages:
+                    pair.send(pointer, num_bytes)
             in_flight.append((what, pair.mark(), memory))
             held.pop()
         while in_flight:
             self._wait_for_oldest(pair, in_flight)
         pair.wait(pair.mark(), f"sending version {version}")
 
-    def _wait_for_oldest(self, pair: PairCommunicator, in_flight: deque[tuple[str, Any, object]]) -> None:
+    def _wait_for_oldest(self, pair: NcclPair, in_flight: deque[tuple[str, Any, object]]) -> None:
         what, mark, _ = in_flight[0]
         pair.wait(mark, what)
         in_flight.popleft()
@@ -182,7 +171,7 @@ class NcclReceiver:
         parameters: Sequence[Parameter],
         deadline: float = DEADLINE_SECONDS,
         primitive: Primitive = "send",
-        library: NcclLibrary = NCCL,
+        library: Nccl4py = NCCL,
     ) -> None:
         import torch
 
@@ -211,8 +200,7 @@ class NcclReceiver:
             thread.start()
 
     def expect(self, version: int) -> None:
-        """Begin an update: post receives for the headers. Raise `TransferError` if a receive thread has failed
-        before."""
+        """Begin an update: post receives for the headers. Raise `TransferError` if a receive thread has failed."""
         if not self._threads:
             raise TransferError(
                 f"nccl: rank {self._rank} has no links for version {version}; call `links` and `start` first"
@@ -255,8 +243,7 @@ class NcclReceiver:
         return copied()
 
     def abandon(self) -> None:
-        """Abort the update and the communicators; a sender that is still transferring gets an error. The next `links`
-        are new. Never raises."""
+        """Abort the update and the communicators; a running sender gets an error. Never raises. `links` become new."""
         threads, self._threads = self._threads, {}
         for thread in threads.values():
             thread.stop()

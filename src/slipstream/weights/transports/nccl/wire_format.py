@@ -50,9 +50,8 @@ class Bucket:
 
 
 def buckets_of(sizes: Mapping[int, int], direct: Set[int], limit: int) -> list[Bucket]:
-    """Group the moves that are sent. `sizes` are their bytes; `direct` are the moves that neither side stages, which
-    matters only for large ones, as many small messages are slower than one. A bucket stages at most `limit` bytes,
-    unless it is a single move."""
+    """Group the moves of these `sizes` in bytes. `direct` moves are staged by neither side, which matters only for
+    large ones: many small messages are slower than one. A bucket stages at most `limit` bytes, or a single move."""
     buckets: list[Bucket] = []
     alone: list[int] = []
     together: list[int] = []

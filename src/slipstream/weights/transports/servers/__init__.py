@@ -1,2 +1,1 @@
-"""The trainer's half of weight transfers into external vLLM and SGLang servers. Start with `gather.py`, which all of
-them share."""
+"""The trainer's half of weight transfers into external vLLM and SGLang servers. Start with `gather.py`."""

@@ -16,22 +16,24 @@ import numpy as np
 from slipstream.errors import DeadlineExceeded, TransferError
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
+from slipstream.weights.transports.contract import HostSender
 from slipstream.weights.transports.host.memory import anonymous_memory
 
 CLOSE_SECONDS = 30.0
 """Time limit for a broadcast to end before the next version or `close`; then it is aborted."""
 
 
-class GatheringSender:
+class GatheringSender(HostSender):
     """Collects the pieces of a version in host memory."""
 
     def __init__(self, image: RankImage, moves: Mapping[int, Move]) -> None:
         self._image, self._moves = image, moves
         self._buffer = anonymous_memory(image.num_bytes)
-        self._pieces = {i: image.piece(self._buffer, move.parameter, move.local_box) for i, move in moves.items()}
+        self._pieces = image.pieces(self._buffer, moves)
         self._sent: set[int] = set()
 
     def begin(self, version: int) -> None:
+        super().begin(version)
         self._sent = set()
 
     def send(self, index: int, array: np.ndarray) -> int:
@@ -40,31 +42,26 @@ class GatheringSender:
         return 0  # the server does not report checksums to compare with
 
     def _gathered(self) -> dict[str, np.ndarray]:
-        """Return what was sent, in the plan's order; the engine announces the same names to the server in the same
-        order."""
+        """Return what was sent, in the plan's order, in which the engine announces it to the server."""
         names = dict.fromkeys(move.parameter for index, move in self._moves.items() if index in self._sent)
         return {name: self._image.view(self._buffer, name) for name in names}
 
 
 class ServerCommunicator(Protocol):
-    """A communicator of the trainer, rank 0, and the server's workers. Each method blocks up to a deadline and raises
-    `TransferError`."""
+    """Connects the trainer, rank 0, with the server's workers. Methods have deadlines and raise `TransferError`."""
 
     def broadcast(self, buffer: np.ndarray) -> None:
         """Send bytes to all workers. The buffer may be overwritten once it returns."""
-        ...
 
     def abort(self) -> None:
         """Cancel a broadcast, also one in another thread. May be called twice."""
-        ...
 
     def close(self) -> None: ...
 
 
 class BroadcastSender(GatheringSender):
-    """Broadcasts versions in a thread that `flush` starts. The first broadcast waits for the server, whose engine
-    requests the update once every engine of the fleet has staged. Tensors are packed into broadcasts of up to `limit`
-    bytes plus one tensor."""
+    """Broadcasts versions, in groups of tensors (`group_by_bytes`), in a thread that `flush` starts. The first
+    broadcast waits for the server, whose engine requests the update once every engine of the fleet has staged."""
 
     def __init__(
         self,
@@ -125,8 +122,7 @@ class BroadcastSender(GatheringSender):
 
 
 def group_by_bytes(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Group consecutive tensors into broadcasts: a group ends with the tensor that makes it exceed `limit` bytes.
-    Servers use the same rule."""
+    """Group consecutive tensors, as servers do: a group ends with the tensor that makes it exceed `limit` bytes."""
     group: list[int] = []
     total = 0
     for index, size in enumerate(sizes):

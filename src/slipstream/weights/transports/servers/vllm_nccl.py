@@ -10,42 +10,22 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Protocol
 
 from slipstream.errors import TransferError
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
-from slipstream.weights.transports.nccl.broadcast_root import BroadcastRootLibrary
+from slipstream.weights.transports.nccl.broadcast_root import BroadcastRootLibrary, NcclBroadcastRoot
 from slipstream.weights.transports.nccl.communicator import UNIQUE_ID_BYTES, check_versions
-from slipstream.weights.transports.servers.gather import BroadcastSender, ServerCommunicator
+from slipstream.weights.transports.servers.gather import BroadcastSender
 
 NAME = "vllm-nccl"
 BUFFER_BYTES = 256 << 20
 NUM_BUFFERS = 2
 
 
-class VllmCommunicator(ServerCommunicator, Protocol):
-    def all_reduce_one(self) -> None:
-        """All-reduce one float32, which vLLM's workers do right after joining."""
-        ...
-
-
-class VllmNcclLibrary(Protocol):
-    """A source of communicators: NCCL, or a fake in tests."""
-
-    def new_id(self) -> bytes: ...
-
-    def version(self) -> str:
-        """Return a version such as `2.29.7`; empty if it is not to be compared."""
-        ...
-
-    def join(self, unique_id: bytes, world_size: int) -> VllmCommunicator:
-        """Join as rank 0. Return once all other ranks have joined."""
-        ...
-
-
-library: VllmNcclLibrary = BroadcastRootLibrary()
+library = BroadcastRootLibrary()
+"""Tests replace it by sockets, whose version is empty: it is not to be compared."""
 
 
 # --- both halves ------------------------------------------------------------------------------------------------------
@@ -103,7 +83,7 @@ class VllmNcclSender(BroadcastSender):
         super().flush()
 
 
-def _join(server: str, unique_id: bytes, world_size: int, server_nccl: str) -> VllmCommunicator:
+def _join(server: str, unique_id: bytes, world_size: int, server_nccl: str) -> NcclBroadcastRoot:
     if server_nccl and (own_nccl := library.version()):
         check_versions(own_nccl, server_nccl, f"the vLLM server at {server}")
     communicator = library.join(unique_id, world_size)

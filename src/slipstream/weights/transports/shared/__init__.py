@@ -1,2 +1,1 @@
-"""One copy of the weights in memory that trainer and engines share: on the host (`host_memory.py`) or on a GPU
-(`cuda_memory.py`)."""
+"""One copy of the weights for trainer and engines: on the host (`host_memory.py`) or on a GPU (`cuda_memory.py`)."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from slipstream.errors import TransferError
 from slipstream.tensors.dlpack import DLPackView
-from slipstream.weights.transports.cuda.driver import CudaDriver, Driver
+from slipstream.weights.transports.cuda.driver import CudaDriver
 from slipstream.weights.transports.cuda.fd_passing import FdListener, connect_fd_socket
 from slipstream.weights.transports.shared.host_memory import CUDA_NAME, SharedReceiver
 
@@ -34,9 +34,9 @@ _SIZE = struct.Struct("<q")
 
 
 class SharedCudaMemory:
-    """The trainer's half, in GPU memory."""
+    """The trainer's half, in GPU memory; see `SharedHostMemory`. Views of `buffer` only give addresses and must not be read."""
 
-    def __init__(self, size: int, device: int, driver: Driver | None = None) -> None:
+    def __init__(self, size: int, device: int, driver: CudaDriver | None = None) -> None:
         self._driver, self._device = driver or CudaDriver(device), device
         region = self._driver.allocate(size, device)
         self.buffer = _address_range(region.base, size, partial(self._driver.free, region), self._driver)
@@ -111,21 +111,20 @@ class _DeviceBlock:
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
-def _address_range(address: int, size: int, release: Callable[[], None], driver: Driver) -> np.ndarray:
-    """Return device memory as a byte array that can be sliced but not read. After its last view is gone and the device
-    is idle, `release` is called."""
+def _address_range(address: int, size: int, release: Callable[[], None], driver: CudaDriver) -> np.ndarray:
+    """Return device memory as bytes that can be sliced but not read; `release` it when the last view is gone."""
     block = _DeviceBlock(address, size)
     # Not at exit: arrays may outlive the interpreter, and the driver frees everything anyway.
     weakref.finalize(block, _release, driver, release).atexit = False
     return np.asarray(block)
 
 
-def _release(driver: Driver, release: Callable[[], None]) -> None:
+def _release(driver: CudaDriver, release: Callable[[], None]) -> None:
     driver.synchronize()
     release()
 
 
-def _download(driver: Driver, view: np.ndarray) -> np.ndarray:
+def _download(driver: CudaDriver, view: np.ndarray) -> np.ndarray:
     if not view.flags.c_contiguous:
         raise TransferError(f"cannot download a part of GPU memory with strides {view.strides}; it must be contiguous")
     return driver.download(view.ctypes.data, view.nbytes).view(view.dtype).reshape(view.shape)

@@ -19,13 +19,13 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
 
 import numpy as np
 
 from slipstream.errors import TransferError, Unsupported
 from slipstream.tensors.dlpack import DLPackView
 from slipstream.weights.checksum import checksum
+from slipstream.weights.transports.contract import HostReceiver
 
 NAME, CUDA_NAME = "shared", "shared-cuda"
 
@@ -40,33 +40,8 @@ def is_shared(transport: str) -> bool:
     return transport.partition(":")[0] in (NAME, CUDA_NAME)
 
 
-class SharedMemory(Protocol):
-    """What the trainer's half provides."""
-
-    transport: str
-    """The transport in offers: name and address."""
-    buffer: np.ndarray
-    """The image as bytes. For GPU memory, views of it only give addresses and must not be read."""
-
-    def array(self, view: np.ndarray) -> Any:
-        """Return a view as an array that the trainer can write to."""
-        ...
-
-    def write(self, view: np.ndarray, values: np.ndarray) -> None: ...
-
-    def read(self, view: np.ndarray) -> np.ndarray: ...
-
-    def synchronize(self) -> None:
-        """Wait until the trainer's writes are visible."""
-        ...
-
-    def close(self) -> None:
-        """Prevent further mappings. Views stay valid, here and in engines."""
-        ...
-
-
 class SharedHostMemory:
-    """The trainer's half, in host memory."""
+    """The trainer's half, in host memory. `transport` is for offers: name and address. `buffer` is the image as bytes."""
 
     def __init__(self, size: int) -> None:
         if not hasattr(os, "memfd_create"):
@@ -85,6 +60,7 @@ class SharedHostMemory:
         self.transport = f"{NAME}:{os.getpid()}/{fd}/{nonce.hex()}"
 
     def array(self, view: np.ndarray) -> np.ndarray:
+        """Return a view as an array that the trainer can write to."""
         return view
 
     def write(self, view: np.ndarray, values: np.ndarray) -> None:
@@ -93,13 +69,15 @@ class SharedHostMemory:
     def read(self, view: np.ndarray) -> np.ndarray:
         return view
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait until the trainer's writes are visible."""
 
     def close(self) -> None:
+        """Prevent further mappings. Views stay valid, here and in engines."""
         self._file.close()
 
 
-class SharedReceiver:
+class SharedReceiver(HostReceiver):
     """The engine's half, for host and GPU memory. `read` copies a view to the host if needed; `array` wraps a view so
     that JAX adopts it without a copy."""
 
@@ -109,20 +87,11 @@ class SharedReceiver:
         read: Callable[[np.ndarray], np.ndarray] = lambda view: view,
         array: Callable[[np.ndarray], DLPackView] = DLPackView,
     ) -> None:
-        self.buffer, self._read, self.array = buffer, read, array
-        self.link = b""
-        self._pieces: Mapping[int, np.ndarray] = {}
-        self._hashed = True
-
-    def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
-        self._pieces, self._hashed = pieces, hashed
+        super().__init__(buffer)
+        self._read, self.array = read, array
 
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
         return {index: checksum(self._read(self._pieces[index])) if self._hashed else 0 for index in expected}
-
-    def senders_opened(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def shared_receiver(address: str, size: int) -> SharedReceiver:
