@@ -76,6 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if str(item.path.relative_to(Path(__file__).parent)).startswith(slow):
             item.add_marker(pytest.mark.slow)
+    # Longest first, so that no worker is left alone with a long file at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Run all tests, for `make test`: tools/test.sh VENV VLLM_VENV
 #
-# The environment with real vLLM is created in the background, and its tests run last. If it cannot be created, the
-# summary lists the tests that did not run. Environment variables:
+# The environment with real vLLM is created in the background, and its tests run beside the others. If it cannot be
+# created, the summary lists the tests that did not run. Environment variables:
 #   SLIPSTREAM_REQUIRE_VLLM=1     fail if the vLLM environment cannot be created
 #   SLIPSTREAM_REQUIRE_NETNS=1    fail if network namespaces, which the multi-host tests need, are unavailable
 #   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 2)
@@ -24,24 +24,26 @@ within() {
     fi
 }
 
-"$venv/bin/slipstream" setup vllm --cpu --into "$vllm" > "$log" 2>&1 &
-vllm_setup=$!
+vllm_tests() {
+    "$venv/bin/slipstream" setup vllm --cpu --into "$vllm" || return 200
+    SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python" within 30m "$venv/bin/python" -m pytest tests/vllm
+}
+vllm_tests > "$log" 2>&1 &
+vllm_job=$!
 within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
     -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --max-worker-restart=0 --junitxml="$report"
 other_tests=$?
 # Determinism is tested with the optimizations that users get.
 SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py
 determinism=$?
-if ! wait "$vllm_setup"; then
-    tail -n 20 "$log"
+wait "$vllm_job"
+vllm_tests=$?
+tail -n 40 "$log"
+if test "$vllm_tests" -eq 200; then
     echo "$line"
     echo "NOT RUN: the tests against real vLLM (tests/vllm): the vLLM environment could not be created, see above."
     echo "$line"
     vllm_tests=${SLIPSTREAM_REQUIRE_VLLM:-0}
-else
-    export SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python"
-    within 22m "$venv/bin/python" -m pytest tests/vllm
-    vllm_tests=$?
 fi
 # Without a report, the tests were killed, and the run already counts as failed.
 not_run=$(test -s "$report" && "$venv/bin/python" -m tests.deploy.lan "$report")

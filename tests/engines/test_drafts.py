@@ -213,11 +213,10 @@ def accept(which: Callable[[int], int]) -> Callable[..., Any]:
     return wrong
 
 
-@pytest.mark.parametrize("rule", [accept(lambda row: 3), accept(lambda row: int(row % 4 == 0))], ids=["all", "some"])
-def test_wrong_rules_are_caught(speculative: Subject, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All draft tokens accepted; one accepted in every fourth row."""
+def test_a_wrong_rule_is_caught(speculative: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One draft token is accepted without verification in every fourth row."""
     programs = speculative.engine._compute._executor._programs  # type: ignore[attr-defined]
-    monkeypatch.setattr(programs, "verify", rule(programs.verify))
+    monkeypatch.setattr(programs, "verify", accept(lambda row: int(row % 4 == 0))(programs.verify))
     assert p_value(speculative) < 1e-6
 
 

@@ -225,7 +225,7 @@ def test_top_logprobs_are_raw_and_sorted() -> None:
 
 # --- draws ---
 
-KEYS = 20_000
+KEYS = 8_000
 
 
 @pytest.mark.parametrize(
@@ -351,8 +351,8 @@ def test_a_row_has_the_same_bits_in_any_batch(vocab: int, rich: bool) -> None:
         return [np.asarray(column)[: len(ids)] for column in drawn]
 
     together = run(list(range(total)), total)
-    for num_rows in (8, 16, 32, 128):
-        for number in (1, 3, 8, num_rows // 2):
+    for num_rows in (8, 32, 128):
+        for number in (1, num_rows // 2):
             ids = [int(i) for i in rng.permutation(total)[:number]]
             for name, found, expected in zip(SampledTokens._fields, run(ids, num_rows), together):
                 assert found.tobytes() == expected[ids].tobytes(), (name, num_rows, ids)

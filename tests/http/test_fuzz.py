@@ -1,5 +1,7 @@
 """Valid and invalid requests generated from the OpenAPI document: no server errors, no access without the token."""
 
+import os
+
 import httpx
 import pytest
 import schemathesis
@@ -24,6 +26,8 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
+EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ", "8"))
+"""Requests per endpoint and mode."""
 MAXIMUM = {"n": 3, "max_tokens": 8, "max_completion_tokens": 8, "min_tokens": 4}
 
 
@@ -37,7 +41,7 @@ def fleet(tmp_path_factory):
 @pytest.mark.parametrize("method, path", [endpoint[:2] for endpoint in endpoints()])
 def test_valid_requests_cause_no_server_error(method, path, fleet):
     @given(case=schema[path][method].as_strategy())
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     def holds(case):
         check(case, fleet)
 
@@ -49,7 +53,7 @@ def test_valid_requests_cause_no_server_error(method, path, fleet):
 )
 def test_invalid_requests_cause_no_server_error(method, path, fleet):
     @given(case=schema[path][method].as_strategy(generation_mode=GenerationMode.NEGATIVE))
-    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     def holds(case):
         check(case, fleet)
 

@@ -129,7 +129,7 @@ def test_a_kill_during_save_leaves_a_complete_checkpoint(tmp_path):
     calls = 10_000 - int(run_child(_KILLED, tmp_path / "whole", 10_000))
     found = []
     # The number of calls that Orbax makes varies: the last points may lie beyond the end.
-    for count in sorted({1, calls // 2, calls - 6, calls - 4, calls - 2, calls - 1, calls}):
+    for count in sorted({1, calls // 2, calls - 4, calls - 1}):
         root = tmp_path / str(count)
         checkpoint.save(root, made(1), {})
         run_child(_KILLED, root, count, expect=(-9,) if count <= calls // 2 else (-9, 0))

@@ -101,7 +101,7 @@ def test_the_checkpoint_is_the_policy_that_was_evaluated_last(run):
 
 
 def test_runs_of_the_same_config_have_the_same_records(run, model_dir, tmp_path):
-    short = CONFIG.replace(steps=4, eval_every=2)
+    short = CONFIG.replace(steps=2, eval_every=1)
     other = short.replace(seed=4)
 
     def facts(records):
@@ -117,7 +117,7 @@ def test_runs_of_the_same_config_have_the_same_records(run, model_dir, tmp_path)
     first = facts(records_of(short, model_dir, tmp_path / "a"))
     assert facts(records_of(short, model_dir, tmp_path / "b")) == first
     steps = [r for r in facts(run[0]) if "metrics" in r]
-    assert [r for r in first if "metrics" in r] == steps[:4]  # a step's numbers do not depend on evaluations before it
+    assert [r for r in first if "metrics" in r] == steps[:2]  # a step's numbers do not depend on evaluations before it
     assert facts(records_of(other, model_dir, tmp_path / "c")) != first
 
 
@@ -128,11 +128,11 @@ def test_a_target_that_is_not_reached_runs_all_the_steps(model_dir, tmp_path):
 
 
 def test_training_starts_from_the_weights_in_the_model_directory(run, tmp_path):
-    config = CONFIG.replace(warmup_steps=0, steps=12, min_steps=11, target_accuracy=0.01)
+    config = CONFIG.replace(warmup_steps=0, steps=4, min_steps=3, target_accuracy=0.01)
     records = records_of(config, run[1] / "checkpoint", tmp_path)
     start, end = of_kind(Evaluation, run[0])[-1], of_kind(Evaluation, records)[0]
     assert abs(end.greedy_train - start.greedy_train) < 1e-9  # the same weights and prompts; sampling seeds differ
-    assert len(of_kind(StepRecord, records)) == 11  # above its target from the start, stopped at min_steps
+    assert len(of_kind(StepRecord, records)) == 3  # above its target from the start, stopped at min_steps
     assert not of_kind(WarmupRecord, records)
 
 
@@ -151,7 +151,7 @@ def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
 def test_packed_rows_on_two_devices_give_the_same_run(model_dir, tmp_path):
     """With several updates per step, each of them packed and sharded."""
     algorithm = CONFIG.algorithm.replace(epochs=2, minibatches=2, correction=CorrectionConfig(kind="tis"))
-    plain = CONFIG.replace(steps=3, algorithm=algorithm)
+    plain = CONFIG.replace(steps=2, algorithm=algorithm)
     packed = plain.replace(devices=2, algorithm=algorithm.replace(row_tokens=32))
     expected, found = (
         of_kind(StepRecord, records_of(config, model_dir, tmp_path / name))
@@ -206,7 +206,7 @@ def test_dapo_replaces_uninformative_groups(mode, bound, model_dir, tmp_path, mo
     update = Learner.update
     monkeypatch.setattr(Learner, "update", lambda self, step, batch: learned.append(batch) or update(self, step, batch))
     algorithm = AlgorithmConfig(kind="dapo", prompts=8, group=4, max_tokens=4)
-    config = CONFIG.replace(mode=mode, max_staleness=2, steps=6, eval_every=6, diagnose_every=3, algorithm=algorithm)
+    config = CONFIG.replace(mode=mode, max_staleness=2, steps=4, eval_every=4, diagnose_every=3, algorithm=algorithm)
     with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
         steps = of_kind(StepRecord, training_loop(config, bridge, model_dir, tmp_path))
     assert all(s.num_resampled in (0, 8, 16, 24) for s in steps) and any(s.num_resampled for s in steps)
@@ -215,7 +215,7 @@ def test_dapo_replaces_uninformative_groups(mode, bound, model_dir, tmp_path, mo
         assert informative.all() or step.num_resampled == 24
         assert informative.any() and sum(step.staleness.values()) == np.asarray(batch.mask).sum()
         assert step.num_tokens > sum(step.staleness.values()) or not step.num_resampled
-    assert [s.version for s in steps] == list(range(6))
+    assert [s.version for s in steps] == list(range(4))
     assert max(int(age) for s in steps for age in s.staleness) <= bound
     journal = Journal(tmp_path / "journal.sqlite")
     taken = [t.id for t in journal.taken(0, 10_000)]

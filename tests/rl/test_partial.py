@@ -18,7 +18,7 @@ from slipstream.rl.trainer.recovery import RecoveringBridge
 from slipstream.types import SamplingParams
 from tests.gateway.history import check
 
-LONG, SHORT = 400, 2
+LONG, SHORT = 150, 2
 CONFIG = TrainConfig(
     steps=2,
     warmup_steps=1,
@@ -28,7 +28,7 @@ CONFIG = TrainConfig(
     mode="partial",
     task=TaskConfig(digits=2),
     algorithm=AlgorithmConfig(prompts=4, group=2, max_tokens=LONG),
-    engine=EmbeddedConfig(max_num_seqs=16, max_model_len=512, decode_steps=1),
+    engine=EmbeddedConfig(max_num_seqs=16, max_model_len=192, decode_steps=1),
 )
 
 

@@ -151,7 +151,7 @@ def test_repeated_kills_give_the_same_weights(whole, tmp_path, seed):
     rng = random.Random(seed)
     (tmp_path / "run.toml").write_text(SETTINGS)
     run_dir, log, kills = tmp_path / "run", tmp_path / "run" / "metrics.jsonl", 0
-    for _ in range(3):
+    for _ in range(2):
         process = start_cli(tmp_path / "run.toml", run_dir)
         try:
             before, wait, deadline = num_lines(log), rng.randrange(1, 5), time.monotonic() + 120
@@ -170,7 +170,7 @@ def test_repeated_kills_give_the_same_weights(whole, tmp_path, seed):
     said, _ = last.communicate(timeout=200)
     if last.returncode:
         assert "which finished after 8 steps" in said, said  # the last kill came too late
-    assert kills  # how many of the three kills were in time depends on the machine
+    assert kills  # how many of the kills were in time depends on the machine
     assert facts(read_records(log)) == facts(whole[0])
     assert exported(run_dir) == exported(whole[1])
     assert not list((run_dir / "state").glob(".*"))
