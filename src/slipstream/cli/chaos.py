@@ -1,0 +1,37 @@
+"""The command `chaos`: a training run under faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def chaos(
+    config: Annotated[Path, typer.Argument(help="TOML file of a training run, as for `slipstream train`.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that override the file.")
+    ] = None,
+    faults: Annotated[int, typer.Option(help="Number of faults.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed that the faults are drawn from.")] = 0,
+    every_step: Annotated[
+        bool, typer.Option("--every-step", help="Every fault at every step, instead of a random draw.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Directory for runs, histories and the report.")] = Path("chaos"),
+) -> None:
+    """Inject faults into a training run and check its promises.
+
+    Processes are killed, frozen, slowed and made to fail at named steps of
+    updates, rollouts and launches. An independent checker then reads the
+    history: every group is taken once, none is too old, one version is one
+    set of weights. The exit code is 1 if a promise was broken.
+    """
+    from slipstream.chaos.injection import drawn, exhaustive
+    from slipstream.chaos.rounds import run_rounds
+    from slipstream.config import load
+    from slipstream.rl.config import TrainConfig
+
+    settings = load(TrainConfig, config, overrides or [])
+    injections = exhaustive() if every_step else drawn(faults, seed)
+    raise typer.Exit(run_rounds(config, overrides or [], settings.bound, injections, seed, out))
