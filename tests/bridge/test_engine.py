@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from slipstream import EmbeddedConfig, Engine, SamplingParams
-from slipstream.errors import ConfigError, EngineLost, InvalidPrompt, InvalidSampling, RequestError, Unsupported
+from slipstream.errors import BridgeClosed, ConfigError, InvalidPrompt, InvalidSampling, RequestError, Unsupported
 from slipstream.model.checkpoints import hf_weights
 from slipstream.types import Completion, Failure
 from tests.tiny import random_params, tiny_config, write_tokenizer
@@ -65,7 +65,7 @@ def test_closed_twice_and_used_after() -> None:
     engine = Engine(CONFIG, PARAMS, max_num_seqs=8)
     engine.close()
     engine.close()
-    with pytest.raises(EngineLost):
+    with pytest.raises(BridgeClosed):
         engine.generate([(4,)], LONG)
 
 

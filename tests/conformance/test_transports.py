@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError, TransferError
 from slipstream.types import Parameter, ParameterPart
-from slipstream.weights.checksum import checksum
+from slipstream.weights.checksum import ScanOptions, checksum
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import rank_image
 from slipstream.weights.transports.host import shm, tcp
@@ -43,7 +43,7 @@ class Transport:
         self.pieces = {i: IMAGE.piece(self.receiver.buffer, n, box) for i, (n, box) in enumerate(BOXES)}
 
     def sender(self, moves=MOVES, hashed=True):
-        return open_sender(self.receiver.link, IMAGE, moves, hashed)
+        return open_sender(self.receiver.link, IMAGE, moves, ScanOptions(hashed))
 
     def expect(self, version, hashed=True):
         self.receiver.expect(version, self.pieces, hashed)
@@ -55,7 +55,7 @@ class Transport:
 
 def send_all(sender, version, values):
     sender.begin(version)
-    sums = {index: sender.send(index, value) for index, value in values.items()}
+    sums = {index: sender.send(index, value).checksum for index, value in values.items()}
     sender.flush()
     return sums
 
@@ -168,7 +168,7 @@ def test_a_closed_receiver_cannot_be_opened(transport):
 @given(st.binary(max_size=40))
 def test_malformed_links_are_refused(link):
     with pytest.raises(TransferError):
-        open_sender(link, IMAGE, MOVES)
+        open_sender(link, IMAGE, MOVES, ScanOptions())
 
 
 @given(
@@ -180,12 +180,12 @@ def test_malformed_links_are_refused(link):
 )
 def test_links_with_wrong_fields_are_refused(name, fields):
     with pytest.raises(TransferError):
-        open_sender(json.dumps({"transport": name, **fields}).encode(), IMAGE, MOVES)
+        open_sender(json.dumps({"transport": name, **fields}).encode(), IMAGE, MOVES, ScanOptions())
 
 
 def test_an_unknown_transport_is_named():
     with pytest.raises(TransferError, match="'pigeon'"):
-        open_sender(b'{"transport": "pigeon"}', IMAGE, MOVES)
+        open_sender(b'{"transport": "pigeon"}', IMAGE, MOVES, ScanOptions())
     with pytest.raises(TransferError, match="'pigeon'"):
         make_receiver("pigeon", 10, 1)
 
@@ -214,20 +214,20 @@ def test_the_segment_is_private_and_unlinked_once_opened():
 def test_a_link_cannot_make_a_trainer_write_to_other_files(path):
     link = json.dumps({"transport": "shm", "path": path, "size": 10, "nonce": "00", "pieces": 1}).encode()
     with pytest.raises(TransferError, match="not a segment"):
-        open_sender(link, IMAGE, MOVES)
+        open_sender(link, IMAGE, MOVES, ScanOptions())
 
 
 def test_a_link_to_another_segment_is_refused():
     one, two = Transport("shm"), Transport("shm")
     facts = json.loads(one.receiver.link) | {"path": json.loads(two.receiver.link)["path"]}
     with pytest.raises(TransferError, match="not the segment"):
-        open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
+        open_sender(json.dumps(facts).encode(), IMAGE, MOVES, ScanOptions())
     facts = json.loads(one.receiver.link) | {"size": 99}
     with pytest.raises(TransferError, match="the link says 99"):
-        open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
+        open_sender(json.dumps(facts).encode(), IMAGE, MOVES, ScanOptions())
     small = make_receiver("shm", 64, len(MOVES))
     with pytest.raises(TransferError, match="the rank's image has"):
-        open_sender(small.link, IMAGE, MOVES)
+        open_sender(small.link, IMAGE, MOVES, ScanOptions())
     for receiver in (one.receiver, two.receiver, small):
         receiver.close()
 
@@ -291,7 +291,7 @@ def test_a_wrong_secret_is_refused():
     with pytest.raises(
         TransferError, match=rf"{facts['host']}:{facts['port']} rejected the connection: the link's secret is wrong"
     ):
-        open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
+        open_sender(json.dumps(facts).encode(), IMAGE, MOVES, ScanOptions())
     assert not (transport.pieces[3] == arrays(1)[3]).all()
     transport.receiver.close()
 
@@ -329,20 +329,20 @@ def test_tls_accepts_only_the_announced_certificate(tmp_path):
     receiver = tcp.TcpReceiver(IMAGE.num_bytes, tcp.ListenConfig("127.0.0.1", *certificate(tmp_path, "one")))
     pieces = {i: IMAGE.piece(receiver.buffer, n, box) for i, (n, box) in enumerate(BOXES)}
     receiver.expect(0, pieces, True)
-    sums = send_all(open_sender(receiver.link, IMAGE, MOVES), 0, arrays(1))
+    sums = send_all(open_sender(receiver.link, IMAGE, MOVES, ScanOptions()), 0, arrays(1))
     assert receiver.checksums(sums) == sums
     np.testing.assert_array_equal(pieces[3], arrays(1)[3])
     facts = json.loads(receiver.link) | {"certificate": "ab" * 32}
     with pytest.raises(TransferError, match="another certificate"):
-        open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
+        open_sender(json.dumps(facts).encode(), IMAGE, MOVES, ScanOptions())
     facts = json.loads(receiver.link) | {"certificate": ""}
     with pytest.raises(TransferError, match=r"rejected the connection.*uses TLS"):  # to loopback, without TLS
-        open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
+        open_sender(json.dumps(facts).encode(), IMAGE, MOVES, ScanOptions())
     receiver.close()
     plain = tcp.TcpReceiver(IMAGE.num_bytes)
     facts = json.loads(plain.link) | {"certificate": "ab" * 32}
     with pytest.raises(TransferError, match="does not speak TLS"):
-        open_sender(json.dumps(facts).encode(), IMAGE, MOVES)
+        open_sender(json.dumps(facts).encode(), IMAGE, MOVES, ScanOptions())
     plain.close()
 
 
@@ -356,7 +356,7 @@ def test_files_appear_atomically(tmp_path, monkeypatch):
     transport.expect(0)
     sender = transport.sender()
     sender.begin(0)
-    sums = {i: sender.send(i, a) for i, a in arrays(1).items()}
+    sums = {i: sender.send(i, a).checksum for i, a in arrays(1).items()}
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(
         safetensors_dir, "save_file", lambda pending, path, metadata: (Path(path).write_bytes(b"half"), _full())[0]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slipstream.bridge.in_process import LocalFleet
-from slipstream.config import EmbeddedConfig
+from slipstream.config import EmbeddedConfig, SyncOptions
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.embedded.scheduling.scheduler import Scheduler
 from slipstream.engines.embedded.scheduling.steps_per_tick import StepsPerTick
@@ -78,9 +78,11 @@ async def collect(subject: Subject, *requests: Request) -> list[Completion | Fai
     return [outcome async for batch in subject.engine.generate(requests) for outcome in batch]
 
 
-async def publish(subject: Subject, params: Any, in_flight: InFlight = "keep", **more: Any) -> int:
+async def publish(
+    subject: Subject, params: Any, in_flight: InFlight = "keep", options: SyncOptions | None = None, **more: Any
+) -> int:
     info = subject.engine.describe()
-    publisher = Publisher(LocalFleet(subject.engine))
+    publisher = Publisher(LocalFleet(subject.engine), options)
     report = await publisher.publish(params, (info,), info.version + 1, in_flight, **more)
     publisher.close()
     return report.version

@@ -44,7 +44,7 @@ from slipstream.errors import (
 )
 from slipstream.model.checkpoints import hf_weights
 from slipstream.types import Completion, EngineSync, Failure, Offer, Request, SamplingParams, VersionSpan
-from slipstream.weights.checksum import pack_manifest
+from slipstream.weights.checksum import ScanOptions, pack_manifest
 from slipstream.weights.plan import Plan
 from slipstream.weights.transports.servers import gather, vllm_nccl
 from slipstream.weights.update.publisher import Publisher
@@ -951,7 +951,7 @@ def test_a_group_ends_with_the_tensor_that_exceeds_the_limit(
 @given(st.binary(max_size=200) | st.just(b'{"transport": "vllm-nccl", "server": "s", "world_size": 1}'))
 def test_a_malformed_link_is_refused(link: bytes) -> None:
     with pytest.raises(TransferError):
-        vllm_nccl.VllmNcclSender(link, None, {})  # type: ignore[arg-type]
+        vllm_nccl.VllmNcclSender(link, None, {}, ScanOptions())  # type: ignore[arg-type]
 
 
 @given(st.text(max_size=60))

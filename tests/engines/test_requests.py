@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from slipstream.engines.embedded import assembly
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.embedded.scheduling.steps_per_tick import StepsPerTick
 from slipstream.errors import ConfigError, InvalidPrompt, InvalidSampling, MappingError, OutOfPages
@@ -73,6 +75,8 @@ def serves(subject: Subject) -> None:
         ({"repetition_penalty": 0}, "greater than 0"),
         ({"stop_token_ids": tuple(range(17))}, "at most 16"),
         ({"stop": ("",)}, "non-empty texts"),
+        ({"stop": [str(i) for i in range(17)]}, "at most 16 stop texts, got 17"),
+        ({"stop": "x" * 1001}, "at most 1000 characters"),
         ({"logit_bias": {5: float("inf")}}, "finite"),
         ({"logit_bias": dict.fromkeys(range(65), 1.0)}, "at most 64"),
         ({"logit_bias": ((5, 1.0), (5, 2.0))}, "each once"),
@@ -136,6 +140,44 @@ def test_an_invalid_request_fails_alone(
     serves(subject)
 
 
+class WatchedTokenizer:
+    """Encodes when it is told to. Its vocabulary claims tokens of a thousand characters."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.texts, self.may_go = tokenizer, list[str](), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"x" * 1000: 0}
+
+    def encode_batch(self, texts: list[str]) -> Any:
+        self.texts += texts
+        assert self.may_go.wait(10), "nobody could say so: the event loop waits for the tokenizer"
+        return self._tokenizer.encode_batch(texts)
+
+
+def test_long_texts_are_tokenized_beside_the_event_loop_and_longer_ones_not_at_all(tokenizer: Any) -> None:
+    watched = WatchedTokenizer(tokenizer)
+
+    async def main(subject: Subject) -> None:
+        call = asyncio.create_task(
+            collect(subject, *(Request(name, name * 1000, SamplingParams()) for name in ("a" * 64, "b" * 65)))
+        )
+        while not watched.texts:
+            await asyncio.sleep(0.01)
+        assert isinstance((await collect(subject, request("other", [5, 6])))[0], Completion)
+        watched.may_go.set()
+        errors = {result.request_id[0]: result.error for result in await call if isinstance(result, Failure)}
+        assert watched.texts == ["a" * 64_000]
+        assert "64000 tokens, which leaves no room" in str(errors["a"])
+        assert isinstance(errors["b"], InvalidPrompt) and "65000 characters, which cannot fit" in str(errors["b"])
+
+    with opened(tokenizer=watched) as subject:
+        subject.runner.run(main(subject))
+
+
 def test_stop_strings_need_a_tokenizer(fresh: Subject) -> None:
     (failure,) = fresh.generate(request("r", [5], stop=("a",)))
     assert isinstance(failure, Failure) and isinstance(failure.error, InvalidSampling)
@@ -178,6 +220,12 @@ def test_scores_with_too_many_top_logprobs_are_rejected(subject: Subject, top_k:
     with pytest.raises(InvalidSampling, match="0 to 20"):
         subject.runner.run(subject.engine.score([[5, 6]], top_k))
     serves(subject)
+
+
+def test_a_kv_cache_larger_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "_available", lambda: 32_000)
+    with pytest.raises(ConfigError, match=r"512 tokens needs .* GB are available; set kv_cache_tokens to at most 250"):
+        subject_of()
 
 
 def test_invalid_model_directories(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from slipstream.errors import (
 )
 from slipstream.model.checkpoints import hf_weights
 from slipstream.types import Completion, Failure, Request, SamplingParams, VersionSpan
-from slipstream.weights.checksum import pack_manifest
+from slipstream.weights.checksum import ScanOptions, pack_manifest
 from slipstream.weights.transports.contract import random_name
 from slipstream.weights.transports.servers import checkpoint_dir as on_disk
 from slipstream.weights.transports.servers import gather, sglang_gloo
@@ -753,7 +753,7 @@ def test_an_address_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_malformed_link_is_refused(link: bytes) -> None:
     for sender in (sglang_gloo.SglangGlooSender, on_disk.CheckpointSender):
         with pytest.raises(TransferError):
-            sender(link, None, {})  # type: ignore[arg-type]
+            sender(link, None, {}, ScanOptions())  # type: ignore[arg-type]
 
 
 def test_a_missing_directory_or_an_unsafe_name_is_refused(tmp_path: Path) -> None:
@@ -762,7 +762,7 @@ def test_a_missing_directory_or_an_unsafe_name_is_refused(tmp_path: Path) -> Non
         on_disk.make_link(str(tmp_path), "../x"),
     ):
         with pytest.raises(TransferError):
-            on_disk.CheckpointSender(link, None, {})  # type: ignore[arg-type]
+            on_disk.CheckpointSender(link, None, {}, ScanOptions())  # type: ignore[arg-type]
 
 
 # --- as a process behind a gateway ---

@@ -17,8 +17,10 @@ from slipstream.bridge.in_process import LocalFleet
 from slipstream.config import SyncOptions
 from slipstream.errors import (
     ChecksumMismatch,
+    ConfigError,
     FleetChanged,
     MappingError,
+    NonFiniteWeights,
     NotReady,
     TransferError,
     UnknownVersion,
@@ -27,9 +29,9 @@ from slipstream.errors import (
 )
 from slipstream.model.tree import flatten, unflatten
 from slipstream.types import Completion, Failure, Offer, VersionSpan
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.transports.shared import cuda_memory
 from slipstream.weights.transports.shared.host_memory import SharedHostMemory
-from slipstream.weights.update.publisher import Publisher
 from slipstream.weights.update.shared import Sharing
 from tests.conformance.engines import Subject, request
 from tests.engines.subjects import CONFIG, Hold, collect, opened, publish, stats
@@ -61,7 +63,9 @@ class Trainer:
 
     def __init__(self, subject: Subject, **tensors: np.ndarray) -> None:
         self._engine = subject.engine
-        self.sharing = Sharing(LocalFleet(subject.engine), numpy_params() | tensors, (subject.engine.describe(),), True)
+        self.sharing = Sharing(
+            LocalFleet(subject.engine), numpy_params() | tensors, (subject.engine.describe(),), ScanOptions()
+        )
 
     async def begin(self, version: int | None = None) -> None:
         info = self._engine.describe()
@@ -250,11 +254,25 @@ def test_an_engine_keeps_a_copy_of_its_weights_when_the_trainer_leaves(memory):
 def test_the_memory_of_a_new_engine_is_verified_against_the_trainers(memory, monkeypatch):
     with opened() as subject:
         trainer = Trainer(subject)
-        hashes = Sharing._checksums
-        monkeypatch.setattr(Sharing, "_checksums", lambda self: hashes(self) | {3: 1})
+        hashes = Sharing._scan
+        monkeypatch.setattr(Sharing, "_scan", lambda *arguments: hashes(*arguments) | {3: 1})
         with pytest.raises(ChecksumMismatch):
             subject.runner.run(trainer.update())
         assert subject.complete(PROMPT).version == 0, "nothing was overwritten, so the old version goes on"
+
+
+def test_values_that_are_not_finite_are_not_served():
+    with opened() as subject:
+        trainer = Trainer(subject)
+        subject.runner.run(trainer.update())
+        bad = {"model.norm.weight": np.full(CONFIG.hidden_size, np.nan, np.float32)}
+        with pytest.raises(
+            NonFiniteWeights, match=rf"model.norm.weight \({CONFIG.hidden_size} of {CONFIG.hidden_size}"
+        ):
+            subject.runner.run(trainer.update(bad))
+        assert isinstance(subject.generate(GREEDY)[0].error, NotReady)
+        subject.runner.run(trainer.update({"model.norm.weight": numpy_params()["model.norm.weight"]}))
+        assert subject.complete(PROMPT).version == subject.engine.describe().version
 
 
 def test_engines_that_cannot_share_name_the_reason():
@@ -278,9 +296,8 @@ def test_engines_that_cannot_share_name_the_reason():
         ):
             with pytest.raises(Unsupported, match=words):
                 subject.runner.run(trainer.sharing.begin((replace(subject.engine.describe(), **change),), 1))
-        publisher = Publisher(LocalFleet(subject.engine), SyncOptions("shared"))
-        with pytest.raises(TransferError, match="'shared' cannot reach engine"):  # it is not a transport for sending
-            subject.runner.run(publisher.publish(unflatten(OTHER), (subject.engine.describe(),), 1))
+        with pytest.raises(ConfigError, match="transport must be one of"):  # it is not a transport for sending
+            SyncOptions("shared")
 
 
 def test_an_engine_maps_only_the_offered_memory(tmp_path):

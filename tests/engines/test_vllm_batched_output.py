@@ -74,6 +74,7 @@ def batched_output(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     }
     pretend(monkeypatch, contents)
     with imported("slipstream.engines.vllm.batched_output") as module:
+        monkeypatch.setattr(module, "remove_names", lambda: None)  # there are no workers
         yield module
 
 

@@ -32,7 +32,7 @@ from slipstream.errors import (
 from slipstream.model import families
 from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
 from slipstream.types import Checksums, EngineInfo, Offer
-from slipstream.weights.checksum import add_manifest_header, strip_manifest_header
+from slipstream.weights.checksum import ScanOptions, add_manifest_header, strip_manifest_header
 from slipstream.weights.plan import Plan, make_plan
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.transports.cuda import mapped_memory
@@ -62,7 +62,7 @@ class Workers:
             self.live.append({p.name: torch.full(p.shape, float("nan")) for p in own})
             held = LiveParameters(self.live[-1], self.loaded[rank].update, rank, torch.device("cpu"))
             held._make_receiver = lambda *_, held=held: mapped_memory.CudaReceiver(
-                [0], TorchMemory, Memfd(), 5.0, held.stage
+                [0], TorchMemory, Memfd(), 5.0, held.stage, held.compare_checksums
             )  # type: ignore[method-assign]
             self.ranks.append(held)
 
@@ -119,7 +119,7 @@ class Trainer:
         self.tensors = named_tensors.named_tensors(jax.tree.map(jnp.asarray, random_params(CONFIG)))
         specs = families.tensors(CONFIG)
         self.plan = make_plan(named_tensors.describe(self.tensors), specs, loader.parameters, "float32")
-        self.outbox = DeviceOutbox(self.plan, loader.parameters, 0, "engine-0")
+        self.outbox = DeviceOutbox(self.plan, loader.parameters, 0, "engine-0", "cuda", ScanOptions())
         self.fresh = True
 
     async def stage(self, version: int, unchanged: set[str] | None = None) -> None:
@@ -272,6 +272,28 @@ def test_manifests_are_checked_even_if_they_look_like_the_last_ones(workers: Wor
         assert report.num_bytes == trainer.plan.num_bytes
         await loader.rollback(3)
         trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_checksum_that_a_rank_finds_wrong_keeps_its_class() -> None:
+    """vLLM turns an exception of a worker into text."""
+    receipts: list[list[Any]] = [[None, 0.1], [0.1, "nccl: model.norm.weight arrived with checksum 01"]]
+
+    async def call(method: str, *args: Any) -> list[Any]:
+        return {"slipstream_connect": [[b"{}"]] * TP}.get(method) or (
+            receipts.pop(0) if method == "slipstream_receive" else [None] * TP
+        )
+
+    async def scenario() -> None:
+        loader = direct(call)  # type: ignore[arg-type]
+        trainer = Trainer(loader)
+        await loader.begin(-1, 1, Offer(trainer.plan.to_bytes(), trainer.plan.fingerprint, "nccl"))
+        manifests = trainer.outbox.promise(set(), 1)[0]
+        with pytest.raises(
+            ChecksumMismatch, match=r"engine 'engine-0': nccl: model.norm.weight.*version 1 is not used"
+        ):
+            await loader.stage(1, [[m] for m in manifests])
 
     asyncio.run(scenario())
 

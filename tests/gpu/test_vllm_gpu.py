@@ -19,10 +19,12 @@ import psutil
 import pytest
 
 import slipstream
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ChecksumMismatch, NonFiniteWeights, SlipstreamError
 from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
+from slipstream.model.transformer import decoder
 from slipstream.types import SamplingParams, VersionSpan
+from slipstream.weights.update.device_scan import DeviceScanner
 from tests.conformance.engines import Subject, greedy_reference
 from tests.gpu.vllm import PYTHON, engine_options, memory_in_use, needs_vllm
 from tests.tiny import random_params, tiny_config, write_config
@@ -102,6 +104,48 @@ def test_the_same_weights_over_other_transports(fleet: Any, transport: str) -> N
                 params = jax.tree.map(jnp.asarray, random_params(config_of(), seed))
                 assert bridge.sync(params).engines[0].transport == way
                 assert bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(params, PROMPTS[0])
+
+
+@pytest.mark.parametrize("transport", ["cuda", "nccl"])
+def test_bytes_that_differ_and_values_that_are_not_finite_are_refused(
+    fleet: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the old version serves, and the next sync works."""
+    old, new = (jax.tree.map(jnp.asarray, random_params(config_of(), seed)) for seed in (30, 31))
+    with slipstream.connect(fleet.run_dir, transport=transport) as bridge:
+        report = bridge.sync(old)
+        assert report.engines[0].checksummed
+        scan = DeviceScanner.scan
+
+        def wrong(scanner: DeviceScanner, pieces: Any) -> Any:
+            scans = scan(scanner, pieces)
+            victim = max(scans)
+            return scans | {victim: scans[victim]._replace(checksum=scans[victim].checksum ^ 1)}
+
+        monkeypatch.setattr(DeviceScanner, "scan", wrong)
+        with pytest.raises(ChecksumMismatch, match=r"with checksum [0-9a-f]{8}"):
+            bridge.sync(new)
+        monkeypatch.undo()
+        bad = hf_weights.unflatten(hf_weights.flatten(new) | {"model.norm.weight": jnp.full(128, jnp.nan)})
+        with pytest.raises(NonFiniteWeights, match=r"model.norm.weight \(128 of 128 values\)"):
+            bridge.sync(bad)
+        assert bridge.version == report.version
+        assert bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(old, PROMPTS[0])
+        assert bridge.sync(new).version == report.version + 1
+        assert bridge.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected(new, PROMPTS[0])
+
+
+def test_vllm_computes_what_the_trainer_does(bridge: Any) -> None:
+    params = jax.tree.map(jnp.asarray, random_params(config_of(), 32))
+
+    def score(sequences: Any) -> Any:
+        return decoder.logprobs(params, config_of(), jnp.asarray(sequences)).tolist()
+
+    gap = bridge.sync(params, canary=score).engines[0].canary_gap
+    print(f"  {gap:.3g} nats per token")
+    assert gap < 0.1
+    other = jax.tree.map(jnp.asarray, random_params(config_of(), 33))
+    assert bridge.sync(other, canary=score).engines[0].canary_gap > 0.5
 
 
 def test_seeds_determine_samples_alone_or_in_a_batch(bridge: Any) -> None:

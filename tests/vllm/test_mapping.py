@@ -3,6 +3,7 @@ write, at the same places."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -34,7 +35,7 @@ def models(root: Path) -> list[Path]:
     return [write_config(root / family, tiny_config(family, **shape)) for family in FAMILIES]
 
 
-def ranks(python: str, tp: int, dtype: str, directories: list[Path]) -> list[list[dict[str, Any]]]:
+def ranks(tmp_path: Path, tp: int, dtype: str, directories: list[Path]) -> list[list[dict[str, Any]]]:
     """The results of each rank, for each model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -43,15 +44,18 @@ def ranks(python: str, tp: int, dtype: str, directories: list[Path]) -> list[lis
     processes = []
     for rank in range(tp):
         options = ["--rank", str(rank), "--tp", str(tp), "--port", str(port), "--dtype", dtype]
-        command = [python, "-m", "slipstream.engines.vllm.mapping_check", *options, *map(str, directories)]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        command = [PYTHON, "-m", "slipstream.engines.vllm.mapping_check", *options, *map(str, directories)]
+        with (tmp_path / f"{rank}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=log))
     try:
         found = []
-        for process in processes:
-            out, err = process.communicate(timeout=500)  # most of it is vLLM being imported
-            assert process.returncode == 0, err[-3000:]
-            found.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+        for rank, process in enumerate(processes):
+            assert process.stdout is not None
+            lines = (line for line in process.stdout if line.startswith("{"))  # most of the time vLLM is being imported
+            found.append([json.loads(line) for line in itertools.islice(lines, 1)])
+            assert not list(Path("/dev/shm").glob(f"mapping-check-{port}-*")), "a kill would leave this shared memory"
+            found[-1] += map(json.loads, lines)
+            assert process.wait(timeout=60) == 0, (tmp_path / f"{rank}.log").read_text()[-3000:]
         return found
     finally:
         for process in processes:
@@ -60,7 +64,7 @@ def ranks(python: str, tp: int, dtype: str, directories: list[Path]) -> list[lis
 
 def test_vllms_loader_puts_everything_where_the_plan_writes_it(tmp_path: Path) -> None:
     """At TP 2. `tests/gpu` covers TP 1, and what vLLM does to weights on a GPU."""
-    for answers in ranks(PYTHON, 2, "float32", models(tmp_path)):
+    for answers in ranks(tmp_path, 2, "float32", models(tmp_path)):
         assert len(answers) == len(FAMILIES)
         for family, answer in zip(FAMILIES, answers):
             assert answer["failed"] == {}, (family, answer["parameters"])

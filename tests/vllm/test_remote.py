@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -109,7 +110,11 @@ def url(tmp_path_factory: pytest.TempPathFactory, break_file: Path) -> Iterator[
             time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()  # a server that is killed leaves its shared memory behind
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -270,11 +270,13 @@ def test_unsupported_models_fail_at_the_start(tmp_path: Path) -> None:
         pass
 
 
-def test_a_killed_engine_leaves_no_process(bridge: Any) -> None:
+def test_a_killed_engine_leaves_no_process_and_no_shared_memory(bridge: Any) -> None:
     """Must run last: it ends the fleet of the other tests."""
     (engine,) = bridge.status().engines
     family = psutil.Process(engine.info.pid).children(recursive=True)
     assert len(family) >= 2  # the core and a worker
+    shared = {map.path for process in family for map in process.memory_maps() if map.path.startswith("/dev/shm/")}
+    assert shared and not [path for path in shared if Path(path).exists()], "what has a name outlives a kill of all"
     os.kill(engine.info.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive, [p.cmdline() for p in alive]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.types import Destinations, Offer
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import make_plan
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.update import transport_choice
@@ -20,7 +21,7 @@ class HandUpdate:
         self.tensors, self.version = named_tensors.named_tensors(params), version
         self.plan = make_plan(named_tensors.describe(self.tensors), specs, parameters, dtype)
         self.offer = Offer(self.plan.to_bytes(), self.plan.fingerprint, transport_choice.offered_transport(transport))
-        self.outbox = Outbox(self.plan, parameters, 0, True)
+        self.outbox = Outbox(self.plan, parameters, 0, ScanOptions())
 
     def send(self, destinations: Destinations, unchanged: set[str] = frozenset()) -> list[list[bytes]]:
         self.outbox.destinations = destinations

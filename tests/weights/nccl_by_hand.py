@@ -15,12 +15,14 @@ from slipstream.types import Box
 from slipstream.weights.plan import SourceTensor, make_plan
 from slipstream.weights.rank_image import numpy_dtype
 from tests.tiny import tiny_config
+from tests.weights.naive_checksum import naive_checksum
 
 
 @dataclass(frozen=True)
 class Piece:
     array: jax.Array
     box: Box
+    checksum: int | None = None
 
     def slice(self, array):
         return array[slices(self.box)]
@@ -58,7 +60,9 @@ class Model:
                 shard = self.shards[move.tensor][trainer]
                 if move.tensor not in arrays:
                     arrays[move.tensor] = jax.device_put(jnp.asarray(weights[move.tensor][slices(shard)]), device)
-                found[index] = Piece(arrays[move.tensor], shift(move.tensor_box, shard))
+                values = weights[move.tensor][slices(move.tensor_box)].astype(numpy_dtype(self.dtype))
+                checksum = naive_checksum(values)
+                found[index] = Piece(arrays[move.tensor], shift(move.tensor_box, shard), checksum)
         return found
 
     def expected(self, weights, rank, before=None, only=lambda move: True):

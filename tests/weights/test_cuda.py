@@ -4,6 +4,7 @@ real driver.)"""
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -28,12 +29,12 @@ from hypothesis import strategies as st
 from slipstream.engines.vllm import staged_copies
 from slipstream.engines.vllm.live_parameters import LiveParameters
 from slipstream.engines.vllm.mapping_check import check_mapping, module_siblings, random_tensors
-from slipstream.errors import MappingError, TransferError
+from slipstream.errors import ChecksumMismatch, MappingError, NonFiniteWeights, TransferError
 from slipstream.model import families
 from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
 from slipstream.tensors.strided import Strided
 from slipstream.types import Destinations
-from slipstream.weights.checksum import unpack_manifest
+from slipstream.weights.checksum import ScanOptions, unpack_manifest
 from slipstream.weights.plan import make_plan
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.sources.known_trees import maxtext, tunix
@@ -362,7 +363,8 @@ def test_places_outside_the_region_are_refused(reader: mapped_memory.CudaReceive
     driver = Memfd()
     region, sender = driver.allocate(4096), sender_to(reader, driver)
     update = RegionUpdate({}, {0: (region, driver.export(region))})
-    wire_format.send_announcements(sender._socket, 1, update, layouts, np.array(rows, np.int64))
+    rows = np.array([(*row, wire_format.NO_CHECKSUM) for row in rows], np.int64)
+    wire_format.send_announcements(sender._socket, 1, update, layouts, rows)
     with pytest.raises(TransferError, match=r"cannot read version 1: .*(not inside its region|was not announced)"):
         sender._unconfirmed = 1
         heard(sender)
@@ -376,7 +378,7 @@ def test_garbage_on_the_socket_is_an_error_and_never_a_hang(noise: bytes, with_h
     receiver = mapped_memory.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
     receiver.start()
     sender = sender_to(receiver, Memfd())
-    sizes = max(0, len(noise) - 24), 24 * (len(noise) >= 24)
+    sizes = max(0, len(noise) - 32), 32 * (len(noise) >= 32)
     header = wire_format.HEADER.pack(wire_format.MAGIC, 1, *sizes, 0) if with_header else b""
     sender._socket.sendall(header + noise)
     sender.close()
@@ -441,7 +443,9 @@ def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype:
 
     def make(*_: Any) -> Any:
         held._driver = driver = Memfd()
-        return mapped_memory.CudaReceiver([0], TorchMemory, driver, deadline=5.0, check=held.stage)
+        return mapped_memory.CudaReceiver(
+            [0], TorchMemory, driver, deadline=5.0, check=held.stage, compare_checksums=held.compare_checksums
+        )
 
     monkeypatch.setattr(held, "_make_receiver", make)
     monkeypatch.setattr(staged_copies, "LARGE_BYTES", 1 << 10)  # so that some tensors are large and some are not
@@ -455,7 +459,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     config = tiny_config("llama")
     info, tensors, plan = planned(config)
     live, held, links, _ = rank_of(config, 1, 0, plan, monkeypatch, torch.float32)
-    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox = DeviceOutbox(plan, info, 0, "engine-0", "cuda", ScanOptions())
     outbox.destinations = Destinations((tuple(links),), b"")
     return config, tensors, plan, live, held, outbox
 
@@ -498,7 +502,7 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
     tensors = named_tensors.named_tensors(jax.tree.map(jnp.asarray, params))
     plan = make_plan(named_tensors.describe(tensors), families.tensors(config), info, dtype)
     ranks = [rank_of(config, tp, rank, plan, monkeypatch, kind) for rank in range(tp)]
-    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox = DeviceOutbox(plan, info, 0, "engine-0", "cuda", ScanOptions())
     outbox.destinations = Destinations(tuple(tuple(links) for _, _, links, _ in ranks), b"")
     for version, scale in ((1, 1.0), (2, -0.5)):
         tensors = {name: jnp.asarray(np.asarray(t) * scale) for name, t in tensors.items()}
@@ -544,6 +548,72 @@ def test_applying_a_version_waits_for_its_pieces(monkeypatch: pytest.MonkeyPatch
     outbox.close()
 
 
+def test_bytes_that_are_not_the_trainers_are_found_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that cannot be exported is copied; one copy goes wrong. Also where the pieces lie at the places of an earlier
+    version, and their copies are prepared already."""
+    _, tensors, plan, live, held, outbox = one_rank(monkeypatch)
+    indices, copy = range(len(plan.incoming[0])), Memfd.copy
+    victim = tensors["model.layers.0.mlp.up_proj.weight"]
+    for version in (1, 2):
+        outbox.send(tensors, set(), version)
+        heard(outbox)
+        held.apply(version, indices, 0.0)
+        asyncio.run(outbox.released())
+
+    def damaged(driver: Memfd, target: int, source: int, size: int) -> None:
+        copy(driver, target, source, size)
+        if source == victim.unsafe_buffer_pointer():  # type: ignore[attr-defined]
+            ctypes.memset(target + size - 1, 0x55, 1)
+
+    monkeypatch.setattr(Memfd, "copy", damaged)
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    outbox.send(tensors, set(), 3)
+    with pytest.raises(
+        ChecksumMismatch,
+        match=r"engine-0, rank 0: rank 0 reads model.layers.0.mlp.up_proj.weight with checksum .*version 3",
+    ):
+        heard(outbox)
+    with pytest.raises(TransferError, match=r"of version 3, but has .* is invalid: rank 0 reads"):
+        held.apply(3, indices, 1.0)
+    assert_bits(live, before)
+    outbox.close()
+
+
+def test_the_memory_that_is_compared_stays_mapped() -> None:
+    """Reading unmapped memory would end the process. Meanwhile the order to apply a version is answered in time."""
+    comparing, go_on = threading.Event(), threading.Event()
+
+    def compare(pieces: Any, checksums: Any) -> None:
+        comparing.set()
+        assert go_on.wait(10) and checksums == {0: 7} and float(pieces[0][0]) == 1.0
+
+    far, driver = Memfd(), Memfd()
+    receiver = mapped_memory.CudaReceiver([0], HostMemory, far, 5.0, compare_checksums=compare)
+    receiver.start()
+    sender = sender_to(receiver, driver)
+    array = FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32))
+    sender.send(1, {0: DevicePiece(array, DeviceSlice(View(), ()), Strided.row_major((4,)), 7)})
+    assert comparing.wait(10) and receiver.wait(1, [0], 0.0) is None
+    closing = threading.Thread(target=receiver.close)
+    closing.start()
+    time.sleep(0.05)
+    assert closing.is_alive() and far.mapped
+    go_on.set()
+    closing.join(10)
+    assert not far.mapped and receiver._version == -1
+    sender.close()
+
+
+def test_values_that_are_not_finite_are_refused_before_they_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tensors, _, _, held, outbox = one_rank(monkeypatch)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    bad = tensors | {name: tensors[name].at[0, :3].set(jnp.nan)}
+    with pytest.raises(NonFiniteWeights, match=rf"in float32.*: {name} \(3 of {tensors[name].size:,} values\)"):
+        outbox.send(bad, set(), 1)
+    assert held._receiver._version == -1
+    outbox.close()
+
+
 def test_cached_copies_write_the_current_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -585,7 +655,7 @@ def test_parameters_that_failed_the_proof_go_through_the_loader_whole(monkeypatc
     tensors = named_tensors.named_tensors(jax.tree.map(jnp.asarray, random_params(config)))
     plan = make_plan(named_tensors.describe(tensors), families.tensors(config), info, "float32", bucket_bytes=1 << 9)
     live, held, links, loaded = rank_of(config, 2, 1, plan, monkeypatch, torch.float32, failed)
-    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox = DeviceOutbox(plan, info, 0, "engine-0", "cuda", ScanOptions())
     outbox.destinations = Destinations(((), tuple(links)), b"")
     outbox._streams[0] = {}
     manifests, _ = outbox.send(tensors, set(), 1)
@@ -632,7 +702,7 @@ def test_a_donated_array_is_named() -> None:
     info = written_parameters(config, 1, ())[0]
     tensors = named_tensors.named_tensors(jax.tree.map(jnp.array, random_params(config)))
     plan = make_plan(named_tensors.describe(tensors), families.tensors(config), info, "float32")
-    outbox = DeviceOutbox(plan, info, 0, "engine-0")
+    outbox = DeviceOutbox(plan, info, 0, "engine-0", "cuda", ScanOptions())
     outbox.destinations = Destinations(((b"{}",),), b"")
     tensors["model.norm.weight"].delete()  # type: ignore[attr-defined]
     with pytest.raises(MappingError, match=r"model.norm.weight was donated or deleted before the sync"):

@@ -1,6 +1,7 @@
 """Both halves of the `nccl` transport, over a fake NCCL. (`tests/gpu` uses the real one.)"""
 
 import base64
+import dataclasses
 import gc
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.errors import MappingError, TransferError
+from slipstream.errors import ChecksumMismatch, MappingError, TransferError
 from slipstream.tensors.boxes import contiguous_start, slices
 from slipstream.weights.transports.nccl import receive_thread, transport
 from slipstream.weights.transports.nccl.transport import NcclReceiver, NcclSender
@@ -135,7 +136,8 @@ def test_buckets_hold_every_move_once_and_stay_in_bounds(sizes, direct, limit):
 def test_a_header_survives_packing(stream, data):
     chosen = data.draw(st.sets(st.sampled_from(sorted(stream)))) if stream else set()
     assert unpack_indices(pack_indices(chosen, stream), stream) == chosen
-    header = UpdateHeader(7, 1024, frozenset(chosen), frozenset(sorted(chosen)[:1]))
+    checksums = data.draw(st.just({}) | st.fixed_dictionaries(dict.fromkeys(chosen, st.integers(0, 2**32 - 1))))
+    header = UpdateHeader(7, 1024, frozenset(chosen), frozenset(sorted(chosen)[:1]), checksums)
     packed = header.pack(stream)
     assert len(packed) == UpdateHeader.num_bytes(len(stream))
     assert UpdateHeader.unpack(packed, stream, "trainer rank 0") == header
@@ -268,9 +270,10 @@ def test_transposed_and_reshaped_pieces(nccl):
     pieces = model.pieces(weights, 0, 0)
     for number, (index, piece) in enumerate(pieces.items()):
         if piece.array.ndim == 2:
-            transposed = Transposed(jnp.asarray(np.asarray(piece.array).T.copy()), piece.box)
+            transposed = Transposed(jnp.asarray(np.asarray(piece.array).T.copy()), piece.box, piece.checksum)
             whole = piece.array.size == np.prod([b - a for a, b in piece.box])
-            pieces[index] = Flat(piece.array, piece.array.shape) if number % 2 and whole else transposed
+            flat = Flat(piece.array, piece.array.shape, piece.checksum)
+            pieces[index] = flat if number % 2 and whole else transposed
     with Fleet(model, nccl) as fleet:
         fleet.receivers[0].expect(0)
         fleet.senders[0, 0].send(0, pieces)
@@ -336,6 +339,35 @@ def receiver_of(model, nccl, deadline=20.0, senders=(0,)):
 def sender_of(model, link, nccl, deadline=20.0, trainer=0, **over):
     moves = model.plan.stream(trainer, 0)
     return NcclSender(link, model.plan, moves, "engine 'e0' rank 0", SMALL, deadline, library=nccl, **over)
+
+
+def test_bytes_that_are_not_the_trainers_are_found(nccl):
+    model = Model(2)
+    with Fleet(model, nccl, 2) as fleet:
+        fleet.update(1, model.weights(1))
+        index, victim = next((i, m) for i, m in model.plan.stream(0, 1).items() if "down_proj" in m.tensor)
+        pieces = model.pieces(model.weights(2), 0, 1)
+        pieces[index] = dataclasses.replace(pieces[index], checksum=pieces[index].checksum ^ 1)
+        receiver = fleet.receivers[1]
+        receiver.expect(2)
+        fleet.senders[0, 1].send(2, pieces)
+        with pytest.raises(ChecksumMismatch, match=f"nccl: {victim.tensor} arrived from trainer rank 0 with checksum"):
+            receiver.wait(2, pieces.keys())
+        for other in fleet.receivers:
+            other.abandon()
+        fleet.connect()
+        weights = model.weights(3)
+        fleet.update(3, weights)
+        same(staged(receiver, model, 1), model.expected(weights, 1))
+
+
+def test_pieces_without_checksums_are_not_compared(nccl):
+    model = Model()
+    with Fleet(model, nccl) as fleet:
+        pieces = {i: dataclasses.replace(p, checksum=None) for i, p in model.pieces(model.weights(0), 0, 0).items()}
+        fleet.receivers[0].expect(0)
+        fleet.senders[0, 0].send(0, pieces)
+        assert fleet.receivers[0].wait(0, pieces.keys()) == model.plan.num_bytes
 
 
 def test_a_trainer_that_never_connects_is_named(nccl):
@@ -564,7 +596,7 @@ def changed(link, **facts):
 def test_any_header_is_read_or_refused(data):
     stream = range(9)
     data = data.ljust(UpdateHeader.num_bytes(len(stream)), b"\0")
-    for bits in (data, b"slipnccl" + data[8:]):
+    for bits in (data, UpdateHeader._MAGIC + data[8:]):
         try:
             assert UpdateHeader.unpack(bits[: UpdateHeader.num_bytes(9)], stream, "trainer rank 0").sent <= set(stream)
         except TransferError as error:

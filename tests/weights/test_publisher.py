@@ -7,6 +7,8 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import slipstream
 from slipstream.config import EmbeddedConfig
-from slipstream.errors import MappingError, TransferError, UpdateInProgress
+from slipstream.errors import MappingError, NonFiniteWeights, TransferError, UpdateInProgress
 from slipstream.model import families
 from slipstream.runtime import event_loop
 from slipstream.types import CommitReport, Destinations, Offer, StageReport, UpdateReports, UpdateSteps
@@ -66,6 +68,71 @@ def test_a_whole_tree_as_a_part_is_the_whole(bridge: slipstream.Bridge) -> None:
 
 
 # --- what did not change ---
+
+
+def test_an_array_that_was_written_to_is_sent_again(bridge: slipstream.Bridge) -> None:
+    params = jax.tree.map(np.array, PARAMS)
+    assert [bridge.sync(params).num_bytes for _ in range(2)] == [ALL_BYTES, 0]
+    params["model"]["norm"]["weight"] += 1
+    assert bridge.sync(params).num_bytes == NORM_BYTES
+    assert bridge.verify(params).is_same
+
+
+def test_an_engine_that_is_not_trusted_gets_everything_again(
+    bridge: slipstream.Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [bridge.sync(PARAMS).num_bytes for _ in range(2)] == [ALL_BYTES, 0]
+    engine: Any = bridge._fleet._engine  # type: ignore[attr-defined]
+    describe = engine.describe
+    monkeypatch.setattr(engine, "describe", lambda: replace(describe(), weights_epoch=1))  # as a gateway does
+    bridge._known_fleet = None  # the gateway's next answer is that the fleet has changed
+    assert [bridge.sync(PARAMS).num_bytes for _ in range(2)] == [ALL_BYTES, 0]
+    assert bridge.verify(PARAMS).is_same
+
+
+def test_a_version_without_changes_leaves_the_way_open(tmp_path: Path) -> None:
+    """The memory for the version after next was made and not opened."""
+    with slipstream.inprocess(write_config(tmp_path, CONFIG), transport="shm") as bridge:
+        sent = [bridge.sync(PARAMS).num_bytes, bridge.sync(PARAMS).num_bytes]
+        changed = jax.tree.map(lambda leaf: leaf * 2, PARAMS)
+        assert [*sent, bridge.sync(changed).num_bytes] == [ALL_BYTES, 0, ALL_BYTES]
+        assert bridge.verify(changed).is_same
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("deleted", ["all", "one"])
+def test_deleted_arrays_are_refused_in_every_sync(bridge: slipstream.Bridge, is_mapped: bool, deleted: str) -> None:
+    """They are the same objects as those that were synced, and they do not count as unchanged."""
+    mapping, tree = scanned()
+    if not is_mapped:
+        tree = named_tensors(PARAMS)  # type: ignore[assignment]
+    tree = {name: jnp.copy(leaf) for name, leaf in tree.items()}
+    tensors = mapping.tensors(tree) if is_mapped else tree
+    for _ in range(2):
+        bridge.sync(tensors)
+    for name in tree if deleted == "all" else ["model.norm.weight"]:
+        tree[name].delete()
+    for _ in range(2):
+        with pytest.raises(MappingError, match=r"was donated or deleted before the sync"):
+            bridge.sync(tensors)
+    with pytest.raises(MappingError, match=r"was donated or deleted before the sync"):
+        bridge.verify(tensors)
+    assert bridge.version == 1 and bridge.sync(PARAMS).version == 2
+
+
+def test_weights_that_are_not_finite_are_refused_unless_that_is_wanted(tmp_path: Path) -> None:
+    model = write_config(tmp_path, CONFIG)
+    bad = jax.tree.map(lambda leaf: leaf, PARAMS)
+    bad["model"]["norm"]["weight"] = bad["model"]["norm"]["weight"].at[0].set(jnp.nan)
+    with slipstream.inprocess(model) as bridge:
+        for _ in range(2):  # step by step, then bundled
+            bridge.sync(PARAMS)
+            with pytest.raises(NonFiniteWeights, match=rf"model.norm.weight \(1 of {CONFIG.hidden_size} values\)"):
+                bridge.sync(bad)
+        assert bridge.version == 1 and bridge.verify(PARAMS).is_same
+    with slipstream.inprocess(model, check_finite=False) as bridge:
+        assert bridge.sync(bad).version == 0
+
 
 LAYER = "model.layers.{layer}."
 
@@ -180,7 +247,7 @@ def test_a_checksum_is_of_what_was_committed_last() -> None:
 class Outbox:
     """Records what happens, and in which order."""
 
-    note, destinations = "", Destinations(((b"link",),), b"")
+    note, destinations, is_scanning = "", Destinations(((b"link",),), b""), False
 
     def __init__(self, events: list[str], promises: bool, breaks: bool) -> None:
         self._events, self._promises, self._breaks = events, promises, breaks
@@ -232,6 +299,7 @@ def published(
         outbox=Outbox(events, promises, breaks),
         is_quick=True,
         transport_label="here",
+        is_checksummed=True,
         offer=lambda: Offer(b"", "plan", "memory"),
         unchanged=lambda tensors: set(unchanged),
         prepare_commit=lambda tensors: None,
@@ -294,6 +362,12 @@ def test_checksums_that_result_from_sending_go_with_the_bundle(monkeypatch: pyte
 
 def test_several_ranks_confirm_before_any_gets_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert published(monkeypatch, ranks=2) == ["send", "confirmed", "bundle"]
+
+
+def test_a_rank_that_compares_checksums_does_so_before_it_gets_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It generates meanwhile, and could not with a commit at hand."""
+    monkeypatch.setattr(Outbox, "is_scanning", True)
+    assert published(monkeypatch) == ["send", "confirmed", "bundle"]
 
 
 def test_a_bundle_whose_bytes_fail_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,18 @@
 """The sending and receiving halves of a transfer over real transports, including faults."""
 
 import dataclasses
+import os
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.errors import (
     ChecksumMismatch,
     MappingError,
+    NonFiniteWeights,
     PlanMismatch,
     TransferError,
     UnknownVersion,
@@ -17,10 +21,22 @@ from slipstream.errors import (
 )
 from slipstream.model import families
 from slipstream.model.config import ModelConfig
-from slipstream.types import Offer, Parameter
-from slipstream.weights.checksum import checksum, copy_and_checksum, pack_manifest, unpack_manifest
-from slipstream.weights.plan import Plan
-from slipstream.weights.update.transfer import Inbox
+from slipstream.tensors.boxes import full_box, split
+from slipstream.types import Offer, Parameter, ParameterPart, TensorSpec
+from slipstream.weights.checksum import (
+    ScanOptions,
+    add_manifest_header,
+    checksum,
+    copy_and_scan,
+    count_nonfinite,
+    pack_entries,
+    pack_manifest,
+    unpack_manifest,
+)
+from slipstream.weights.plan import Plan, SourceTensor, make_plan
+from slipstream.weights.rank_image import numpy_dtype
+from slipstream.weights.transports.host import shm
+from slipstream.weights.update.transfer import Inbox, Outbox
 from tests.weights.by_hand import HandUpdate
 
 CONFIG = ModelConfig(
@@ -134,6 +150,73 @@ def test_what_did_not_change_is_shared_with_the_old_version(transport):
     engine.expect(weights(9))
 
 
+def test_a_slot_that_was_not_written_to_can_be_opened_later():
+    """The engine unlinks its shared memory once every trainer rank has opened it, and no earlier."""
+    engine = Engine(transport="shm")
+    sources = {t.name: SourceTensor(t.shape, "float32", halves(t.shape)) for t in SPECS}
+    norm = "model.norm.weight"
+    sources[norm] = SourceTensor(sources[norm].shape, "float32", ((0, full_box(sources[norm].shape)),))
+    plan = make_plan(sources, SPECS, engine.parameters, "float32")
+    offer = Offer(plan.to_bytes(), plan.fingerprint, "shm")
+    senders = [Outbox(plan, engine.parameters, rank, ScanOptions()) for rank in (0, 1)]
+    before, names = shm_segments(), set(weights(0))
+    unchanged = [set(), names, names - {norm}, {norm}]  # nothing, then only by rank 0, then also by rank 1
+    for version, same in enumerate(unchanged):
+        destinations = engine.inbox.begin(version - 1, version, dataclasses.replace(offer, fresh=version == 0))
+        manifests = []
+        for sender in senders:
+            sender.destinations = destinations
+            manifests += sender.send(weights(version), same, version)[0]
+        engine.serving |= engine.inbox.receive(version, [manifests])[0]
+        engine.inbox.finish(version)
+    engine.expect({name: weights(2 if name == norm else 3)[name] for name in names})
+    assert shm_segments() == before
+
+
+def halves(shape):
+    return tuple((rank, split(full_box(shape), 0, rank, 2)) for rank in (0, 1))
+
+
+def shm_segments():
+    return sorted(shm.directory().glob(f"slipstream-{os.getuid()}-*"))
+
+
+# --- values that are not finite ---
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_that_are_not_finite_are_refused_and_counted(transport, dtype):
+    """Of the boxes that two ranks hold, each is counted once."""
+    engine, tensors = Engine(2, dtype, transport), weights(1)
+    tensors["model.embed_tokens.weight"][[0, 40], [3, 5]] = [np.nan, -np.inf]
+    tensors["model.norm.weight"][2] = np.inf
+    update = engine.update_to(tensors)
+    with pytest.raises(NonFiniteWeights, match=rf"in {dtype}.*embed_tokens.weight \(2 of 1,024.*norm.weight \(1 of 16"):
+        update.send(engine.begin(update))
+    engine.inbox.rollback(0)
+    update.outbox = Outbox(update.plan, engine.parameters, 0, ScanOptions(finite=False))
+    assert engine.run(update).num_bytes == update.plan.num_bytes
+
+
+def test_a_value_beyond_the_range_of_the_engine_is_not_finite():
+    engine, tensors = Engine(dtype="bfloat16"), weights(1)
+    tensors["model.norm.weight"][0] = np.finfo(np.float32).max
+    update = engine.update_to(tensors)
+    with pytest.raises(NonFiniteWeights, match=r"model.norm.weight \(1 of 16 values\)"):
+        update.send(engine.begin(update))
+
+
+@given(st.sampled_from(["float16", "bfloat16", "float32", "float64"]), st.binary(max_size=96))
+def test_values_are_counted_as_numpy_does(dtype, data):
+    kind = numpy_dtype(dtype)
+    array = np.frombuffer(data[: len(data) // kind.itemsize * kind.itemsize], kind)
+    with np.errstate(invalid="ignore"):  # of a signalling NaN
+        assert count_nonfinite(array) == (~np.isfinite(array.astype(np.float64))).sum()
+
+
+# --- checksums ---
+
+
 def test_a_flipped_bit_is_found_and_named():
     engine = Engine(tp=2)
     update = engine.update_to(weights(1))
@@ -208,8 +291,21 @@ def test_manifest_round_trip_and_truncation():
     for cut in range(len(data)):
         with pytest.raises(ChecksumMismatch):
             unpack_manifest(data[:cut], 7, 6)
-    with pytest.raises(ChecksumMismatch):
-        unpack_manifest(data, 7, 5)
+    repeated = add_manifest_header(7, pack_entries({0: 1}) * 2)
+    for manifest, version, count in ((data, 7, 5), (data, 8, 6), (repeated, 7, 6)):
+        with pytest.raises(ChecksumMismatch):
+            unpack_manifest(manifest, version, count)
+
+
+def test_padding_is_zero(transport):
+    specs = [TensorSpec("head", (5, 2))]
+    part = ParameterPart("head", ((0, 5), (0, 2)), ((0, 5), (0, 2)))
+    padded = [Parameter("head", 0, (8, 2), (part,), padding=(((5, 8), (0, 2)),))]
+    update = HandUpdate({"head": np.ones((5, 2), np.float32)}, specs, padded, "float32", 0, transport)
+    inbox = Inbox(padded, "float32", "e0")
+    arrays, _ = inbox.receive(0, update.send(inbox.begin(-1, 0, update.offer)))
+    np.testing.assert_array_equal(arrays["head"][0], np.repeat([1.0, 0.0], [5, 3])[:, None] * np.ones(2))
+    inbox.close()
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (700, 1000), (3, 5, 7)])
@@ -217,8 +313,9 @@ def test_a_checksum_depends_on_content_alone(shape):
     rng = np.random.default_rng(0)
     array = rng.standard_normal(shape).astype(np.float32)
     strided = np.empty((*shape, 2), np.float32)[..., 0]
-    assert copy_and_checksum(strided, array) == checksum(array) == checksum(strided)
-    assert copy_and_checksum(np.empty(shape, ml_dtypes.bfloat16), array) == checksum(array.astype(ml_dtypes.bfloat16))
+    assert copy_and_scan(strided, array, ScanOptions()).checksum == checksum(array) == checksum(strided)
+    rounded = np.empty(shape, ml_dtypes.bfloat16)
+    assert copy_and_scan(rounded, array, ScanOptions()).checksum == checksum(array.astype(ml_dtypes.bfloat16))
 
 
 def test_versions_only_grow():

@@ -8,6 +8,7 @@ with slipstream.launch(model="path/to/model") as bridge:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import secrets
@@ -19,18 +20,23 @@ from typing import Any, get_args
 from slipstream.bridge.fleet import Fleet, with_engines
 from slipstream.bridge.rollouts import Rollouts, Sampling, make_request, per_prompt
 from slipstream.bridge.shared_weights import SharedWeights
+from slipstream.bridge.trainer_canary import TrainerCanary, TrainerScore
 from slipstream.config import SyncOptions
+from slipstream.engines.frontend.checks import check_in_flight
 from slipstream.errors import (
+    DeadlineExceeded,
     EngineFailure,
     InvalidPrompt,
     InvalidSampling,
     NotReady,
     RequestError,
+    SlipstreamError,
     Unsupported,
     UpdateInProgress,
 )
 from slipstream.gateway.staleness import Late, RolloutBound
 from slipstream.runtime import event_loop
+from slipstream.runtime.failpoints import step
 from slipstream.types import (
     MAX_TOP_LOGPROBS,
     Completion,
@@ -49,6 +55,9 @@ from slipstream.types import (
     checked_ids,
 )
 from slipstream.weights.update.publisher import Publisher
+
+GENERATE_SECONDS = 3600.0
+"""Longest time that a generation may take from one result to the next, unless the caller says otherwise."""
 
 
 class Bridge:
@@ -88,6 +97,7 @@ class Bridge:
         in_flight: InFlight = "keep",
         partial: bool = False,
         drop_failed: bool = False,
+        canary: TrainerScore | None = None,
     ) -> SyncReport:
         """Make `params` the policy of every engine, as the next version. Returns once the new version serves.
 
@@ -100,8 +110,13 @@ class Bridge:
             in_flight: What happens to running requests.
             partial: `params` is part of the tree, such as the trained layers; the rest stays as it is.
             drop_failed: Continue without engines that fail; `SyncReport.lost` names them.
+            canary: Compare what the engines compute with what the trainer does. Called with a few token sequences, it returns
+                the logprobs of their tokens but the first under `params`. `EngineSync.canary_gap` has the result, and an engine
+                that disagrees is quarantined, unless all do. (Engines are compared with each other after every sync.)
         """
-        future = self.start_sync(params, draft=draft, in_flight=in_flight, partial=partial, drop_failed=drop_failed)
+        future = self.start_sync(
+            params, draft=draft, in_flight=in_flight, partial=partial, drop_failed=drop_failed, canary=canary
+        )
         return event_loop.result(future)
 
     def start_sync(
@@ -112,20 +127,25 @@ class Bridge:
         in_flight: InFlight = "keep",
         partial: bool = False,
         drop_failed: bool = False,
+        canary: TrainerScore | None = None,
     ) -> Future[SyncReport]:
         """Start a sync and return its future, for a trainer that continues while engines finish their work.
 
         Until the future is done, `params` must be neither donated nor written to, and no other sync can start. Closing the
         bridge cancels the sync."""
+        check_in_flight(in_flight)
         self._acquire_sync("another sync of this bridge is in progress; run one at a time")
         known, self._known_fleet = self._known_fleet, None  # set again on success
 
         async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
+            step("sync.call", version=version + 1)
+            expected = None if canary is None else await asyncio.to_thread(TrainerCanary, engines[0], canary)
             report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed, draft)
             self._version = report.version
+            step("sync.done", version=report.version, engines=[sync.engine for sync in report.engines])
             if not report.lost:
                 self._known_fleet = (engines, report.version)
-            return report
+            return report if expected is None else await expected.compare(self._fleet, engines, report)
 
         return event_loop.start_then(with_engines(self._fleet, publish, "to sync to", known), self._syncing.release)
 
@@ -151,7 +171,7 @@ class Bridge:
         which the engines must see too. A `sync` ends the sharing."""
         if self._options.process_count > 1:
             raise Unsupported("a trainer of several processes cannot share its weights; use bridge.sync")
-        shared = SharedWeights(self._fleet, self._syncing, self._on_shared_commit, self._options.checksums)
+        shared = SharedWeights(self._fleet, self._syncing, self._on_shared_commit, self._options)
         shared.start(params, device)
         return shared
 
@@ -198,7 +218,13 @@ class Bridge:
         return await self._publisher.verify(params, engines, draft)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, engine: str = "", priority: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sampling = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+        timeout: float = GENERATE_SECONDS,
     ) -> Completions:
         """Generate completions; return them in order: the `n` samples of the first prompt, then those of the second, and so on.
 
@@ -207,36 +233,56 @@ class Bridge:
             sampling_params: For all prompts, or one per prompt.
             engine: Name of the engine to use; empty uses all of them.
             priority: Requests with a lower priority go first when requests wait for room.
+            timeout: Longest time in seconds without a result; then raises `DeadlineExceeded`.
 
         Raises the first failure, if any prompt failed. `.by_prompt()` of the result gives one list per prompt."""
-        return event_loop.run(self._generate(_requests(prompts, sampling_params, priority), engine))
+        return event_loop.run(self._generate(_requests(prompts, sampling_params, priority), engine, timeout))
 
     async def agenerate(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, engine: str = "", priority: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sampling = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+        timeout: float = GENERATE_SECONDS,
     ) -> Completions:
         """Awaitable version of `generate`, for any event loop. Cancelling it cancels the unfinished requests."""
-        return await event_loop.arun(self._generate(_requests(prompts, sampling_params, priority), engine))
+        return await event_loop.arun(self._generate(_requests(prompts, sampling_params, priority), engine, timeout))
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, engine: str = "", priority: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sampling = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+        timeout: float = GENERATE_SECONDS,
     ) -> Iterator[Completion | Failure]:
         """Like `generate`, but yield completions and `Failure`s as they finish. Closing it early cancels the rest."""
-        for batch in event_loop.iterate(self._batches(_requests(prompts, sampling_params, priority), engine)):
+        batches = self._batches(_requests(prompts, sampling_params, priority), engine, timeout)
+        for batch in event_loop.iterate(batches):
             yield from batch
 
     async def astream(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, engine: str = "", priority: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sampling = None,
+        *,
+        engine: str = "",
+        priority: int = 0,
+        timeout: float = GENERATE_SECONDS,
     ) -> AsyncGenerator[Completion | Failure, None]:
         """Async version of `stream`, for any event loop. Closing it cancels the rest."""
-        batches = self._batches(_requests(prompts, sampling_params, priority), engine)
+        batches = self._batches(_requests(prompts, sampling_params, priority), engine, timeout)
         async with contextlib.aclosing(event_loop.aiterate(batches)) as results:
             async for batch in results:
                 for result in batch:
                     yield result
 
-    async def _generate(self, requests: Sequence[Request], engine: str) -> Completions:
+    async def _generate(self, requests: Sequence[Request], engine: str, timeout: float) -> Completions:
         completions: list[Completion] = []
-        async with contextlib.aclosing(self._batches(requests, engine)) as batches:
+        async with contextlib.aclosing(self._batches(requests, engine, timeout)) as batches:
             async for batch in batches:
                 for result in batch:
                     if isinstance(result, Failure):
@@ -245,7 +291,7 @@ class Bridge:
         return Completions(sorted(completions, key=lambda c: (c.prompt_index, c.sample_index)))
 
     async def _batches(
-        self, requests: Sequence[Request], engine: str
+        self, requests: Sequence[Request], engine: str, timeout: float
     ) -> AsyncGenerator[list[Completion | Failure], None]:
         """Yield results as they arrive, with the index of their prompt."""
         if not requests:
@@ -253,7 +299,19 @@ class Bridge:
         index_of = {request.id: index for index, request in enumerate(requests)}
         num_missing = sum(request.sampling.n for request in requests)
         async with contextlib.aclosing(self._fleet.generate(requests, engine)) as batches:
-            async for batch in batches:
+            while True:
+                try:
+                    # Around each wait: every one may run in a task of its own.
+                    async with asyncio.timeout(timeout):
+                        batch = await anext(batches, None)
+                except TimeoutError as error:
+                    if isinstance(error, SlipstreamError):  # `DeadlineExceeded` is both
+                        raise
+                    raise DeadlineExceeded(
+                        f"no result within {timeout:g} s; {num_missing} samples are missing. Are the engines paused?"
+                    ) from None
+                if batch is None:
+                    break
                 results: list[Completion | Failure] = []
                 for result in batch:
                     index = index_of[result.request_id]
@@ -330,6 +388,13 @@ class Bridge:
         """Return what each engine holds on its devices."""
         return event_loop.run(self._fleet.memory(engine))
 
+    def quarantine(self, engine: str, reason: str, since: int | None = None) -> None:
+        """Stop using an engine whose results are wrong, for example because its logprobs disagree with the trainer's.
+
+        It gets no requests until it has new weights and passes a probe. What it generated with version `since` or later (by
+        default the present one) and nobody has taken from `rollouts` is generated again by other engines."""
+        event_loop.run(self._fleet.quarantine(engine, reason, since))
+
     def status(self) -> FleetStatus:
         return event_loop.run(self._fleet.status())
 
@@ -340,6 +405,7 @@ class Bridge:
     def close(self) -> None:
         """Close the connection and stop the processes or the engine started for this bridge. May be called twice."""
         self._publisher.close()
+        self._known_fleet = None
         try:
             event_loop.run(self._fleet.close())
         finally:

@@ -8,10 +8,11 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.engines.contract import EngineBackend
-from slipstream.errors import NotReady, UnknownEngine, Unsupported
+from slipstream.errors import BridgeClosed, EngineFailure, NotReady, UnknownEngine, Unsupported
+from slipstream.gateway.output_check import fault_in, fault_in_completion
 from slipstream.gateway.update_steps import run_steps
 from slipstream.types import (
     Checksums,
@@ -77,13 +78,27 @@ class LocalFleet:
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         self._num_requests += len(requests)
+        vocab_size = self._engine.describe().vocab_size
         try:
             async with contextlib.aclosing(self._engine.generate(requests)) as batches:
                 async for batch in batches:
-                    self._num_completions += sum(isinstance(r, Completion) for r in batch)
-                    yield batch
+                    results = [self._checked_result(result, vocab_size) for result in batch]
+                    self._num_completions += sum(isinstance(r, Completion) for r in results)
+                    yield results
         finally:
             self._num_requests -= len(requests)
+
+    def _checked_result(
+        self, result: Completion | Failure | Progress, vocab_size: int
+    ) -> Completion | Failure | Progress:
+        """Return a result, or a failure in place of one that cannot be true."""
+        if isinstance(result, Failure):
+            return result
+        check = fault_in_completion if isinstance(result, Completion) else fault_in
+        if not (fault := check(result, vocab_size)):
+            return result
+        error = EngineFailure(f"engine {self._name!r} returned {fault}; are the weights that it serves finite?")
+        return Failure(result.request_id, error)
 
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
         return await self._checked(engine).score(sequences, top_k)
@@ -149,6 +164,9 @@ class LocalFleet:
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         return {self._name: await self._checked(engine).memory()}
 
+    async def quarantine(self, engine: str, reason: str, since: int | None = None) -> None:
+        raise Unsupported(f"engine {self._name!r} is the only one and runs in this process; sync good weights instead")
+
     async def checksums(self, engine: str = "") -> dict[str, Checksums]:
         return {self._name: await self._checked(engine).checksums()}
 
@@ -176,12 +194,15 @@ class LocalFleet:
     async def rollback(self, version: int) -> None:
         unanswered, self._unanswered = self._unanswered, deque()
         await asyncio.gather(*unanswered, return_exceptions=True)  # steps that wait for bytes fail, as none will come
-        await self._engine.rollback(version)
+        with contextlib.suppress(BridgeClosed):
+            await self._engine.rollback(version)
 
     async def close(self) -> None:
+        engine, self._engine = self._engine, cast(EngineBackend, _ClosedEngine())
         if self._rollouts is not None:
             await self._rollouts.close()
-        await self._engine.close()
+        if not isinstance(engine, _ClosedEngine):
+            await engine.close()
 
     @property
     def _name(self) -> str:
@@ -192,3 +213,10 @@ class LocalFleet:
         if name not in ("", self._name):
             raise UnknownEngine(f"no engine is named {name!r}; this process has {self._name!r}")
         return self._engine
+
+
+class _ClosedEngine:
+    """Takes the place of an engine that was closed: every use raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise BridgeClosed("the bridge was closed, and the engine of this process with it; make another one")

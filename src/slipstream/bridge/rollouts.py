@@ -14,17 +14,27 @@ what it accepted."""
 
 from __future__ import annotations
 
+import reprlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import xxhash
 
-from slipstream.errors import DeadlineExceeded, GatewayLost, InvalidSampling, NotReady, RolloutError, SlipstreamError
+from slipstream.errors import (
+    DeadlineExceeded,
+    GatewayLost,
+    InvalidSampling,
+    JournalUnavailable,
+    NotReady,
+    RolloutError,
+    SlipstreamError,
+)
 from slipstream.gateway.staleness import RolloutBound
 from slipstream.runtime import event_loop
+from slipstream.runtime.failpoints import is_recording, step
 from slipstream.types import Prompt, Request, RolloutGroup, SamplingParams, plain_ids
 
 if TYPE_CHECKING:
@@ -69,6 +79,7 @@ class Rollouts:
         seeds = [xxhash.xxh3_64_intdigest(id.encode()) >> 1 for id in ids]
         requests = [make_request(*row) for row in zip(ids, prompts, params, seeds, map(repr, ids))]
         chunks = [requests[i : i + SUBMIT_PROMPTS] for i in range(0, len(requests), SUBMIT_PROMPTS)]
+        step("rollout.submit", ids=list(ids))
         return sum(self._retry(partial(self._fleet.submit, self.bound, chunk)) for chunk in chunks)
 
     def take(self, count: int | None = None, timeout: float = 600.0, *, more: bool = False) -> list[RolloutGroup]:
@@ -80,6 +91,8 @@ class Rollouts:
         count = self.bound.batch if count is None else count
         if count < 1:
             raise RolloutError(f"take needs a count of at least 1, got {count}")
+        after = self.position
+        step("rollout.take", after=after, count=count)
         groups = self._take_expected(count, timeout)
         if groups is None:
             take = partial(
@@ -91,6 +104,8 @@ class Rollouts:
                 self._version = 0  # its sync may have failed: next time take for the version that serves
                 raise
         self.position = groups[-1].position
+        if is_recording():
+            step("rollout.taken", after=after, groups=[_facts(group) for group in groups])
         return groups
 
     def expect(self, version: int, count: int | None = None) -> None:
@@ -133,20 +148,41 @@ class Rollouts:
         self._saved = max(self._saved, position)
 
     def _retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Retry while the gateway is gone or its engines are not back."""
+        """Retry while the gateway is gone, its engines are not back, or its disk is full."""
         deadline = time.monotonic() + self._patience
         while True:
             try:
                 return event_loop.run(call())
-            except (GatewayLost, NotReady):
+            except (GatewayLost, JournalUnavailable, NotReady):
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(RETRY_SECONDS)
 
 
+def _facts(group: RolloutGroup) -> dict[str, Any]:
+    """What the history keeps of a group."""
+    tokens = repr([(c.token_ids, c.logprobs, c.spans) for c in group.completions])
+    return {
+        "id": group.id,
+        "position": group.position,
+        "version": group.version,
+        "spans": [[(s.start, s.stop, s.version) for s in c.spans] for c in group.completions],
+        "lengths": [len(c.token_ids) for c in group.completions],
+        "engines": [c.engine for c in group.completions],
+        "tokens": xxhash.xxh3_64_hexdigest(tokens.encode()),
+    }
+
+
 def per_prompt(sampling_params: Sampling, count: int) -> Sequence[SamplingParams]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
+    is_list = isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str)
+    rows: Any = sampling_params if is_list else [sampling_params]
+    if wrong := [row for row in rows if not isinstance(row, SamplingParams)]:
+        hint = "; write SamplingParams(**settings)" if isinstance(wrong[0], Mapping) else ""
+        raise InvalidSampling(
+            f"sampling_params must be a SamplingParams, or one per prompt, got {reprlib.repr(wrong[0])}{hint}"
+        )
     return sampling_params
 
 

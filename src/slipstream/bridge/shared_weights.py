@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slipstream.bridge.fleet import Fleet, with_engines
+from slipstream.config import SyncOptions
 from slipstream.errors import Unsupported, UpdateInProgress, VersionError
 from slipstream.runtime import event_loop
 from slipstream.types import EngineInfo, InFlight, SyncReport
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.update.shared import Sharing
 
@@ -26,15 +28,17 @@ from slipstream.weights.update.shared import Sharing
 class SharedWeights:
     """Made by `Bridge.share`. For one thread.
 
-    A block that raises, or a trainer that dies inside one, may leave half-written weights. The engines then have no policy and
-    answer `NotReady` until the next update, by this or another trainer. An engine that restarts, or that receives other weights
-    by `bridge.sync`, attaches again with the next update."""
+    A block that raises, or a trainer that dies inside one, may leave half-written weights. `notify_update` refuses values that
+    are not finite, except in GPU memory, which it does not read. The engines then have no policy and answer `NotReady` until
+    the next update, by this or another trainer. An engine that restarts, or that receives other weights by `bridge.sync`,
+    attaches again with the next update."""
 
     def __init__(
-        self, fleet: Fleet, updates: threading.Lock, on_commit: Callable[[int], None], checksums: bool
+        self, fleet: Fleet, updates: threading.Lock, on_commit: Callable[[int], None], options: SyncOptions
     ) -> None:
         """`updates` is held during an update, so that the bridge starts no other."""
-        self._fleet, self._updates, self._on_commit, self._checksums = fleet, updates, on_commit, checksums
+        self._fleet, self._updates, self._on_commit = fleet, updates, on_commit
+        self._options = ScanOptions(options.checksums, options.check_finite)
         self._sharing: Sharing | None = None
         self.report: SyncReport | None = None
         """Report of the last update."""
@@ -102,7 +106,7 @@ class SharedWeights:
     async def _begin(self, tensors: Any = None, device: int = 0) -> None:
         async def begin(engines: tuple[EngineInfo, ...], version: int) -> None:
             if self._sharing is None:
-                self._sharing = await asyncio.to_thread(Sharing, self._fleet, tensors, engines, self._checksums, device)
+                self._sharing = await asyncio.to_thread(Sharing, self._fleet, tensors, engines, self._options, device)
             await self._sharing.begin(engines, version + 1)
 
         await with_engines(self._fleet, begin, "to share weights with")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def stored_tensors(directory: str | Path) -> dict[str, StoredTensor]:
 def weight_files(directory: Path) -> list[Path]:
     """Return the files that hold a checkpoint's tensors: those its index names, or the single weights file."""
     if (directory / INDEX).exists():
+        _check_regular(directory / INDEX)
         try:
             weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
             return sorted({directory / name for name in weight_map.values()})
@@ -95,18 +97,32 @@ def is_buffer(name: str) -> bool:
 
 
 def open_file(path: Path) -> Any:
+    """Open a safetensors file. The library holds the GIL while it waits for a file, so read from it here first: if its file
+    system hangs, this thread hangs, and not the process."""
     try:
+        _check_regular(path)
+        with open(path, "rb", buffering=0) as file:
+            file.read(1)
         return safe_open(path, framework="np")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist, but the checkpoint's index lists it") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _check_regular(path: Path) -> None:
+    """Raise for a FIFO or a device: opening one waits for whoever writes to it."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(f"{path} is not a regular file")
 
 
 def _is_tied(directory: Path) -> bool:
     path = directory / "config.json"
+    if not path.exists():
+        return False
+    _check_regular(path)
     try:
-        return path.exists() and bool(json.loads(path.read_text()).get("tie_word_embeddings", False))
+        return bool(json.loads(path.read_text()).get("tie_word_embeddings", False))
     except (json.JSONDecodeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a JSON object: {error}") from None
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -73,11 +76,45 @@ def _num_pages(model: ModelConfig, options: EmbeddedConfig, shapes: Shapes) -> i
 
 
 def _memory() -> float:
-    """Bytes per device that the KV cache may take."""
+    """Bytes per device that the KV cache takes at most if its size is not set."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return DEVICE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
-    return CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return CPU_SHARE * min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _container_limit())
+
+
+def check_memory(models: Sequence[Programs], options: EmbeddedConfig) -> None:
+    """Raise `ConfigError` if the KV cache does not fit into memory: the kernel would end the process, without a word, when it
+    is first used."""
+    needed = sum(programs.cache_bytes for programs in models)
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        available = (stats["bytes_limit"] - stats["bytes_in_use"]) * options.tensor_parallel_size
+    else:
+        available = min(_available(), _container_limit())
+    if needed > available:
+        shapes = models[0].shapes
+        tokens = shapes.num_pages * shapes.page_size
+        raise ConfigError(
+            f"the KV cache of {tokens} tokens needs {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are available; set "
+            f"kv_cache_tokens to at most {int(tokens * available / needed)}"
+        )
+
+
+def _available() -> float:
+    """Bytes of host memory that can be allocated without swapping, as the kernel estimates."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _container_limit() -> float:
+    """Bytes that this process's container may use; infinity without one."""
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2, of version 1
+        with contextlib.suppress(OSError, ValueError):  # the value may be the word "max"
+            return int(Path("/sys/fs/cgroup", file).read_text())
+    return math.inf
 
 
 def attention_for(options: EmbeddedConfig, head_dim: int, page_size: int, backend: str) -> PagedAttention:

@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.config import EmbeddedConfig
 from slipstream.engines.embedded.assembly import (
+    check_memory,
     keep_freed_memory,
     programs_for,
     shapes_for,
@@ -111,6 +112,7 @@ class EmbeddedEngine(EngineFrontend):
         shapes = shapes_for(model, options)
         programs = programs_for(model, options, shapes)
         draft_programs = None if draft is None else programs_for(draft, options, shapes)
+        check_memory([programs, draft_programs] if draft_programs else [programs], options)
         self._placement = programs.placement
         self._draft_placement = draft_programs.placement if draft_programs else None
         self._tensors, self._parameters = tensors_and_parameters(model, draft, options.tensor_parallel_size)

@@ -7,9 +7,15 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from slipstream.engines.frontend.request_parser import MIN_THREADED_BATCH, RequestParser, SequenceLimits
+from slipstream.engines.frontend.request_parser import (
+    MIN_THREADED_BATCH,
+    MIN_THREADED_CHARACTERS,
+    RequestParser,
+    SequenceLimits,
+)
 from slipstream.engines.frontend.sequence import (
     EngineRequest,
     EngineResult,
@@ -22,6 +28,9 @@ from slipstream.errors import EngineLost, NotReady
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, EngineInfo, Failure, Progress, Request, Score
 from slipstream.weights.update.transport_choice import host_identity
+
+NUM_THREADS = 2
+"""Threads that tokenize long prompts and large batches."""
 
 
 class EngineFrontend(ABC):
@@ -41,6 +50,8 @@ class EngineFrontend(ABC):
         self._name, self._model, self._max_length = name, model, limits.max_length
         self._parser = RequestParser(model, tokenizer, limits, name)
         self._submit, self._cancel = submit, cancel
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "slipstream-requests")
+        """Not the event loop's own executor: long prompts must not hold up weight updates."""
 
     @abstractmethod
     def _check_ready(self) -> None:
@@ -54,6 +65,7 @@ class EngineFrontend(ABC):
             host=host_identity(),
             max_model_len=self._max_length,
             pid=os.getpid(),
+            vocab_size=self._model.vocab_size,
             **fields,
         )
 
@@ -63,10 +75,11 @@ class EngineFrontend(ABC):
         sink = ResultSink()
         try:
             self._check_ready()
-            if len(requests) < MIN_THREADED_BATCH:
+            if len(requests) < MIN_THREADED_BATCH and _num_characters(requests) < MIN_THREADED_CHARACTERS:
                 accepted, failures = self._parser.parse(requests, sink)
             else:
-                accepted, failures = await asyncio.to_thread(self._parser.parse, requests, sink)
+                loop = asyncio.get_running_loop()
+                accepted, failures = await loop.run_in_executor(self._threads, self._parser.parse, requests, sink)
             self._submit(accepted)
         except (NotReady, EngineLost) as error:
             yield [Failure(request.id, error) for request in requests]
@@ -86,7 +99,8 @@ class EngineFrontend(ABC):
     async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
         self._check_ready()
         sink = ResultSink()
-        requests = await asyncio.to_thread(self._parser.parse_scoring, sequences, top_k, sink)
+        loop = asyncio.get_running_loop()
+        requests = await loop.run_in_executor(self._threads, self._parser.parse_scoring, sequences, top_k, sink)
         self._submit(requests)
         scores: dict[EngineRequest, Score] = {}
         try:
@@ -124,6 +138,10 @@ class EngineFrontend(ABC):
                 if not unfinished[request]:
                     del unfinished[request]
         return [*progress, *_completions(finished, self._parser.tokenizer, self._name), *failures]
+
+
+def _num_characters(requests: Sequence[Request]) -> int:
+    return sum(len(request.prompt) for request in requests if isinstance(request.prompt, str))
 
 
 def _completions(samples: Sequence[Sample], tokenizer: Any, engine: str) -> list[Completion]:

@@ -12,8 +12,9 @@ from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, Slipst
 from slipstream.model.config import ModelConfig
 from slipstream.types import MAX_STOPS, MAX_TOP_LOGPROBS, Failure, Request, SamplingParams
 
-MIN_THREADED_BATCH = 32
-"""Batches from this size on use threads. Smaller ones finish before a busy machine has woken a thread."""
+MIN_THREADED_BATCH, MIN_THREADED_CHARACTERS = 32, 1 << 14
+"""Batches from this size on, or with this much text, use threads: tokenizing them on the event loop would hold up heartbeats.
+Smaller ones finish before a busy machine has woken a thread."""
 
 
 class SequenceLimits(NamedTuple):
@@ -29,15 +30,17 @@ class RequestParser:
         """`tokenizer` is a `tokenizers.Tokenizer` or None."""
         self.tokenizer, self.engine = tokenizer, engine
         self._model, self._limits = model, limits
+        self._max_characters = 0 if tokenizer is None else limits.max_length * longest_token(tokenizer)
 
     def parse(self, requests: Sequence[Request], sink: ResultSink) -> tuple[list[EngineRequest], list[Failure]]:
         """Return an engine request for every valid request and a failure for every invalid one."""
         accepted: list[EngineRequest] = []
         failures: list[Failure] = []
-        encoded = self._encode([r.prompt for r in requests if isinstance(r.prompt, str)])
+        texts = [r.prompt for r in requests if isinstance(r.prompt, str)]
+        encoded = self._encode([text for text in texts if len(text) <= self._max_characters])
         for request in requests:
             try:
-                prompt = next(encoded) if isinstance(request.prompt, str) else request.prompt
+                prompt = self._prompt(request.prompt, encoded) if isinstance(request.prompt, str) else request.prompt
                 accepted.append(self._parse(request, prompt, sink))
             except SlipstreamError as error:
                 failures.append(Failure(request.id, error))
@@ -48,11 +51,11 @@ class RequestParser:
         self._check_num_top(top_k, "top_k of a score")
         max_length = self._limits.max_length
         for index, tokens in enumerate(sequences):
-            self._check_tokens(tokens, f"sequence {index}")
             if not 2 <= len(tokens) <= max_length:
                 raise InvalidPrompt(
                     f"sequence {index} has {len(tokens)} tokens; a score takes 2 to {max_length} (max_model_len)"
                 )
+            self._check_tokens(tokens, f"sequence {index}")
             self._check_pages(len(tokens), f"sequence {index}, of {len(tokens)} tokens,")
         sampling = SamplingParams(max_tokens=1, top_logprobs=top_k)
         return [
@@ -60,26 +63,31 @@ class RequestParser:
             for index, tokens in enumerate(sequences)
         ]
 
-    def _encode(self, texts: list[str]) -> Iterator[tuple[int, ...] | None]:
-        """Token ids of each text; None for each if there is no tokenizer."""
-        if self.tokenizer is None or not texts:
-            return iter([None] * len(texts))
+    def _encode(self, texts: list[str]) -> Iterator[tuple[int, ...]]:
+        if not texts:
+            return iter(())
         return (tuple(encoding.ids) for encoding in self.tokenizer.encode_batch(texts))
 
-    def _parse(self, request: Request, prompt: tuple[int, ...] | None, sink: ResultSink) -> EngineRequest:
-        if prompt is None:
+    def _prompt(self, text: str, encoded: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the next of `encoded`, which are the tokens of the texts that can be encoded, in order."""
+        if self.tokenizer is None:
             raise InvalidPrompt(
                 f"engine {self.engine!r} has no tokenizer; send token ids, or put tokenizer.json next to its config.json"
             )
-        if not prompt:
-            raise InvalidPrompt(f"the prompt {request.prompt!r} has no tokens")
-        self._check_tokens(prompt, "the prompt")
+        if len(text) > self._max_characters:
+            raise too_many_characters(len(text), self._limits.max_length)
+        if not (tokens := next(encoded)):
+            raise InvalidPrompt(f"the prompt {text[:100]!r} has no tokens")
+        return tokens
+
+    def _parse(self, request: Request, prompt: tuple[int, ...], sink: ResultSink) -> EngineRequest:
         max_length = self._limits.max_length
         if len(prompt) >= max_length:
             raise InvalidPrompt(
                 f"the prompt has {len(prompt)} tokens, which leaves no room for a completion in "
                 f"max_model_len={max_length}; shorten it, or raise max_model_len if the model allows"
             )
+        self._check_tokens(prompt, "the prompt")
         sampling = request.sampling
         self._check_num_top(sampling.top_logprobs, "top_logprobs")
         if (highest := max((token for token, _ in sampling.logit_bias), default=0)) >= self._model.vocab_size:
@@ -145,6 +153,19 @@ class RequestParser:
             return next(count for count in counts if has_stop_string(tokens[:count]))
 
         return find
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Return how many characters a token stands for at most. A text of more than `max_model_len` times this need not be
+    encoded."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def too_many_characters(num_characters: int, max_length: int) -> InvalidPrompt:
+    return InvalidPrompt(
+        f"the prompt has {num_characters} characters, which cannot fit into max_model_len={max_length}; shorten it, or raise "
+        "max_model_len if the model allows"
+    )
 
 
 def check_stop_ids(stop_ids: Collection[int]) -> None:

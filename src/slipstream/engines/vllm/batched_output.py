@@ -15,6 +15,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
+from slipstream.engines.vllm.shared_names import remove_names
+
 BATCH_TOKENS = 32
 
 
@@ -86,6 +88,7 @@ class AsyncBatchedOutputScheduler(BatchedOutputMixin, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """Stand in for the class that vLLM expects as `scheduler_cls`."""
+    """Stand in for the class that vLLM expects as `scheduler_cls`. Runs in the engine core, when the workers are up."""
+    remove_names()
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AsyncBatchedOutputScheduler if is_async else BatchedOutputScheduler)(vllm_config=vllm_config, **kwargs)

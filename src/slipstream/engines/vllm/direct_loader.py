@@ -18,7 +18,7 @@ from slipstream.engines.vllm.weight_loading import (
     WeightsPending,
     missing_tensors,
 )
-from slipstream.errors import EngineFailure, SlipstreamError, TransferError
+from slipstream.errors import ChecksumMismatch, EngineFailure, SlipstreamError, TransferError
 from slipstream.model.config import ModelConfig
 from slipstream.model.families.vllm_parameters import written_parameters
 from slipstream.types import Destinations, Offer, ParameterChecksums, StageReport
@@ -82,6 +82,7 @@ class DirectLoader(UpdateReceiver):
             self._inbox.begin(serving, version, offer)  # raises
         with self._lock:
             plan = self._admit(serving, version, offer)
+            # Checksums come with the pieces, and the ranks compare them.
             self._update = IncomingUpdate(version, plan, hashed=False)
         try:
             if offer.fresh or plan is not self._plan or offer.transport != self._transport or not self._links:
@@ -122,11 +123,13 @@ class DirectLoader(UpdateReceiver):
     async def _receive(self, version: int) -> float:
         """Wait until all ranks have received. Short calls let vLLM step meanwhile, and let a rollback through."""
         try:
-            while None in (
-                seconds := await self._call_workers("slipstream_receive", version, self._indices, WORKER_WAIT_SECONDS)
-            ):
+            while True:
+                answers = await self._call_workers("slipstream_receive", version, self._indices, WORKER_WAIT_SECONDS)
+                if mismatches := [answer for answer in answers if isinstance(answer, str)]:
+                    raise ChecksumMismatch(f"engine {self._name!r}: {mismatches[0]}; version {version} is not used")
+                if None not in answers:
+                    return max(answers)
                 self.check(version)
-            return max(seconds)
         except SlipstreamError:
             raise
         except Exception as error:

@@ -6,6 +6,7 @@ loader instead, with their whole module."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,10 +16,11 @@ import torch
 import xxhash
 
 from slipstream.engines.vllm.staged_copies import Reload, StagedCopies
-from slipstream.errors import TransferError
+from slipstream.errors import ChecksumMismatch, TransferError
 from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.strided import Strided
 from slipstream.types import Parameter
+from slipstream.weights.device_checksum import torch_checksums
 from slipstream.weights.plan import Move, Plan
 from slipstream.weights.transports.cuda.driver import CudaDriver
 from slipstream.weights.transports.device import DeviceReceiver
@@ -61,7 +63,8 @@ class MappedTensorMemory:
 
 
 class LiveParameters:
-    """The parameters of one rank. `stage` may be called from another thread; everything else is called between two steps."""
+    """The parameters of one rank. `stage` and `compare_checksums` may be called from another thread; everything else is called
+    between two steps."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], reload: Reload, rank: int, device: torch.device) -> None:
         self._parameters, self._reload, self._rank, self._device = parameters, reload, rank, device
@@ -77,6 +80,8 @@ class LiveParameters:
         self._staged = StagedCopies(-1)
         self._cache: list[tuple[Mapping[int, torch.Tensor], StagedCopies]] = []
         """Recently staged pieces, with their copies."""
+        self._reading: torch.cuda.Stream | None = None
+        """Where checksums are computed, so that steps need not wait for them."""
 
     def connect(
         self, transport: str, plan: Plan, parameters: Sequence[Parameter], reloaded: Collection[str]
@@ -105,7 +110,7 @@ class LiveParameters:
             from slipstream.weights.transports.cuda.mapped_memory import CudaReceiver
 
             self._driver, wrap = CudaDriver(index), partial(MappedTensorMemory, device=self._device)
-            return CudaReceiver(senders, wrap, self._driver, check=self.stage)
+            return CudaReceiver(senders, wrap, self._driver, check=self.stage, compare_checksums=self.compare_checksums)
         if transport == "nccl":
             from slipstream.weights.transports.nccl.transport import NcclReceiver
 
@@ -124,6 +129,22 @@ class LiveParameters:
         if not self._is_staged(version, indices):
             self.stage(version, {index: self._receiver.source(index) for index in indices})
         return self._receiver.seconds
+
+    def compare_checksums(self, pieces: Mapping[int, torch.Tensor], checksums: Mapping[int, int]) -> None:
+        """Read pieces, while the old version serves. Raise `ChecksumMismatch` if one is not what the trainer has."""
+        on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self._device.type == "cuda":
+            self._reading = self._reading or torch.cuda.Stream(self._device)
+            on_stream = torch.cuda.stream(self._reading)
+        with torch.inference_mode(), on_stream:
+            found = torch_checksums([pieces[index] for index in checksums])
+        for (index, expected), value in zip(checksums.items(), found):
+            if value != expected:
+                known = 0 <= index < len(self._moves)
+                raise ChecksumMismatch(
+                    f"rank {self._rank} reads {self._moves[index].tensor if known else f'piece {index}'} with checksum "
+                    f"{value:08x}, the trainer has {expected:08x}"
+                )
 
     def stage(self, version: int, pieces: Mapping[int, torch.Tensor]) -> None:
         """Check the pieces and prepare their copies, while the old version serves. Several trainer ranks may call this, each

@@ -23,6 +23,7 @@ import xxhash
 
 from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.engine_args import ENVIRONMENT, set_defaults
+from slipstream.engines.vllm.shared_names import remove_names
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.families.vllm_parameters import vllm_parameters
@@ -120,6 +121,8 @@ def check_model(directory: Path, rank: int, tp: int, port: int, dtype: str) -> d
             backend = "gloo" if on_cpu else "nccl"
             init_distributed_environment(tp, rank, f"tcp://127.0.0.1:{port}", 0, backend)
             initialize_model_parallel(tp, 1)
+            torch.distributed.barrier()
+            remove_names()
         torch.set_default_dtype(torch_dtype)
         model = initialize_model(config)
         torch.set_default_dtype(torch.float32)

@@ -20,6 +20,8 @@ from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.live_parameters import LiveParameters, NothingWritten, NotYetReceived
 from slipstream.engines.vllm.mapping_check import check_mapping, module_siblings, random_tensors
 from slipstream.engines.vllm.sampler import DualLogprobSampler
+from slipstream.engines.vllm.shared_names import remove_names
+from slipstream.errors import ChecksumMismatch
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
@@ -47,6 +49,7 @@ class WorkerExtension:
         self._slipstream_names = frozenset(names)
         self._slipstream_rank = get_tensor_model_parallel_rank()
         threading.Thread(target=_exit_with, args=(owner,), name="slipstream-lifeline", daemon=True).start()
+        remove_names()
         return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
 
     def _slipstream_replace_sampler(self) -> Callable[[], dict[str, int]]:
@@ -149,10 +152,13 @@ class WorkerExtension:
     def slipstream_expect(self, version: int) -> None:
         self._slipstream_live.expect(version)
 
-    def slipstream_receive(self, version: int, indices: Sequence[Sequence[int]], timeout: float) -> float | None:
-        """Wait for these pieces, listed by rank. Return the seconds their transfer took, or None after `timeout` seconds. No
-        step runs meanwhile."""
-        return self._slipstream_live.receive(version, indices[self._slipstream_rank], timeout)
+    def slipstream_receive(self, version: int, indices: Sequence[Sequence[int]], timeout: float) -> float | str | None:
+        """Wait for these pieces, listed by rank. Return the seconds their transfer took, the text of a `ChecksumMismatch`, or
+        None after `timeout` seconds. No step runs meanwhile."""
+        try:
+            return self._slipstream_live.receive(version, indices[self._slipstream_rank], timeout)
+        except ChecksumMismatch as error:  # vLLM would not keep the class of an exception
+            return str(error)
 
     def slipstream_apply(
         self, version: int, indices: Sequence[Sequence[int]], timeout: float

@@ -234,6 +234,19 @@ def _is_jax_type(kind: Any) -> bool:
     return hasattr(kind, "addressable_shards")
 
 
+def is_deleted(tensor: Any) -> bool:
+    """Whether a JAX array that the tensor consists of was donated or deleted."""
+    if is_jax_array(tensor):
+        return bool(tensor.is_deleted())
+    return _is_reader(tensor) and any(map(is_deleted, getattr(tensor, "leaves", ())))
+
+
+def check_not_deleted(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if is_deleted(tensor):
+            raise MappingError(f"{name} was donated or deleted before the sync; sync the arrays that the step returned")
+
+
 def _is_sharded(tensor: Any) -> bool:
     """Whether devices hold only parts of a JAX array. A fully replicated one is read like a plain array."""
     return is_jax_array(tensor) and not tensor.is_fully_replicated

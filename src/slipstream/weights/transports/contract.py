@@ -4,7 +4,7 @@ The engine makes a `HostReceiver`: memory the size of the rank's image, and a li
 reaches the trainer through the gateway. Each trainer rank opens the link as a `HostSender`. Then, in every update:
 
     engine    receiver.expect(version, pieces)
-    trainer   sender.begin(version), sender.send(index, array) → checksum   …   sender.flush()
+    trainer   sender.begin(version), sender.send(index, array) → checksum and more   …   sender.flush()
     engine    receiver.checksums(expected)                  waits for the pieces and returns their checksums
 
 A piece is a box of a parameter; its index is its position among the plan's moves to this rank. Each half is used by one
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import TransferError
+from slipstream.weights.checksum import PieceScan
 
 
 class HostReceiver:
@@ -61,8 +62,8 @@ class HostSender:
         """Assign everything sent from now on to this version."""
         self._version = version
 
-    def send(self, index: int, array: np.ndarray) -> int:
-        """Transfer a piece, cast to the engine's dtype, and return its checksum."""
+    def send(self, index: int, array: np.ndarray) -> PieceScan:
+        """Transfer a piece, cast to the engine's dtype, and return what a scan of the bytes has shown."""
         raise NotImplementedError
 
     def flush(self) -> None:

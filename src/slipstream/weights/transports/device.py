@@ -4,7 +4,8 @@ host.
 Unlike `contract.py`, the sender has no memory to write into. The halves work as follows:
 
     trainer   DeviceSender.send(version, pieces)      announces where the pieces are, or sends them
-    engine    DeviceReceiver.wait(version, indices)   waits until they are readable: mapped, or in the rank's staging image
+    engine    DeviceReceiver.wait(version, indices)   waits until they are readable: mapped, or in the rank's staging image,
+                                                      and their checksums are compared
               DeviceReceiver.source(index)            returns a piece
               DeviceReceiver.done(version, copied)    all pieces are copied, or will be when `copied` returns
     trainer   DeviceSender.released()                 the arrays may be donated and freed again
@@ -53,6 +54,8 @@ class DevicePiece:
     """Returns the piece, given the array; traceable. Usually a `DeviceSlice`."""
     strides: Strided | None
     """The piece as a view of the array; None if it must be computed first."""
+    checksum: int | None = None
+    """See `device_checksum`: of the piece as the rank will see it. None if it is not to be compared."""
 
 
 class DeviceSender:
@@ -96,7 +99,7 @@ class DeviceReceiver(Protocol):
 
     def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
         """Wait until all these pieces are readable and return their bytes; None after `patience` seconds. Raise
-        `TransferError` after the transport's deadline, whatever the patience."""
+        `TransferError` after the transport's deadline, whatever the patience, or `ChecksumMismatch`."""
 
     def source(self, index: int) -> Any:
         """Return a piece after `wait`, as a torch tensor on the rank's device."""
@@ -125,23 +128,14 @@ def _platform(tensor: Any) -> str:
     return str(next(iter(tensor.sharding.device_set)).platform)
 
 
-def is_deleted(tensor: Any) -> bool:
-    if isinstance(tensor, MappedTensor):
-        return any(map(is_deleted, tensor.leaves))
-    return bool(tensor.is_deleted())
-
-
 def are_ready(tensors: Iterable[Any]) -> bool:
     """Whether all tensors are computed. Host arrays are; deleted arrays are not, and waiting for one raises."""
-    try:
-        for tensor in tensors:
-            if is_jax_array(tensor):
-                if not tensor.is_ready():
-                    return False
-            elif isinstance(tensor, MappedTensor) and not are_ready(tensor.leaves):
+    for tensor in tensors:
+        if is_jax_array(tensor):
+            if tensor.is_deleted() or not tensor.is_ready():  # `is_ready` of a deleted array crashes the process
                 return False
-    except RuntimeError:
-        return False
+        elif isinstance(tensor, MappedTensor) and not are_ready(tensor.leaves):
+            return False
     return True
 
 

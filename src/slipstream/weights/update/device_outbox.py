@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from slipstream.errors import MappingError, TransferError
+from slipstream.errors import TransferError
 from slipstream.tensors.strided import Strided, strided_view
-from slipstream.types import Destinations, Parameter
-from slipstream.weights.checksum import add_manifest_header, pack_entries
+from slipstream.types import Box, Destinations, Parameter
+from slipstream.weights.checksum import ScanOptions, add_manifest_header, check_finite, pack_entries
 from slipstream.weights.plan import Move, Plan, missing_tensor_error
-from slipstream.weights.sources.named_tensors import Tensor
+from slipstream.weights.sources.named_tensors import Tensor, check_not_deleted
 from slipstream.weights.transports.contract import unpack_link
 from slipstream.weights.transports.device import (
     DEVICE_TRANSPORTS,
@@ -17,17 +17,27 @@ from slipstream.weights.transports.device import (
     DevicePiece,
     DeviceSender,
     DeviceSlice,
-    is_deleted,
     is_row_major,
     locate,
 )
+from slipstream.weights.update.device_scan import DeviceScanner
 
 
 class DeviceOutbox:
     """The sending half for one engine; the counterpart of `transfer.Outbox`, which sends through host memory."""
 
-    def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, engine: str) -> None:
-        self._plan, self._rank, self._engine = plan, rank, engine
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Sequence[Parameter],
+        rank: int,
+        engine: str,
+        transport: str,
+        options: ScanOptions,
+    ) -> None:
+        self._plan, self._rank, self._engine, self._options = plan, rank, engine, options
+        # Over `cuda` the engine reads the trainer's bytes and casts them.
+        self._scanner = DeviceScanner(options, plan.dtype, casts=transport != "cuda")
         self._streams = [plan.stream(rank, r) for r in range(1 + max(p.rank for p in parameters))]
         self._sizes = [{i: plan.size_of(move) for i, move in stream.items()} for stream in self._streams]
         self._senders: dict[bytes, DeviceSender] = {}
@@ -45,6 +55,11 @@ class DeviceOutbox:
 
     async def released(self) -> float:
         return max([await sender.released() for sender in self._senders.values()], default=0.0)
+
+    @property
+    def is_scanning(self) -> bool:
+        """Whether `send` reads all that it sends, and the engine reads it again before it confirms."""
+        return self._options.checksums or self._options.finite
 
     @property
     def note(self) -> str:
@@ -75,6 +90,8 @@ class DeviceOutbox:
         ]
         if not is_computed:
             self._wait(tensors)
+        if self.is_scanning:
+            self._scan(tensors)
         for rank, pieces in enumerate(self._pinned):
             if self._streams[rank]:  # also when nothing changed: the rank may be waiting
                 self._sender(rank).send(version, pieces)
@@ -86,17 +103,26 @@ class DeviceOutbox:
         try:
             jax.block_until_ready([piece.array for pieces in self._pinned for piece in pieces.values()])
         except RuntimeError:
-            if deleted := [name for name, tensor in tensors.items() if is_deleted(tensor)]:
-                raise _was_deleted(deleted[0]) from None
+            check_not_deleted(tensors)
             raise
+
+    def _scan(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add the checksums to the pieces. Raise `NonFiniteWeights`, before anything is sent."""
+        pieces = {(rank, index): piece for rank, own in enumerate(self._pinned) for index, piece in own.items()}
+        counts: dict[tuple[str, Box], int] = {}
+        for (rank, index), scan in self._scanner.scan(pieces).items():
+            move = self._streams[rank][index]
+            counts[move.tensor, move.tensor_box] = scan.num_nonfinite
+            if self._options.checksums:
+                pieces[rank, index].checksum = scan.checksum
+        check_finite(counts, {name: tensors[name].shape for name, _ in counts}, self._plan.dtype)
 
     def _piece(self, tensors: Mapping[str, Tensor], move: Move) -> DevicePiece:
         tensor = tensors.get(move.tensor)
         if tensor is None:
             raise missing_tensor_error(move)
         if (known := self._known.get(id(move))) is None:
-            if is_deleted(tensor):
-                raise _was_deleted(move.tensor)
+            check_not_deleted({move.tensor: tensor})
             find, cut = locate(tensor, move.tensor_box)
             array = find(tensor)
             strides = strided_view(cut, tuple(array.shape)) if is_row_major(array) else None
@@ -121,10 +147,6 @@ class DeviceOutbox:
         for sender in self._senders.values():
             sender.close()
         self._senders, self.destinations = {}, None
-
-
-def _was_deleted(tensor: str) -> MappingError:
-    return MappingError(f"{tensor} was donated or deleted before the sync; sync the arrays that the step returned")
 
 
 def open_device_sender(link: bytes, plan: Plan, moves: dict[int, Move], peer: str) -> DeviceSender:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 
 from slipstream.config import SyncOptions
 from slipstream.errors import MappingError, TransferError, Unsupported
+from slipstream.runtime.failpoints import step
 from slipstream.tensors.boxes import full_box
 from slipstream.types import (
     Checksums,
@@ -33,6 +34,7 @@ from slipstream.types import (
     UpdateSteps,
     VerifyReport,
 )
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Plan, SourceTensor, make_plan
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.sources.named_tensors import Tensor
@@ -65,13 +67,14 @@ class UpdateClient(Protocol):
 class _Route:
     """What the trainer keeps for one engine: the plan, the senders to its ranks, and the tensors it holds."""
 
-    def __init__(self, engine: EngineInfo, plan: Plan, transport: str, rank: int, hashed: bool) -> None:
-        self.engine, self.plan, self.transport, self._hashed = engine, plan, transport, hashed
+    def __init__(self, engine: EngineInfo, plan: Plan, transport: str, options: SyncOptions) -> None:
+        self.engine, self.plan, self.transport, self._hashed = engine, plan, transport, options.checksums
         self.outbox: Outbox | DeviceOutbox
+        scan, rank = ScanOptions(options.checksums, options.check_finite), options.process_index
         if transport in DEVICE_TRANSPORTS:
-            self.outbox = DeviceOutbox(plan, engine.parameters, rank, engine.name)
+            self.outbox = DeviceOutbox(plan, engine.parameters, rank, engine.name, transport, scan)
         else:
-            self.outbox = Outbox(plan, engine.parameters, rank, hashed)
+            self.outbox = Outbox(plan, engine.parameters, rank, scan)
         self._held = self._held_after = HeldTensors()
         self.is_quick = transport_choice.is_quick(transport, plan.num_bytes)
         self._is_connected = False
@@ -82,6 +85,11 @@ class _Route:
     def transport_label(self) -> str:
         """The transport, with the note of its sender if there is one."""
         return ", ".join(filter(None, (self.transport, self.outbox.note)))
+
+    @property
+    def is_checksummed(self) -> bool:
+        """Whether the engine compares checksums. A server that is not ours has none to compare with."""
+        return self._hashed and self.engine.kind != "remote"
 
     def offer(self) -> Offer:
         plan = b"" if self._is_connected else self.plan.to_bytes()
@@ -160,10 +168,11 @@ class _Publication:
     async def _send_bundled(self) -> None:
         """Send all steps as one message, before the bytes or behind them."""
         # A single rank commits everything or nothing, so it may get the message first. Of several ranks, each must confirm
-        # that it can read its bytes before any may commit.
-        is_single_rank = sum(route.engine.num_ranks for route in self.routes.values()) == 1
+        # that it can read its bytes before any may commit. So must one that compares checksums: it generates meanwhile, which
+        # it cannot once it has the order to commit.
+        may_commit_early = sum(route.engine.num_ranks for route in self.routes.values()) == 1 and not self._is_scanning
         seems_computed = self._seems_computed()
-        promised = self._promised() if is_single_rank and seems_computed else None
+        promised = self._promised() if may_commit_early and seems_computed else None
         writing = None
         if promised is not None:
             # The message passes through the gateway and the bytes do not. They travel at the same time, and the engine waits
@@ -172,16 +181,16 @@ class _Publication:
         try:
             await asyncio.sleep(0)  # starts the task
             is_computed = seems_computed and are_ready(self._tensors.values())
-            sent = await self._send_bytes(in_thread=not is_computed)
+            sent = await self._send_bytes(is_computed)
         finally:
             if writing is not None:
                 await writing
         self.sent_at = self.staged_at = time.perf_counter()
-        if not is_single_rank:
+        if not may_commit_early:
             await self._confirm()
         if promised is None:
             await self._send_steps(begin=True, sent=sent, commit=True)
-        if is_single_rank:
+        if may_commit_early:
             await self._confirm()
 
     async def _send_stepwise(self) -> None:
@@ -191,7 +200,7 @@ class _Publication:
             self._keep(await self._client.receive_reports())
         try:
             is_computed = all(route.is_quick for route in self.routes.values()) and are_ready(self._tensors.values())
-            sent = await self._send_bytes(in_thread=not is_computed)
+            sent = await self._send_bytes(is_computed)
         except TransferError:
             if self._are_destinations_known:  # a restarted engine has other links; its answer to begin says so
                 await self._client.receive_reports()
@@ -223,6 +232,7 @@ class _Publication:
         self.routes = {name: route for name, route in self.routes.items() if name in reports}
         for name, report in reports.items():
             if report.destinations is not None:
+                transport_choice.check_links(name, report.destinations, self.routes[name].transport)
                 self.routes[name].outbox.destinations = report.destinations
             if report.stage is not None:
                 self.stages[name] = report.stage
@@ -243,13 +253,21 @@ class _Publication:
         promised = {name: r.outbox.promise(self.unchanged[name], self._version) for name, r in self.routes.items()}
         return {name: sent for name, sent in promised.items() if sent is not None} or None
 
-    async def _send_bytes(self, in_thread: bool) -> _Sent:
-        """Send the bytes to all engines at once, in threads where that takes long enough to pay off."""
+    @property
+    def _is_scanning(self) -> bool:
+        return any(route.outbox.is_scanning for route in self.routes.values())
+
+    async def _send_bytes(self, is_computed: bool) -> _Sent:
+        """Send the bytes to all engines at once, in threads where that takes long enough to pay off. `is_computed` says that
+        the arrays are computed and sending them is quick."""
         sends = [
-            partial(route.outbox.send, self._tensors, self.unchanged[name], self._version, not in_thread)
+            partial(route.outbox.send, self._tensors, self.unchanged[name], self._version, is_computed)
             for name, route in self.routes.items()
         ]
+        in_thread = not is_computed or self._is_scanning
+        step("sync.send", version=self._version)
         results = await asyncio.gather(*map(asyncio.to_thread, sends)) if in_thread else [send() for send in sends]
+        step("sync.sent", version=self._version)
         sent = dict(zip(self.routes, results))
         self.num_bytes = sum(num_bytes for _, num_bytes in sent.values())
         return sent
@@ -270,7 +288,13 @@ def _named(params: Any, draft: Any) -> dict[str, Tensor]:
     tensors = named_tensors.named_tensors(params)
     if draft is not None:
         tensors |= {DRAFT + name: tensor for name, tensor in named_tensors.named_tensors(draft).items()}
+    named_tensors.check_not_deleted(tensors)
     return tensors
+
+
+def _identity(engine: EngineInfo) -> tuple[object, ...]:
+    """What must stay the same for the trainer to know which tensors an engine holds."""
+    return engine.pid, engine.host, engine.weights_epoch
 
 
 class Publisher:
@@ -326,7 +350,10 @@ class Publisher:
             commit_seconds=committed - update.staged_at,
             total_seconds=committed - start,
             engines=tuple(
-                EngineSync(name, routes[name].transport_label, update.stages[name], update.commits[name])
+                EngineSync(
+                    *(name, routes[name].transport_label, update.stages[name], update.commits[name]),
+                    checksummed=routes[name].is_checksummed,
+                )
                 for name in routes
                 if name in update.commits
             ),
@@ -377,10 +404,10 @@ class Publisher:
                 engine.name, engine.transports, engine.host, engine.pid, options.transport, on_gpu
             )
             route = self._routes.get(engine.name)
-            same_process = route is not None and (route.engine.pid, route.engine.host) == (engine.pid, engine.host)
-            if route is None or not same_process or route.plan is not plan or route.transport != transport:
+            is_same = route is not None and _identity(route.engine) == _identity(engine)
+            if route is None or not is_same or route.plan is not plan or route.transport != transport:
                 self._drop(engine.name)
-                route = _Route(engine, plan, transport, options.process_index, options.checksums)
+                route = _Route(engine, plan, transport, options)
             routes[engine.name] = route
         self._drop(*(self._routes.keys() - routes.keys()))
         self._routes, self._sources, self._engines, self._partial = routes, sources, engines, partial

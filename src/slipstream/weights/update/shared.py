@@ -17,16 +17,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.errors import MappingError, UnknownVersion, Unsupported
 from slipstream.tensors.boxes import full_box, slices
-from slipstream.types import EngineInfo, EngineSync, InFlight, Offer, Parameter, SyncReport, UpdateSteps
-from slipstream.weights.checksum import checksum, pack_manifest
+from slipstream.types import Box, EngineInfo, EngineSync, InFlight, Offer, Parameter, SyncReport, UpdateSteps
+from slipstream.weights.checksum import ScanOptions, check_finite, pack_manifest, scan
 from slipstream.weights.plan import Plan, make_plan
 from slipstream.weights.rank_image import RankImage, rank_image
-from slipstream.weights.sources.named_tensors import Tensor, describe, dtype_name, read
+from slipstream.weights.sources.named_tensors import Tensor, check_not_deleted, describe, dtype_name, read
 from slipstream.weights.transports.shared.cuda_memory import SharedCudaMemory
 from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, SharedHostMemory
 from slipstream.weights.update.publisher import UpdateClient
@@ -52,13 +52,14 @@ class Sharing:
         client: UpdateClient,
         tensors: Mapping[str, Tensor],
         engines: Sequence[EngineInfo],
-        hashed: bool,
+        options: ScanOptions,
         device: int = 0,
     ) -> None:
         """Allocate memory for the engines' parameters and copy `tensors` into it; the first `begin` attaches the engines. The
         memory is on the host, or on this process's GPU `device` where the engines are on a GPU."""
-        self._client, self._hashed = client, hashed
+        self._client, self._options = client, options
         model = engines[0]
+        check_not_deleted(tensors)
         _check_dtypes(tensors, model)
         self._parameters, self._kind = model.parameters, _kind(model)
         self._plan: Plan = make_plan(describe(tensors), model.tensors, model.parameters, model.dtype)
@@ -90,7 +91,9 @@ class Sharing:
         steps = {}
         for engine in engines:
             is_new = engine.name in new
-            offer = Offer(plan.to_bytes() if is_new else b"", plan.fingerprint, transport, is_new, self._hashed)
+            offer = Offer(
+                plan.to_bytes() if is_new else b"", plan.fingerprint, transport, is_new, self._options.checksums
+            )
             steps[engine.name] = UpdateSteps(version, offer)
         try:
             await self._client.send_steps(steps)
@@ -108,7 +111,7 @@ class Sharing:
         version, names, written = update.version, [e.name for e in update.engines], time.perf_counter()
         try:
             self._memory.synchronize()
-            sums = await asyncio.to_thread(self._checksums) if update.new_engines else {}
+            sums = await asyncio.to_thread(self._scan, bool(update.new_engines))
             manifests = {name: [[pack_manifest(version, sums if name in update.new_engines else {})]] for name in names}
             hashed = time.perf_counter()
             await self._client.send_steps({name: UpdateSteps(version, manifests=manifests[name]) for name in names})
@@ -125,7 +128,8 @@ class Sharing:
         for name, reports in commits.items():
             stage, commit = stages[name].stage, reports.commit
             assert stage is not None and commit is not None
-            engines.append(EngineSync(name, self._kind, stage, commit))
+            checksummed = self._options.checksums and name in update.new_engines
+            engines.append(EngineSync(name, self._kind, stage, commit, checksummed))
         return SyncReport(
             version=version,
             num_bytes=0,
@@ -152,12 +156,17 @@ class Sharing:
         """Let no more engines attach. The arrays stay valid."""
         self._memory.close()
 
-    def _checksums(self) -> dict[int, int]:
-        """Hash every piece, as an engine that maps the memory will."""
-        sums = {}
-        for index, move in enumerate(self._plan.incoming[0]):
-            piece = self._views[move.parameter][slices(move.local_box)]
-            sums[index] = checksum(self._memory.read(piece)) if self._hashed else 0
+    def _scan(self, has_new_engines: bool) -> dict[int, int]:
+        """Hash every piece, as engines that have just mapped the memory will. Raise `NonFiniteWeights`; memory on a GPU is read
+        only for such engines."""
+        reads = has_new_engines or (self._options.finite and self._kind == NAME)
+        options = replace(self._options, checksums=self._options.checksums and has_new_engines)
+        sums: dict[int, int] = {}
+        counts: dict[tuple[str, Box], int] = {}
+        for index, move in enumerate(self._plan.incoming[0] if reads else ()):
+            piece = scan(self._memory.read(self._views[move.parameter][slices(move.local_box)]), options)
+            sums[index], counts[move.tensor, move.tensor_box] = piece
+        check_finite(counts, {name: view.shape for name, view in self._views.items()}, self._plan.dtype)
         return sums
 
     def _check(self, engine: EngineInfo) -> None:

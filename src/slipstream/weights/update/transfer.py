@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from slipstream.errors import ChecksumMismatch, PlanMismatch, UnknownVersion, Up
 from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.dlpack import DLPackView
 from slipstream.types import Destinations, Offer, Parameter, StageReport
-from slipstream.weights.checksum import pack_manifest, unpack_manifest
+from slipstream.weights.checksum import PieceScan, ScanOptions, check_finite, pack_manifest, unpack_manifest
 from slipstream.weights.plan import Plan, check_cover, missing_tensor_error
 from slipstream.weights.rank_image import RankImage, rank_image
 from slipstream.weights.sources.named_tensors import Tensor, read
@@ -42,17 +42,21 @@ NUM_SLOTS = 2
 class Outbox:
     """The sending half for one engine. Keeps its connections, and the slots in use, from update to update."""
 
-    def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, hashed: bool) -> None:
-        self._plan, self._rank, self._hashed = plan, rank, hashed
+    def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, options: ScanOptions) -> None:
+        self._plan, self._rank, self._options = plan, rank, options
         self._names = list(dict.fromkeys(p.name for p in parameters))
         num_ranks = 1 + max(p.rank for p in parameters)
         self._images = [rank_image(parameters, r, plan.dtype) for r in range(num_ranks)]
         self._streams = [plan.stream(rank, r) for r in range(num_ranks)]
         self._senders: dict[bytes, HostSender] = {}
+        self._used: list[HostSender] = []
+        """Senders of the update in progress."""
         self.destinations: Destinations | None = None
         """The engine's last answer to begin; after a commit, the answer that the next begin will get."""
 
     note = ""
+    is_scanning = False
+    """Bytes are scanned while they are copied."""
 
     async def confirmed(self) -> None:
         """Do nothing: the ranks verify their bytes when the version is staged."""
@@ -67,22 +71,39 @@ class Outbox:
     def send(
         self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int, is_computed: bool = False
     ) -> tuple[list[bytes], int]:
-        """Send the parameters with changed tensors to all ranks; return a manifest per rank and the number of bytes."""
+        """Send the parameters with changed tensors to all ranks; return a manifest per rank and the number of bytes. Raise
+        `NonFiniteWeights` if values are not finite, unless the options say that it does not matter."""
         sent = self._plan.changed_parameters(unchanged)
         ranks = range(len(self._streams))
+        self._used = []
         if len(ranks) == 1 or not sent or self._plan.num_bytes <= SMALL_BYTES:
-            sums = [self._send_rank(rank, tensors, sent, version) for rank in ranks]
+            scans = [self._send_rank(rank, tensors, sent, version) for rank in ranks]
         else:
             with ThreadPoolExecutor(len(ranks)) as pool:  # copying and hashing release the GIL
-                sums = list(pool.map(lambda rank: self._send_rank(rank, tensors, sent, version), ranks))
-        num_bytes = sum(self._plan.size_of(self._streams[r][i]) for r, found in enumerate(sums) for i in found)
+                scans = list(pool.map(lambda rank: self._send_rank(rank, tensors, sent, version), ranks))
+        self._check_finite(tensors, scans)
+        for sender in self._used:
+            sender.flush()
+        num_bytes = sum(self._plan.size_of(self._streams[r][i]) for r, found in enumerate(scans) for i in found)
+        sums = [{index: scan.checksum for index, scan in found.items()} for found in scans]
         return [pack_manifest(version, found) for found in sums], num_bytes
 
-    def _send_rank(self, rank: int, tensors: Mapping[str, Tensor], sent: set[str], version: int) -> dict[int, int]:
-        """Send one rank's pieces; return their checksums by index."""
+    def _check_finite(self, tensors: Mapping[str, Tensor], scans: Sequence[Mapping[int, PieceScan]]) -> None:
+        counts = {
+            (move.tensor, move.tensor_box): scan.num_nonfinite
+            for stream, found in zip(self._streams, scans)
+            for index, scan in found.items()
+            if scan.num_nonfinite and (move := stream[index])
+        }
+        check_finite(counts, {name: tensors[name].shape for name, _ in counts}, self._plan.dtype)
+
+    def _send_rank(
+        self, rank: int, tensors: Mapping[str, Tensor], sent: set[str], version: int
+    ) -> dict[int, PieceScan]:
+        """Send one rank's pieces; return what was found out about them, by index."""
         assert self.destinations is not None
         slot_of = dict(zip(self._names, self.destinations.slots))
-        checksums: dict[int, int] = {}
+        scans: dict[int, PieceScan] = {}
         used: dict[int, HostSender] = {}
         for index, move in self._streams[rank].items() if sent else ():
             if move.parameter in sent:
@@ -93,10 +114,9 @@ class Outbox:
                 if move.tensor not in tensors:
                     raise missing_tensor_error(move)
                 array = read(tensors[move.tensor], move.tensor_box)
-                checksums[index] = used[slot].send(index, array.reshape(shape_of(move.local_box)))
-        for sender in used.values():
-            sender.flush()
-        return checksums
+                scans[index] = used[slot].send(index, array.reshape(shape_of(move.local_box)))
+        self._used += used.values()
+        return scans
 
     def committed(self, unchanged: Set[str]) -> None:
         """Note that the sent parameters are in use; next time they go to their other slot."""
@@ -109,11 +129,11 @@ class Outbox:
     def close(self) -> None:
         for sender in self._senders.values():
             sender.close()
-        self._senders, self.destinations = {}, None
+        self._senders, self._used, self.destinations = {}, [], None
 
     def _sender(self, link: bytes, rank: int) -> HostSender:
         if link not in self._senders:
-            self._senders[link] = open_sender(link, self._images[rank], self._streams[rank], self._hashed)
+            self._senders[link] = open_sender(link, self._images[rank], self._streams[rank], self._options)
         return self._senders[link]
 
 
@@ -212,6 +232,8 @@ class _Rank:
     """By slot; created when first needed."""
     pieces: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     """By slot, then by move index: the memory of the piece."""
+    writers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """By slot: the trainer ranks that have written to it, and so have opened its link."""
 
 
 class Inbox(UpdateReceiver):
@@ -285,6 +307,7 @@ class Inbox(UpdateReceiver):
         moves = update.plan.incoming.get(rank, ())
         for slot, receiver in self._ranks[rank].receivers.items():
             in_slot = {i: c for i, c in expected.items() if update.slots[moves[i].parameter] == slot}
+            self._ranks[rank].writers[slot].update(moves[i].sender for i in in_slot)
             for index, received in receiver.checksums(in_slot).items():
                 if update.hashed and received != in_slot[index]:
                     raise ChecksumMismatch(
@@ -332,9 +355,11 @@ class Inbox(UpdateReceiver):
         with self._lock:
             update = self._current(version)
             self._live |= update.slots
-            for rank in self._ranks:
-                for receiver in rank.receivers.values():
-                    receiver.senders_opened()
+            for rank, held in enumerate(self._ranks):
+                senders = {move.sender for move in update.plan.incoming.get(rank, ())}
+                for slot, receiver in held.receivers.items():
+                    if held.writers[slot] >= senders:  # an update may leave a slot, or the part of a sender, unwritten
+                        receiver.senders_opened()
             self._update = None
 
     def rollback(self, version: int) -> None:
@@ -360,7 +385,7 @@ class Inbox(UpdateReceiver):
         for rank in self._ranks:
             for receiver in rank.receivers.values():
                 receiver.close()
-            rank.receivers, rank.pieces = {}, {}
+            rank.receivers, rank.pieces, rank.writers = {}, {}, defaultdict(set)
         self._live = dict.fromkeys(self._names)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.errors import TransferError
+from slipstream.types import Destinations
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
 from slipstream.weights.transports.contract import HostReceiver, HostSender, unpack_link
@@ -71,7 +73,7 @@ def make_receiver(transport: str, size: int, num_pieces: int, listen: ListenConf
     raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
 
 
-def open_sender(link: bytes, image: RankImage, moves: dict[int, Move], hashed: bool = True) -> HostSender:
+def open_sender(link: bytes, image: RankImage, moves: dict[int, Move], options: ScanOptions) -> HostSender:
     """Open the trainer's half. `moves` are the moves it will send over this link, by index."""
     name = unpack_link(link)["transport"]
 
@@ -82,20 +84,31 @@ def open_sender(link: bytes, image: RankImage, moves: dict[int, Move], hashed: b
 
     match name:
         case "memory":
-            return memory_sender(link, pieces, hashed)
+            return memory_sender(link, pieces, options)
         case "shm":
-            return shm_sender(link, pieces, hashed)
+            return shm_sender(link, pieces, options)
         case "tcp":
-            return TcpSender(link, image.dtype, hashed)
+            return TcpSender(link, image.dtype, options)
         case "disk":
-            return DiskSender(link, image.dtype, hashed)
+            return DiskSender(link, image.dtype, options)
         case vllm_nccl.NAME:
-            return vllm_nccl.VllmNcclSender(link, image, moves)
+            return vllm_nccl.VllmNcclSender(link, image, moves, options)
         case sglang_gloo.NAME:
-            return sglang_gloo.SglangGlooSender(link, image, moves)
+            return sglang_gloo.SglangGlooSender(link, image, moves, options)
         case checkpoint_dir.LINK:
-            return checkpoint_dir.CheckpointSender(link, image, moves)
+            return checkpoint_dir.CheckpointSender(link, image, moves, options)
     raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
+
+
+def check_links(engine: str, destinations: Destinations, transport: str) -> None:
+    """Raise `TransferError` unless an engine's links are for the transport that it was offered. A link names files that the
+    trainer writes, or an address that it connects to, and an engine must not choose those."""
+    name, _, where = transport.partition(":")
+    for fields in (unpack_link(link) for links in destinations.links for link in links if link):
+        if fields["transport"] not in (name, checkpoint_dir.LINK if name == "disk" else name):
+            raise TransferError(f"engine {engine!r} was offered {transport!r} and answers with {fields['transport']!r}")
+        if where and Path(str(fields.get("directory"))) != Path(where):
+            raise TransferError(f"engine {engine!r} was offered {transport!r} and names {fields.get('directory')!r}")
 
 
 @cache

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from slipstream.errors import TransferError
+from slipstream.errors import ChecksumMismatch, TransferError, WeightsError
 from slipstream.tensors.strided import Strided
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
 from slipstream.weights.transports.cuda.driver import CudaDriver
@@ -37,6 +37,7 @@ from slipstream.weights.transports.cuda.exported_regions import ExportedRegions
 from slipstream.weights.transports.cuda.fd_passing import FdListener, connect_fd_socket
 from slipstream.weights.transports.cuda.mapped_regions import MappedRegion, MappedRegions
 from slipstream.weights.transports.cuda.wire_format import (
+    NO_CHECKSUM,
     receive_announcement,
     receive_reply,
     send_announcements,
@@ -51,6 +52,9 @@ DEADLINE_SECONDS = 30.0
 PieceCheck: TypeAlias = Callable[[int, Mapping[int, Any]], None]
 """Takes a version and its pieces by index, and raises if they are not as expected. Pieces at the places of an earlier
 version are the same mapping object."""
+
+ChecksumCheck: TypeAlias = Callable[[Mapping[int, Any], Mapping[int, int]], None]
+"""Takes pieces and their checksums by index. Raises `ChecksumMismatch`."""
 
 
 # --- the trainer's half ---
@@ -91,9 +95,11 @@ class CudaSender(DeviceSender):
             array.block_until_ready()
         pointers = [array.unsafe_buffer_pointer() for array in arrays.values()]
         update = self._exports.update(dict(zip(pointers, arrays.values())))
-        rows = np.empty((len(arrays), 3), np.int64)
+        rows = np.empty((len(arrays), 4), np.int64)
         rows[:, 0] = list(arrays)
-        rows[:, 1:] = [update.places[pointer] for pointer in pointers]
+        rows[:, 1:3] = [update.places[pointer] for pointer in pointers]
+        checksums = (pieces[index].checksum for index in arrays)
+        rows[:, 3] = [NO_CHECKSUM if checksum is None else checksum for checksum in checksums]
         layouts = []
         for index in pieces.keys() - self._announced:
             array = arrays[index]
@@ -138,7 +144,9 @@ class CudaSender(DeviceSender):
             raise TransferError(f"engine {self._peer} did not {expected}: {why}") from None
         finally:
             self._socket.settimeout(DEADLINE_SECONDS)
-        if problem:
+        if isinstance(problem, ChecksumMismatch):
+            raise ChecksumMismatch(f"engine {self._peer}: {problem}; version {version} is not used")
+        if problem is not None:
             raise TransferError(f"engine {self._peer} cannot read version {version}: {problem}")
         if reply_version != version:
             raise TransferError(f"engine {self._peer} replied about version {reply_version}; it should {expected}")
@@ -162,7 +170,7 @@ class _TrainerConnection:
         """Why the connection ended."""
         threading.Thread(target=self._run, name="slipstream-mapped", daemon=True).start()
 
-    def reply(self, version: int, seconds: float = 0.0, error: str = "") -> None:
+    def reply(self, version: int, seconds: float = 0.0, error: WeightsError | None = None) -> None:
         send_reply(self._socket, version, seconds, error)
 
     def close(self) -> None:
@@ -179,16 +187,21 @@ class _TrainerConnection:
                 announcement, fds = receive_announcement(self._socket)
                 with self._changed:
                     self._regions.apply(announcement, fds)
-                    if len(announcement.rows):
-                        self._receiver.on_pieces(self, announcement.version, self._regions.pieces(announcement.rows))
+                    pieces = self._regions.pieces(announcement.rows)
+                if announcement.checksums:
+                    self._receiver.compare(pieces, announcement.checksums)
+                with self._changed:
+                    if pieces:
+                        self._receiver.on_pieces(self, announcement.version, pieces)
                         # Under the lock: before the version can be copied and released.
                         self.reply(announcement.version)
                     self._changed.notify_all()
         except Exception as error:
             for fd in fds:  # those that were not mapped
                 os.close(fd)
+            why = error if isinstance(error, WeightsError) else TransferError(str(error) or type(error).__name__)
             with contextlib.suppress(OSError):
-                self.reply(-1, error=str(error) or type(error).__name__)
+                self.reply(-1, error=why)
             with self._changed:
                 self.error = error
                 self._receiver.close_ended_connections()
@@ -196,7 +209,8 @@ class _TrainerConnection:
 
 class CudaReceiver:
     """See `DeviceReceiver`. `wrap` turns the address and size of a mapped region into memory of the reader's framework.
-    `check` is called with the pieces that a trainer rank announces, before they are confirmed."""
+    `compare_checksums` and then `check` are called with the pieces that a trainer rank announces, before they are
+    confirmed."""
 
     seconds = 0.0
 
@@ -207,8 +221,10 @@ class CudaReceiver:
         driver: CudaDriver,
         deadline: float = DEADLINE_SECONDS,
         check: PieceCheck | None = None,
+        compare_checksums: ChecksumCheck | None = None,
     ) -> None:
         self._driver, self._wrap, self._deadline, self._check = driver, wrap, deadline, check
+        self._compare_checksums = compare_checksums
         self._listener = FdListener(self._on_connection, deadline, len(senders))
         link = pack_link("cuda", name=self._listener.name, nonce=self._listener.nonce)
         self.links: Mapping[int, bytes] = dict.fromkeys(senders, link)
@@ -219,6 +235,8 @@ class CudaReceiver:
         self._announcers: list[_TrainerConnection] = []
         """The connections that announced them."""
         self._is_copying = False
+        self._num_comparing = 0
+        """Connections whose pieces are being read. Nothing is unmapped meanwhile."""
         self._copies: queue.SimpleQueue[tuple[int, Callable[[], float]] | None] = queue.SimpleQueue()
         """For the releasing thread: versions with functions that wait for their copies; None to stop."""
         self._connection_error: Exception | None = None
@@ -232,7 +250,26 @@ class CudaReceiver:
     def expect(self, version: int) -> None:
         """Do nothing: an update begins when a trainer rank announces it."""
 
+    def compare(self, pieces: Mapping[int, Any], checksums: Mapping[int, int]) -> None:
+        """Compare checksums, without the lock: this reads all pieces, and `wait` must not take as long."""
+        if self._compare_checksums is None:
+            return
+        with self.changed:
+            self._check_open()
+            self._num_comparing += 1
+        try:
+            self._compare_checksums(pieces, checksums)
+        finally:
+            with self.changed:
+                self._num_comparing -= 1
+                self.changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransferError("the engine has closed the connection")
+
     def on_pieces(self, connection: _TrainerConnection, version: int, pieces: Mapping[int, Any]) -> None:
+        self._check_open()
         if self._is_copying:
             raise TransferError(f"version {version} was announced while version {self._version} is still being copied")
         if self._check is not None:
@@ -273,11 +310,12 @@ class CudaReceiver:
     def _release_versions(self) -> None:
         while (work := self._copies.get()) is not None:
             version, copied = work
-            seconds, problem = 0.0, ""
+            seconds = 0.0
+            problem: TransferError | None = None
             try:
                 seconds = copied()
             except Exception as error:
-                problem = f"copying it failed: {type(error).__name__}: {error}"
+                problem = TransferError(f"copying it failed: {type(error).__name__}: {error}")
             with self.changed:
                 for connection in self._announcers:
                     with contextlib.suppress(OSError):  # the trainer is gone
@@ -299,8 +337,8 @@ class CudaReceiver:
         self.close_ended_connections()
 
     def _wait_for_copies(self) -> None:
-        """Keep memory mapped while it is read. Copies end soon unless the device is broken."""
-        self.changed.wait_for(lambda: not self._is_copying, self._deadline)
+        """Keep memory mapped while it is read. Reading ends soon unless the device is broken."""
+        self.changed.wait_for(lambda: not self._is_copying and not self._num_comparing, self._deadline)
 
     def close_ended_connections(self) -> None:
         """Unmap the memory of trainers that are gone, unless it is in use: it is not freed while it is mapped."""
@@ -314,9 +352,9 @@ class CudaReceiver:
     def close(self) -> None:
         self._listener.close()
         with self.changed:
+            self._is_closed = True
             self._wait_for_copies()
             self._copies.put(None)
-            self._is_closed = True
             for connection in self._connections:
                 connection.close()
             self._connections, self._pieces = [], {}

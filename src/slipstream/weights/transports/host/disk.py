@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import TransferError
 from slipstream.tensors.safetensors_dir import save_synced
-from slipstream.weights.checksum import checksum
+from slipstream.weights.checksum import PieceScan, ScanOptions, checksum, copy_and_scan
 from slipstream.weights.transports.contract import (
     HostReceiver,
     HostSender,
@@ -59,6 +59,7 @@ class DiskReceiver(HostReceiver):
             raise TransferError(
                 f"disk: {len(missing)} piece(s) are not in {self._directory}; do both sides see the same directory?"
             )
+        self._remove_files()
         return {index: checksums[index] for index in expected}
 
     def _remove_files(self) -> None:
@@ -66,25 +67,25 @@ class DiskReceiver(HostReceiver):
         for path in self._directory.glob(f"{self._name}-v{self._version}-*"):
             path.unlink(missing_ok=True)
 
-    senders_opened = close = _remove_files
+    close = _remove_files
 
 
 class DiskSender(HostSender):
-    def __init__(self, link: bytes, dtype: np.dtype, hashed: bool) -> None:
+    def __init__(self, link: bytes, dtype: np.dtype, options: ScanOptions) -> None:
         fields = unpack_link(link)
         self._directory = Path(link_field(fields, "directory", str))
-        self._name, self._dtype, self._hashed = link_name(fields), dtype, hashed
+        self._name, self._dtype, self._options = link_name(fields), dtype, options
         self._pending: dict[str, np.ndarray] = {}
 
     def begin(self, version: int) -> None:
         super().begin(version)
         self._pending = {}
 
-    def send(self, index: int, array: np.ndarray) -> int:
-        piece = np.ascontiguousarray(array, self._dtype).reshape(-1).view(np.uint8)
-        # Copy views: the trainer may overwrite its array before `flush`.
-        self._pending[str(index)] = piece.copy() if piece.base is not None else piece
-        return checksum(piece) if self._hashed else 0
+    def send(self, index: int, array: np.ndarray) -> PieceScan:
+        # A copy: the trainer may overwrite its array before `flush`.
+        piece = np.empty(array.shape, self._dtype)
+        self._pending[str(index)] = piece.reshape(-1).view(np.uint8)
+        return copy_and_scan(piece, array, self._options)
 
     def flush(self) -> None:
         pending, self._pending = self._pending, {}

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from slipstream.weights.checksum import checksum, copy_and_checksum
+from slipstream.weights.checksum import PieceScan, ScanOptions, checksum, copy_and_scan
 from slipstream.weights.transports.contract import HostReceiver, HostSender
 
 POLL_SECONDS = 0.0005
@@ -82,13 +82,13 @@ class InPlaceReceiver(HostReceiver):
 
 
 class InPlaceSender(HostSender):
-    def __init__(self, pieces: Mapping[int, np.ndarray], marks: np.ndarray, hashed: bool) -> None:
-        self._pieces, self._marks, self._hashed = pieces, marks, hashed
+    def __init__(self, pieces: Mapping[int, np.ndarray], marks: np.ndarray, options: ScanOptions) -> None:
+        self._pieces, self._marks, self._options = pieces, marks, options
 
-    def send(self, index: int, array: np.ndarray) -> int:
-        value = copy_and_checksum(self._pieces[index], array, self._hashed)
+    def send(self, index: int, array: np.ndarray) -> PieceScan:
+        scan = copy_and_scan(self._pieces[index], array, self._options)
         self._marks[index] = version_mark(self._version)
-        return value
+        return scan
 
     def close(self) -> None:
         self._pieces = {}

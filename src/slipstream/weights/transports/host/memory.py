@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 
 from slipstream.errors import TransferError
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
 from slipstream.weights.transports.host.in_place import InPlaceReceiver, InPlaceSender, MakePieces
 
@@ -32,8 +33,8 @@ class MemoryReceiver(InPlaceReceiver):
         _receivers.pop(unpack_link(self.link)["key"], None)
 
 
-def memory_sender(link: bytes, make_pieces: MakePieces, hashed: bool) -> InPlaceSender:
+def memory_sender(link: bytes, make_pieces: MakePieces, options: ScanOptions) -> InPlaceSender:
     receiver = _receivers.get(link_field(unpack_link(link), "key", str))
     if receiver is None:
         raise TransferError("the memory link belongs to another process or is closed; use shm between processes")
-    return InPlaceSender(make_pieces(receiver.buffer), receiver.marks, hashed)
+    return InPlaceSender(make_pieces(receiver.buffer), receiver.marks, options)

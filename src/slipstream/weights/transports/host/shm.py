@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.errors import TransferError
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.rank_image import align_up
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
 from slipstream.weights.transports.host.in_place import InPlaceReceiver, InPlaceSender, MakePieces
@@ -70,7 +71,7 @@ class ShmReceiver(InPlaceReceiver):
         self.path.unlink(missing_ok=True)
 
 
-def shm_sender(link: bytes, make_pieces: MakePieces, hashed: bool) -> InPlaceSender:
+def shm_sender(link: bytes, make_pieces: MakePieces, options: ScanOptions) -> InPlaceSender:
     """Map the engine's segment, after checking that it is a regular file of this user and the one in the link."""
     fields = unpack_link(link)
     path, nonce = Path(link_field(fields, "path", str)), link_field(fields, "nonce", str)
@@ -96,7 +97,7 @@ def shm_sender(link: bytes, make_pieces: MakePieces, hashed: bool) -> InPlaceSen
     if memory[:_NONCE_BYTES].hex() != nonce:
         raise TransferError(f"shared memory {path} is not the segment that the link describes")
     view = np.frombuffer(memory, np.uint8)
-    return InPlaceSender(make_pieces(view[start:]), view[_NONCE_BYTES : _NONCE_BYTES + num_pieces], hashed)
+    return InPlaceSender(make_pieces(view[start:]), view[_NONCE_BYTES : _NONCE_BYTES + num_pieces], options)
 
 
 def _image_start(num_pieces: int) -> int:

@@ -27,7 +27,7 @@ import xxhash
 from slipstream.config import LOOPBACK, check_listening
 from slipstream.errors import TransferError
 from slipstream.runtime import tls
-from slipstream.weights.checksum import CHUNK_BYTES, chunks
+from slipstream.weights.checksum import CHUNK_BYTES, PieceScan, PieceScanner, ScanOptions, chunks
 from slipstream.weights.transports.contract import (
     HostReceiver,
     HostSender,
@@ -167,11 +167,11 @@ class TcpReceiver(HostReceiver):
 
 
 class TcpSender(HostSender):
-    def __init__(self, link: bytes, dtype: np.dtype, hashed: bool) -> None:
+    def __init__(self, link: bytes, dtype: np.dtype, options: ScanOptions) -> None:
         fields = unpack_link(link)
         host, port = link_field(fields, "host", str), link_field(fields, "port", int)
         secret = link_field(fields, "secret", str)
-        self._dtype, self._hashed, self._peer = dtype, hashed, f"{host}:{port}"
+        self._dtype, self._options, self._peer = dtype, options, f"{host}:{port}"
         try:
             self._socket = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         except (OSError, OverflowError) as error:
@@ -202,18 +202,17 @@ class TcpSender(HostSender):
                 "the link does not say so; was the engine restarted?"
             )
 
-    def send(self, index: int, array: np.ndarray) -> int:
-        digest = xxhash.xxh3_64()
+    def send(self, index: int, array: np.ndarray) -> PieceScan:
+        scanner = PieceScanner(self._options)
         try:
             self._socket.sendall(_FRAME.pack(self._version, index, array.size * self._dtype.itemsize))
             for part in chunks(array):
-                data = np.ascontiguousarray(array[part], self._dtype).reshape(-1).view(np.uint8).data
-                if self._hashed:
-                    digest.update(data)
-                self._socket.sendall(data)
+                values = np.ascontiguousarray(array[part], self._dtype).reshape(-1)
+                scanner.update(values)
+                self._socket.sendall(values.view(np.uint8).data)
         except OSError as error:
             raise TransferError(f"tcp: sending piece {index} to the engine at {self._peer} failed: {error}") from None
-        return digest.intdigest() if self._hashed else 0
+        return scanner.result
 
     def close(self) -> None:
         self._socket.close()

@@ -11,8 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import TransferError
-from slipstream.tensors.boxes import contiguous_start, shape_of, slices
+from slipstream.errors import ChecksumMismatch, TransferError, WeightsError
+from slipstream.tensors.boxes import contiguous_start, slices
+from slipstream.weights.device_checksum import torch_checksums
 from slipstream.weights.plan import Move, Plan
 from slipstream.weights.rank_image import ALIGNMENT, RankImage, align_up
 from slipstream.weights.transports.contract import StallTimer
@@ -83,7 +84,9 @@ class ReceiveThread:
         self._stop, self._changed = threading.Event(), threading.Condition()
         self._expected = self._arrived = -1
         self._sent: frozenset[int] = frozenset()
-        self._progress, self._error, self._is_quiet = 0, "", True
+        self._progress, self._is_quiet = 0, True
+        self._error: WeightsError | None = None
+        """Why the thread has ended."""
         self._thread: threading.Thread | None = None
         self.seconds = 0.0
         """Duration of the last update, from its header to its last byte."""
@@ -95,8 +98,7 @@ class ReceiveThread:
 
     def expect(self, version: int) -> None:
         with self._changed:
-            if self._error:
-                raise TransferError(self._error)
+            self._check_running()
             self._expected = version
         self._versions.put(version)
 
@@ -107,8 +109,7 @@ class ReceiveThread:
                 raise TransferError(f"nccl: expected version {self._expected} from {self._peer}, not version {version}")
             timer = StallTimer(self._deadline + GRACE_SECONDS)
             while self._arrived != version:
-                if self._error:
-                    raise TransferError(self._error)
+                self._check_running()
                 if timer.is_stalled(self._progress):
                     raise TransferError(
                         f"nccl: version {version} did not arrive from {self._peer}; no progress for {self._deadline:g} s"
@@ -124,6 +125,10 @@ class ReceiveThread:
                 )
             return True
 
+    def _check_running(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+
     def stop(self) -> None:
         self._stop.set()
         self._versions.put(None)
@@ -138,7 +143,7 @@ class ReceiveThread:
         import torch
 
         pair: NcclPair | None = None
-        message = "closed"
+        ended_by: WeightsError = TransferError("closed")
         try:
             pair = self._library.pair(
                 self._unique_id, 1, self._ordinal, self._primitive, self._peer, self._deadline, self._stop
@@ -150,16 +155,16 @@ class ReceiveThread:
                 with self._changed:
                     self._arrived, self._sent = version, sent
                 self._report_progress()
-        except TransferError as error:
-            message = str(error)
+        except WeightsError as error:
+            ended_by = error
         except Exception as error:  # torch's errors share no base class, and a waiting caller must learn of all of them
-            message = f"nccl: receiving from {self._peer} failed: {type(error).__name__}: {error}"
+            ended_by = TransferError(f"nccl: receiving from {self._peer} failed: {type(error).__name__}: {error}")
         finally:
             self._is_quiet = pair is None or pair.close()
             if not self._is_quiet:
                 leaked_memory.append((self._staging, self._buffer, self._header))
             with self._changed:
-                self._error = message
+                self._error = ended_by
                 self._changed.notify_all()
 
     def _receive(self, pair: NcclPair, version: int) -> frozenset[int]:
@@ -188,7 +193,18 @@ class ReceiveThread:
         while in_flight:
             self._wait_for_oldest(pair, in_flight)
         self.seconds = time.perf_counter() - start
+        self._compare_checksums(header)
         return header.sent
+
+    def _compare_checksums(self, header: UpdateHeader) -> None:
+        """Read what has arrived, on the stream that it arrived on."""
+        found = torch_checksums([self._place(index) for index in header.checksums])
+        for (index, sent), received in zip(header.checksums.items(), found):
+            if received != sent:
+                raise ChecksumMismatch(
+                    f"nccl: {self._moves[index].tensor} arrived from {self._peer} with checksum {received:08x}, the trainer "
+                    f"sent {sent:08x}"
+                )
 
     def _layout(self, bucket: Bucket) -> _BucketLayout:
         """Decide where each message of a bucket goes: directly into the image, or into the buffer."""
@@ -222,9 +238,13 @@ class ReceiveThread:
     def _copy_to_image(self, index: int, data: torch.Tensor) -> None:
         import torch
 
+        place = self._place(index)
+        place.copy_(data.view(getattr(torch, self._plan.dtype)).view(place.shape))
+
+    def _place(self, index: int) -> torch.Tensor:
+        """Return where a move goes in the image."""
         move = self._moves[index]
-        place = torch_view(self._staging, self._image, move.parameter, self._plan.dtype)[slices(move.local_box)]
-        place.copy_(data.view(getattr(torch, self._plan.dtype)).view(shape_of(move.local_box)))
+        return torch_view(self._staging, self._image, move.parameter, self._plan.dtype)[slices(move.local_box)]
 
     def _wait_for_oldest(self, pair: NcclPair, in_flight: deque[tuple[str, Any]]) -> None:
         what, mark = in_flight.popleft()

@@ -120,7 +120,8 @@ class NcclSender(DeviceSender):
         direct = frozenset(index for index in self._contiguous & inputs.keys() if inputs[index].is_sent_in_place)
         buckets = buckets_of(sizes_of(self._plan, self._moves, inputs), direct, self._limit)
         self._packer.prepare(buckets, inputs)
-        header = UpdateHeader(version, self._limit, frozenset(inputs), direct).pack(self._moves)
+        checksums = {index: piece.checksum for index, piece in pieces.items() if piece.checksum is not None}
+        header = UpdateHeader(version, self._limit, frozenset(inputs), direct, checksums).pack(self._moves)
         data = jax.device_put(np.frombuffer(header, np.uint8), self._device).block_until_ready()
         # Pack the first bucket before sending anything: a kernel that waits for its peer delays kernels that compute.
         packed = self._packer.pack(buckets[0], inputs) if buckets else None
@@ -210,7 +211,7 @@ class NcclReceiver:
 
     def wait(self, version: int, indices: Collection[int], patience: float = math.inf) -> int | None:
         """Wait until exactly these moves of this version are in the image and return their bytes. Return None after
-        `patience` seconds. Raise `TransferError` if a receive thread has failed."""
+        `patience` seconds. Raise `TransferError` or `ChecksumMismatch` if a receive thread has failed."""
         until = time.monotonic() + patience
         wanted: dict[int, set[int]] = {sender: set() for sender in self._senders}
         for index in indices:

@@ -1,7 +1,8 @@
 """Wire format of the `nccl` transport: the link, the header of an update, and the buckets that follow it. Pure.
 
     update = header, bucket, bucket, …
-    header = magic, version, bucket limit, number of moves, a bit per move that is sent, a bit per move that is direct
+    header = magic, version, bucket limit, number of moves, whether there are checksums, a bit per move that is sent, a bit
+             per move that is direct, a checksum per move
     bucket = one NCCL group: one message per large move, then one message with all small moves end to end
 
 Both sides derive the buckets from the header and the plan (`buckets_of`). The sender decides whether a message is sent
@@ -14,7 +15,7 @@ import base64
 import binascii
 import struct
 from collections.abc import Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,21 +80,24 @@ class UpdateHeader:
     limit: int
     sent: frozenset[int]
     direct: frozenset[int]
+    checksums: Mapping[int, int] = field(default_factory=dict)
+    """Of the moves that are sent, see `device_checksum`; empty if they are not to be compared."""
 
-    _FIXED = struct.Struct("<8sqqI")
-    _MAGIC = b"slipnccl"
+    _FIXED = struct.Struct("<8sqqI?")
+    _MAGIC = b"slipncc2"
 
     @classmethod
     def num_bytes(cls, num_moves: int) -> int:
-        return cls._FIXED.size + 2 * -(-num_moves // 8)
+        return cls._FIXED.size + 2 * -(-num_moves // 8) + 4 * num_moves
 
     def pack(self, stream: Collection[int]) -> bytes:
-        fixed = self._FIXED.pack(self._MAGIC, self.version, self.limit, len(stream))
-        return fixed + pack_indices(self.sent, stream) + pack_indices(self.direct, stream)
+        fixed = self._FIXED.pack(self._MAGIC, self.version, self.limit, len(stream), bool(self.checksums))
+        checksums = np.array([self.checksums.get(index, 0) for index in sorted(stream)], "<u4")
+        return fixed + pack_indices(self.sent, stream) + pack_indices(self.direct, stream) + checksums.tobytes()
 
     @classmethod
     def unpack(cls, data: bytes, stream: Collection[int], peer: str) -> UpdateHeader:
-        magic, version, limit, num_moves = cls._FIXED.unpack_from(data)
+        magic, version, limit, num_moves, has_checksums = cls._FIXED.unpack_from(data)
         if magic != cls._MAGIC or num_moves != len(stream) or limit <= 0:
             raise TransferError(
                 f"nccl: the header from {peer} is malformed ({num_moves} moves, expected {len(stream)}); do both sides have "
@@ -101,7 +105,9 @@ class UpdateHeader:
             )
         half = -(-num_moves // 8)
         bits = data[cls._FIXED.size :]
-        return cls(version, limit, unpack_indices(bits[:half], stream), unpack_indices(bits[half:], stream))
+        sent, direct = unpack_indices(bits[:half], stream), unpack_indices(bits[half : 2 * half], stream)
+        values = dict(zip(sorted(stream), np.frombuffer(bits[2 * half :], "<u4").tolist()))
+        return cls(version, limit, sent, direct, {index: values[index] for index in sent} if has_checksums else {})
 
 
 def pack_indices(chosen: Set[int], stream: Collection[int]) -> bytes:

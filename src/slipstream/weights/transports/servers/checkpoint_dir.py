@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from slipstream.errors import TransferError
 from slipstream.tensors.safetensors_dir import SINGLE, save_synced
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
 from slipstream.weights.transports.contract import link_field, link_name, pack_link, unpack_link
@@ -34,14 +35,14 @@ def checkpoint_path(directory: str, name: str, version: int) -> Path:
 
 
 class CheckpointSender(GatheringSender):
-    def __init__(self, link: bytes, image: RankImage, moves: Mapping[int, Move]) -> None:
+    def __init__(self, link: bytes, image: RankImage, moves: Mapping[int, Move], options: ScanOptions) -> None:
         fields = unpack_link(link)
         self._directory, self._name = link_field(fields, "directory", str), link_name(fields)
         if not Path(self._directory).is_dir():
             raise TransferError(
                 f"the disk transport's directory {self._directory} does not exist on the trainer's side; both sides must see it"
             )
-        super().__init__(image, moves)
+        super().__init__(image, moves, options)
         self._path: Path | None = None
 
     def begin(self, version: int) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from slipstream.errors import DeadlineExceeded, TransferError
+from slipstream.weights.checksum import PieceScan, ScanOptions, copy_and_scan
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
 from slipstream.weights.transports.contract import HostSender
@@ -26,8 +28,9 @@ CLOSE_SECONDS = 30.0
 class GatheringSender(HostSender):
     """Collects the pieces of a version in host memory."""
 
-    def __init__(self, image: RankImage, moves: Mapping[int, Move]) -> None:
+    def __init__(self, image: RankImage, moves: Mapping[int, Move], options: ScanOptions) -> None:
         self._image, self._moves = image, moves
+        self._options = replace(options, checksums=False)  # the server has none to compare with
         self._buffer = anonymous_memory(image.num_bytes)
         self._pieces = image.pieces(self._buffer, moves)
         self._sent: set[int] = set()
@@ -36,10 +39,9 @@ class GatheringSender(HostSender):
         super().begin(version)
         self._sent = set()
 
-    def send(self, index: int, array: np.ndarray) -> int:
-        np.copyto(self._pieces[index], array, casting="same_kind")
+    def send(self, index: int, array: np.ndarray) -> PieceScan:
         self._sent.add(index)
-        return 0  # the server does not report checksums to compare with
+        return copy_and_scan(self._pieces[index], array, self._options)
 
     def _gathered(self) -> dict[str, np.ndarray]:
         """Return what was sent, in the plan's order, in which the engine announces it to the server."""
@@ -70,9 +72,10 @@ class BroadcastSender(GatheringSender):
         communicator: ServerCommunicator,
         image: RankImage,
         moves: Mapping[int, Move],
+        options: ScanOptions,
         limit: int,
     ) -> None:
-        super().__init__(image, moves)
+        super().__init__(image, moves, options)
         self._name, self._server, self._communicator, self._limit = name, server, communicator, limit
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slipstream.errors import ConfigError, TransferError
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
 from slipstream.weights.transports.contract import RANDOM_NAME, link_field, pack_link, random_name, unpack_link
@@ -115,7 +116,7 @@ def make_link(rendezvous: Rendezvous, world_size: int, server: str) -> bytes:
 class SglangGlooSender(BroadcastSender):
     """Joins the group on construction, while the server's workers wait."""
 
-    def __init__(self, link: bytes, image: RankImage, moves: Mapping[int, Move]) -> None:
+    def __init__(self, link: bytes, image: RankImage, moves: Mapping[int, Move], options: ScanOptions) -> None:
         fields = unpack_link(link)
         rendezvous = parse_offered(f"{NAME}:{link_field(fields, 'rendezvous', str)}")
         server, world_size = link_field(fields, "server", str), link_field(fields, "world_size", int)
@@ -124,7 +125,7 @@ class SglangGlooSender(BroadcastSender):
             raise TransferError(
                 f"the {NAME} link needs at least 2 ranks and 1 byte per bucket, got {world_size} and {limit}"
             )
-        super().__init__(NAME, server, _GlooGroup(rendezvous, world_size), image, moves, limit)
+        super().__init__(NAME, server, _GlooGroup(rendezvous, world_size), image, moves, options, limit)
 
 
 class _GlooGroup:

@@ -12,6 +12,7 @@ import binascii
 from collections.abc import Mapping
 
 from slipstream.errors import TransferError
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
@@ -64,7 +65,7 @@ def make_link(unique_id: str, world_size: int, server: str, nccl: str) -> bytes:
 class VllmNcclSender(BroadcastSender):
     """Joins the communicator on construction, while the server's workers wait."""
 
-    def __init__(self, link: bytes, image: RankImage, moves: Mapping[int, Move]) -> None:
+    def __init__(self, link: bytes, image: RankImage, moves: Mapping[int, Move], options: ScanOptions) -> None:
         fields = unpack_link(link)
         server, world_size = link_field(fields, "server", str), link_field(fields, "world_size", int)
         limit, server_nccl = link_field(fields, "buffer_bytes", int), link_field(fields, "nccl", str)
@@ -73,7 +74,7 @@ class VllmNcclSender(BroadcastSender):
             raise TransferError(
                 f"the {NAME} link needs at least 2 ranks and 1 byte per buffer, got {world_size} and {limit}"
             )
-        super().__init__(NAME, server, _join(server, unique_id, world_size, server_nccl), image, moves, limit)
+        super().__init__(NAME, server, _join(server, unique_id, world_size, server_nccl), image, moves, options, limit)
 
     def flush(self) -> None:
         if missing := self._moves.keys() - self._sent:
