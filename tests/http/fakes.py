@@ -11,6 +11,7 @@ import httpx
 from fastapi import FastAPI
 
 from slipstream.config import HttpConfig
+from slipstream.gateway.tokens import TokenTable
 from slipstream.http.app import create_app
 from slipstream.http.state import Front
 from slipstream.types import Completion, EngineInfo, EngineStatus, FleetStatus, Progress, VersionSpan
@@ -89,7 +90,7 @@ class FakeFleet:
 
 
 def fake_app(fleet: Any, **config: Any) -> FastAPI:
-    return create_app(Front.create(fleet, lambda: fleet, HttpConfig(**config)), TOKEN)
+    return create_app(Front.create(fleet, lambda: fleet, HttpConfig(**config)), TokenTable(TOKEN))
 
 
 def endpoints() -> list[tuple[str, str, dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """vLLM's RL endpoints and the bridge dialect, with a fleet of two engines."""
 
 import json
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -127,6 +128,8 @@ def test_server_info_and_world_size(fleet):
     assert fleet.post("/reset_prefix_cache") == {"success": True}
     config = fleet.get("/server_info?config_format=json")["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.float32" and config["parallel_config"]["data_parallel_size"] == 2
+    modes = [config["model_config"][name] for name in ("logprobs_mode", "top_logprobs_mode")]
+    assert modes == ["processed_logprobs", "raw_logprobs"]
 
 
 def test_notify_update_loads_a_checkpoint_into_every_engine(fleet):
@@ -190,6 +193,8 @@ def test_weights_over_nccl_are_refused_with_the_reason(fleet):
     nccl = {"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 3}
     refused = fleet.post("/init_weight_transfer_engine", {"init_info": nccl}, status=400)["error"]
     assert refused["code"] == "Unsupported" and "slipstream.connect" in refused["message"]
+    assert "call /init_weight_transfer_engine" in fleet.post("/start_weight_update", status=400)["error"]["message"]
+    fleet.post("/init_weight_transfer_engine", {"init_info": {"backend": "checkpoint"}})
     fleet.post("/start_weight_update")
     info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "packed": True}
     assert "NCCL" in fleet.post("/update_weights", {"update_info": info}, status=400)["error"]["message"]
@@ -255,6 +260,11 @@ def test_an_invalid_checkpoint_changes_nothing(fleet):
     assert "holds no weights" in fleet.post("/bridge/notify_update", {"path": "torn"}, status=400)["error"]["message"]
     (torn / "model.safetensors").write_bytes(b"\0" * 100)
     fleet.post("/bridge/notify_update", {"path": "torn"}, status=400)
+    for name in ("model.safetensors", "model.safetensors.index.json"):  # the second takes precedence
+        (torn / name).unlink(missing_ok=True)
+        os.mkfifo(torn / name)
+        refused = fleet.post("/bridge/notify_update", {"path": "torn"}, status=400)
+        assert "is not a regular file" in refused["error"]["message"]
     assert fleet.bridge.status().version == version
 
 

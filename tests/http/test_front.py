@@ -2,11 +2,22 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 
-from slipstream.errors import DeadlineExceeded, EngineFailure, EngineLost, GatewayLost, MessageTooLarge, NotReady
-from slipstream.http import event_stream
+from slipstream.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineFailure,
+    EngineLost,
+    GatewayLost,
+    MessageTooLarge,
+    NotReady,
+    SuspectRequest,
+)
+from slipstream.http import checkpoint_updates, event_stream
+from slipstream.tensors import safetensors_dir
 from slipstream.types import Failure, FleetStatus
 from tests.http.fakes import TOKEN, FakeFleet, completion, endpoints, front, progress
 
@@ -36,7 +47,10 @@ def events(response):
 @pytest.mark.parametrize("method, path", [endpoint[:2] for endpoint in endpoints()])
 @pytest.mark.parametrize(
     "header",
-    [None, "", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", TOKEN, f"Token {TOKEN}", "Basic !", "Basic eDp5"],
+    [
+        *(None, "", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}"),
+        *(TOKEN, f"Token {TOKEN}", "Basic !", "Basic eDp5"),
+    ],
 )
 def test_every_endpoint_needs_the_token(method, path, header):
     headers = {} if header is None else {"Authorization": header}
@@ -54,8 +68,8 @@ def test_every_endpoint_needs_the_token(method, path, header):
         assert response.headers["www-authenticate"] == "Bearer"
 
 
-@pytest.mark.parametrize("path", ["/", "/nowhere", "/v1", "/health/x", "//health", "/docs"])
-def test_unknown_paths_need_the_token_too(path):
+@pytest.mark.parametrize("path", ["/", "/nowhere", "/v1", "/v1/models/", "/health/x", "//health", "/docs"])
+def test_unknown_paths_need_the_token_too_and_lead_nowhere(path):
     async def main():
         async with front(FakeFleet()) as client:
             with_token = await client.get(path)
@@ -117,6 +131,14 @@ def test_a_wrong_method_names_the_right_one():
         (b'{"prompt": "a", "n": 2.5}', "n: Input should be a valid integer"),
         (b'{"prompt": "a", "top_p": 0}', "top_p must be greater than 0"),
         (b'{"prompt": "a", "stop": [""]}', "stop must be"),
+        (
+            b'{"prompt": "a", "stop": ["a"' + b', "a"' * 16 + b"]}",
+            "stop: Input should be a valid string or List should have at most 16",
+        ),
+        (
+            b'{"prompt": "a", "stop_token_ids": [1' + b", 1" * 16 + b"]}",
+            "stop_token_ids: List should have at most 16 items",
+        ),
         (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
         (b'{"prompt": "a", "logit_bias": {"99999999999": 1}}', "logit_bias"),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
@@ -198,6 +220,7 @@ def test_unsupported_chats_are_refused():
         (GatewayLost("gone"), 503),
         (DeadlineExceeded("late"), 504),
         (MessageTooLarge("large"), 413),
+        (SuspectRequest("two are gone"), 400),
         (EngineFailure("broken"), 500),
     ],
 )
@@ -251,16 +274,16 @@ def test_a_sample_that_restarts_with_other_tokens_ends_the_stream(after):
     assert json.loads(events(response)[-1])["error"]["code"] == "began_anew"
 
 
-def test_a_waiting_stream_sends_keep_alive_comments(monkeypatch):
-    monkeypatch.setattr(event_stream, "PING_SECONDS", 0.01)
+def test_a_stream_holds_nothing_but_events(monkeypatch):
+    monkeypatch.setattr(event_stream, "PING_SECONDS", 0.01, raising=False)  # for a server that sends comments
 
     class Slow(FakeFleet):
         async def stream(self, requests):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             yield [completion(requests[0].id, [5])]
 
     (response,) = run(Slow(), complete(stream=True))
-    assert response.text.startswith(": waiting\n\n") and events(response)[-1] == "[DONE]"
+    assert all(part.startswith("data: ") for part in response.text.split("\n\n")[:-1]) and len(events(response)) == 2
 
 
 def test_a_generation_past_its_deadline_fails():
@@ -271,6 +294,92 @@ def test_a_generation_past_its_deadline_fails():
 
     (response,) = run(Never(), complete(), request_seconds=0.1)
     assert response.status_code == 504 and "request_seconds" in response.json()["error"]["message"]
+
+
+class Held(FakeFleet):
+    """Answers once it may, with as many tokens as it is told."""
+
+    def __init__(self, num_tokens=1):
+        super().__init__()
+        self.num_tokens, self.may_go, self.num_running = num_tokens, asyncio.Event(), 0
+
+    async def stream(self, requests):
+        self.num_running += 1
+        await self.may_go.wait()
+        yield [completion(requests[0].id, [5] * self.num_tokens)]
+
+
+def test_more_generations_than_permitted_are_answered_with_429():
+    async def main():
+        fleet = Held()
+        async with front(fleet, max_requests=2) as client:
+
+            def generate(**body):
+                return client.post("/v1/completions", json={"prompt": [5], **body})
+
+            held = [asyncio.create_task(generate(stream=stream)) for stream in (False, True)]
+            while fleet.num_running < 2:
+                await asyncio.sleep(0)
+            for refused in (await generate(), await generate(stream=True)):
+                assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"] | {"message": ""} == {
+                    "message": "", "type": "rate_limit_error", "param": None, "code": "Overloaded",
+                }  # fmt: skip
+            assert (await client.post("/pause?mode=keep")).status_code == 200, "control calls work meanwhile"
+            fleet.may_go.set()
+            assert [(await answer).status_code for answer in held] == [200, 200]
+            assert (await generate()).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_bodies_and_results_beyond_the_memory_for_them_are_refused():
+    async def main():
+        fleet = Held()
+        async with front(fleet, max_buffered_bytes=1 << 20) as client:
+
+            def generate(prompt):
+                return client.post("/v1/completions", json={"prompt": prompt})
+
+            large = "a" * (900 << 10)
+            held = asyncio.create_task(generate(large))
+            while not fleet.num_running:
+                await asyncio.sleep(0)
+            assert (await generate(large)).status_code == 429
+            small = asyncio.create_task(generate("a"))
+            fleet.may_go.set()
+            assert (await held).status_code == (await small).status_code == 200
+            assert (await generate(large)).status_code == 200, "what was held was given back"
+            fleet.num_tokens = 1 << 20
+            assert (await generate("a")).status_code == 413
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_whose_file_system_hangs_fails_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint_updates, "OPEN_SECONDS", 0.1)
+    answers = threading.Event()
+
+    def hanging(directory):
+        assert answers.wait(60)
+        raise ConfigError("it answers again")
+
+    monkeypatch.setattr(safetensors_dir, "weight_files", hanging)
+
+    async def main():
+        async with front(FakeFleet(), weights=str(tmp_path)) as client:
+
+            async def status():
+                return (await client.post("/bridge/notify_update", json={})).status_code
+
+            assert (await status(), await status()) == (504, 409)
+            assert (await client.get("/ready")).status_code == 200
+            answers.set()
+            while await status() == 409:
+                await asyncio.sleep(0.01)
+            assert await status() == 400
+
+    asyncio.run(main())
 
 
 def test_a_pause_that_fails_on_one_engine_is_undone():

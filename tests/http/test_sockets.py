@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,12 @@ import psutil
 import pytest
 
 from slipstream.config import HttpConfig
+from slipstream.gateway.tokens import TokenTable
+from slipstream.http import limits
 from slipstream.http.server import _bind
+from slipstream.http.server import serve as run_server
+from slipstream.http.state import Front
+from tests.http.fakes import TOKEN, FakeFleet, progress
 from tests.http.served import eventually, serve
 
 
@@ -87,6 +93,74 @@ def test_a_slow_body_is_answered_with_408(impatient):
     with opened(impatient) as half:  # disconnects before the end of the body
         half.sendall(request_of(impatient, "/v1/completions", {"prompt": "abc"})[:-5])
     assert impatient.get("/health")
+
+
+def test_connections_without_a_whole_request_are_closed(impatient):
+    where = urlsplit(impatient.url)
+    kept = http.client.HTTPConnection(where.hostname, where.port, timeout=10)
+    kept.request("GET", "/health")
+    kept.getresponse().read()
+    silent, begun = opened(impatient), opened(impatient)
+    begun.sendall(b"GET /health HTTP/1.1\r\nHost: fro")
+    kept.sock.sendall(b"GET /health")
+    for client in (silent, begun, kept.sock):
+        client.settimeout(10)
+        assert client.recv(1) == b""
+        client.close()
+
+
+def served_by(fleet, test, **config):
+    """Run `test(where, front)` with a server over a scripted fleet, in this process."""
+
+    async def main():
+        front = Front.create(fleet, lambda: fleet, HttpConfig(**config))
+        async with run_server(front, TokenTable(TOKEN)) as url:
+            await test((urlsplit(url).hostname, urlsplit(url).port), front)
+
+    asyncio.run(main())
+
+
+def test_more_connections_than_permitted_are_refused():
+    async def test(where, front):
+        held = [await asyncio.open_connection(*where) for _ in range(2)]
+        for reader, writer in (await asyncio.open_connection(*where), held[0]):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: front\r\nConnection: close\r\n\r\n")
+            answers.append(await reader.read())
+            writer.close()
+        held[1][1].close()
+
+    answers = []
+    served_by(FakeFleet(), test, max_connections=2)
+    refused, answered = answers
+    assert refused.startswith(b"HTTP/1.1 503") and b"retry-after: 5" in refused.lower()
+    assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many"
+    assert answered.startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_never_reads_is_disconnected(monkeypatch):
+    monkeypatch.setattr(limits, "SEND_SECONDS", 0.2)
+
+    class Endless(FakeFleet):
+        async def stream(self, requests):
+            for start in itertools.count():
+                yield [progress(requests[0].id, start, [5])]
+                await asyncio.sleep(0)
+
+    async def test(where, front):
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            lazy.connect(where)
+            body = b'{"prompt": "a", "stream": true}'
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: "
+            lazy.sendall(head.encode() + str(len(body)).encode() + b"\r\n\r\n" + body)
+            async with asyncio.timeout(30):
+                while not len(front.in_flight):
+                    await asyncio.sleep(0.01)
+                while len(front.in_flight):
+                    await asyncio.sleep(0.01)
+        assert front.admission.held == (0, 0)
+
+    served_by(Endless(), test)
 
 
 def test_connections_are_kept_alive(served):

@@ -62,7 +62,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path, template, in_se
     wanted = reference.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=prompt, **more)
     assert tokenizer.render_chat(MESSAGES, tools, more, prompt) == wanted
     ids = reference.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=prompt, return_dict=False, **more)
-    assert list(tokenizer.encode_chat(MESSAGES, tools, more, prompt)) == list(ids)
+    assert list(tokenizer.encode_chat(4096, MESSAGES, tools, more, prompt)) == list(ids)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_invalid_messages_and_templates(tmp_path):
     tokenizer = ChatTokenizer.read(directory(tmp_path, TEMPLATE))
     for bad in ({}, {"role": 1}, {"role": "user", "content": 5}, {"role": "user", "content": [{"type": "image_url"}]}):
         with pytest.raises(InvalidPrompt, match=r"messages\[0\]"):
-            tokenizer.encode_chat([bad])
+            tokenizer.encode_chat(4096, [bad])
     with pytest.raises(ConfigError, match="chat template"):
         ChatTokenizer.read(directory(tmp_path, "{% if %}"))
     with pytest.raises(Unsupported, match="no chat template"):
-        ChatTokenizer().encode_chat(MESSAGES)
+        ChatTokenizer().encode_chat(4096, MESSAGES)
     with pytest.raises(ConfigError, match="is not a directory"):
         ChatTokenizer.read(tmp_path / "nowhere")
 

@@ -12,10 +12,11 @@ from starlette.exceptions import HTTPException
 
 from slipstream import __version__
 from slipstream.errors import SlipstreamError
+from slipstream.gateway.tokens import TokenTable
 from slipstream.http import bridge_dialect, errors, openai_dialect, vllm_dialect, vllm_weights
 from slipstream.http.auth import BearerAuth
 from slipstream.http.errors import HttpError
-from slipstream.http.limits import LimitedRoute
+from slipstream.http.limits import AdmissionMiddleware, LimitedRoute
 from slipstream.http.metrics import MEDIA_TYPE, MetricsMiddleware
 from slipstream.http.state import CurrentFront, Front
 
@@ -47,13 +48,14 @@ async def metrics(front: CurrentFront) -> Response:
     return Response(text, media_type=MEDIA_TYPE)
 
 
-def create_app(front: Front, token: str) -> FastAPI:
+def create_app(front: Front, tokens: TokenTable) -> FastAPI:
     app = FastAPI(
         title="Slipstream",
         version=__version__,
         description="A fleet of inference engines over HTTP.",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would lead to whatever host the request names
         responses=errors.RESPONSES,
         exception_handlers=dict.fromkeys(
             (RequestValidationError, HTTPException, SlipstreamError, Exception), errors.on_error
@@ -65,5 +67,6 @@ def create_app(front: Front, token: str) -> FastAPI:
     for router in (monitoring, openai_dialect.router, vllm_dialect.router, vllm_weights.router, bridge_dialect.router):
         app.include_router(router, dependencies=[document_token])
     app.add_middleware(MetricsMiddleware, metrics=front.metrics)
-    app.add_middleware(BearerAuth, token=token)  # added last, so it runs first
+    app.add_middleware(AdmissionMiddleware, admission=front.admission)
+    app.add_middleware(BearerAuth, tokens=tokens)  # added last, so it runs first
     return app

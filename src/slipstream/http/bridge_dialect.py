@@ -23,7 +23,7 @@ from slipstream.http.generation import (
 from slipstream.http.limits import LimitedRoute, cancel_on_disconnect
 from slipstream.http.openai_choices import finite
 from slipstream.http.request_models import JsonModel
-from slipstream.http.state import CurrentFront
+from slipstream.http.state import CurrentFront, CurrentTicket
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ class SleepLevel(JsonModel):
 
 @router.post("/generate")
 @cancel_on_disconnect
-async def generate(request: Request, front: CurrentFront, body: GenerateRequest) -> Response:
+async def generate(request: Request, front: CurrentFront, ticket: CurrentTicket, body: GenerateRequest) -> Response:
     """Complete prompts. The answer has one list per field, in the order of the prompts and their samples."""
     front.check_model(body.model)
     prompts, answer_id = list_prompts(body.prompt), body.answer_id("gen")
     requests = make_requests(prompts, body.sampling_params(body.max_tokens, 0), answer_id, body.priority)
-    completions = await collect_completions(front, answer_id, requests)
+    completions = await collect_completions(front, ticket, answer_id, requests)
     answer: dict[str, Any] = {
         "text": [c.text for c in completions],
         "prompt": [prompts[c.prompt_index] for c in completions],

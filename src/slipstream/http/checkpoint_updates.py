@@ -1,19 +1,28 @@
 """Publishes checkpoints of a trainer to every engine, by the same transaction as `bridge.sync`.
 
 The trainer's side of the transaction runs here. Only checkpoints under one configured directory can be loaded: a path sent
-over HTTP never leads outside it. In `/dev/shm` the directory is memory, and no disk is involved."""
+over HTTP never leads outside it. In `/dev/shm` the directory is memory, and no disk is involved. Files are opened in a thread
+of their own, as a file system that hangs must not stop the server."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.bridge.fleet import Fleet, with_engines
-from slipstream.errors import RequestError, Unsupported, UpdateInProgress
+from slipstream.errors import DeadlineExceeded, RequestError, Unsupported, UpdateInProgress
 from slipstream.types import EngineInfo, SyncReport
+
+OPEN_SECONDS = 60.0
+"""Time limit for finding a checkpoint and reading what tensors it holds."""
+
+T = TypeVar("T")
 
 
 class CheckpointUpdates:
@@ -23,6 +32,10 @@ class CheckpointUpdates:
     def __init__(self, connect: Callable[[], Fleet], root: Path | None) -> None:
         self._connect, self._root = connect, root.resolve() if root is not None else None
         self._busy = False
+        self._hanging: asyncio.Future[Any] | None = None
+        """The last attempt to open a checkpoint that took too long."""
+        self.is_initialized = False
+        """A trainer has chosen checkpoints as its way to transfer weights, in vLLM's update protocol."""
         self.num_committed = 0
         self.last_time = 0.0
         """Time of the last commit; 0 before the first."""
@@ -42,6 +55,11 @@ class CheckpointUpdates:
                 "--http PORT weights=DIRECTORY, slipstream launch --http PORT --http-option weights=DIRECTORY)"
             )
         return self._root
+
+    async def check(self, name: str) -> None:
+        """Raise unless `find` finds the checkpoint."""
+        async with self._exclusive():
+            await self._in_thread(lambda: self.find(name), name)
 
     def find(self, name: str) -> Path:
         """Return a directory of safetensors by its path, absolute or relative to the root; empty is the root itself."""
@@ -65,14 +83,9 @@ class CheckpointUpdates:
     async def publish(self, names: Sequence[str], partial: bool = False, label: str | None = None) -> SyncReport:
         """Make the checkpoints, which complement each other, the fleet's next version, on all engines or none. With `partial`,
         tensors that none of them holds stay as they are."""
-        if self._busy:
-            raise UpdateInProgress("another update over HTTP is in progress")
-        self._busy = True
-        try:
-            tensors = await asyncio.to_thread(self._open, names)
+        async with self._exclusive():
+            tensors = await self._in_thread(lambda: self._open(names), ", ".join(names))
             report = await self._publish(tensors, partial)
-        finally:
-            self._busy = False
         self.num_committed += 1
         self.last_time = time.time()
         if label is not None:
@@ -85,6 +98,38 @@ class CheckpointUpdates:
 
     def label(self, version: int) -> str:
         return self._label[1] if self._label[0] == version else str(version)
+
+    @contextlib.asynccontextmanager
+    async def _exclusive(self) -> AsyncIterator[None]:
+        if self._busy or (self._hanging is not None and not self._hanging.done()):
+            raise UpdateInProgress("another update over HTTP is in progress")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    async def _in_thread(self, work: Callable[[], T], names: str) -> T:
+        """Run `work` in a thread that does not keep the process alive. If it hangs, no update starts until it ends."""
+        opening: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                opening.set_result(work())
+            except BaseException as error:
+                opening.set_exception(error)
+
+        threading.Thread(target=run, name="slipstream-checkpoint", daemon=True).start()
+        opened = asyncio.wrap_future(opening)
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                return await asyncio.shield(opened)
+        except TimeoutError:
+            self._hanging = opened
+            opened.add_done_callback(lambda ended: ended.exception())  # nobody else asks for it
+            raise DeadlineExceeded(
+                f"the checkpoint {names[:100]!r} could not be opened within {OPEN_SECONDS:g} s; does its file system answer?"
+            ) from None
 
     def _open(self, names: Sequence[str]) -> dict[str, Any]:
         from slipstream.tensors.safetensors_dir import stored_tensors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +18,12 @@ from slipstream.errors import (
     CheckpointError,
     ConfigError,
     DeadlineExceeded,
+    EngineFailure,
+    Forbidden,
     MappingError,
     MessageTooLarge,
     NotReady,
+    Overloaded,
     PeerError,
     RequestError,
     SlipstreamError,
@@ -27,19 +32,36 @@ from slipstream.errors import (
     WeightsError,
 )
 
+log = logging.getLogger(__name__)
+
 JSON = "application/json"
 
 _STATUSES = (
     (404, UnknownEngine),
     (413, MessageTooLarge),
+    (429, Overloaded),
     (400, (RequestError, MappingError, ConfigError, CheckpointError)),
     (409, WeightsError),
     (503, (NotReady, PeerError)),
     (504, DeadlineExceeded),
+    (403, Forbidden),
     (401, Unauthorized),
 )
 """The first class that matches gives the status; 500 if none does."""
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+_PATH = re.compile(r"(?<![\w./:~])/(?!v1/|bridge/)(?:[^\s'\",;:()\[\]/]+/)+([^\s'\",;:()\[\]/]*)")
+"""An absolute path of two or more parts, with its last part; not a path of this server."""
+_ADDRESS = re.compile(
+    r"\b(?:https?|grpc)://[^\s'\",;)]+|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?(?![\d.]*\d)|\[[0-9a-fA-F:]*:[0-9a-fA-F:]+\](?::\d+)?"
+    r"|(?<=\bat )[\w.-]+:\d+"
+)
+"""A URL, an IP address with or without a port, or a name with a port after "at"."""
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
 
 
 class HttpError(HTTPException):
@@ -58,7 +80,12 @@ class HttpError(HTTPException):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": redacted(self.detail), "type": kind, "param": self.param, "code": self.code}}
+
+
+def redacted(text: str) -> str:
+    """Return a message without absolute paths and addresses, which are nobody's business beyond the gateway's log."""
+    return _ADDRESS.sub("…", _PATH.sub(r"…/\1", text))
 
 
 class ErrorDetail(BaseModel):
@@ -75,7 +102,7 @@ class ErrorAnswer(BaseModel):
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "The request is invalid; `param` names the field."},
+    "4XX": {"model": ErrorAnswer, "description": "The request is invalid; `param` names the field. Retry after a 429."},
     "5XX": {"model": ErrorAnswer, "description": "The fleet cannot serve the request. Retry after a 503."},
 }
 
@@ -84,8 +111,13 @@ def http_error(error: Exception) -> HttpError:
     """Translate any exception. The text of an unexpected one stays in the log, because it may hold anything."""
     if isinstance(error, HttpError):
         return error
+    if isinstance(error, EngineFailure) and "Traceback (most recent call last)" in str(error):
+        log.error("an engine failed: %s", error)
+        return HttpError(500, "an engine failed internally; its log and the gateway's tell why", type(error).__name__)
     if isinstance(error, SlipstreamError):
         status = next((status for status, kinds in _STATUSES if isinstance(error, kinds)), 500)
+        if redacted(str(error)) != str(error):
+            log.info("answered with %d, and without addresses and paths: %s", status, error)
         return HttpError(status, str(error), type(error).__name__)
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
@@ -98,14 +130,15 @@ def http_error(error: Exception) -> HttpError:
     return HttpError(500, "internal error; see the gateway's log", "internal_error")
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, retry_seconds: int = 1) -> Response:
     error = http_error(error)
-    retry = {"Retry-After": "1"} if error.status_code == 503 else {}
+    retry = {"Retry-After": str(retry_seconds)} if error.status_code in (429, 503) else {}
     return Response(to_json(error.body()), error.status_code, {**retry, **(error.headers or {})}, JSON)
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    error = http_error(error)
+    return error_response(error, request.app.state.front.admission.retry_seconds if error.status_code == 429 else 1)
 
 
 def _validation_error(error: RequestValidationError) -> HttpError:

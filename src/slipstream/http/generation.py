@@ -11,9 +11,20 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from slipstream.errors import InvalidPrompt
+from slipstream.gateway.admission import Ticket
 from slipstream.http.request_models import JsonModel
 from slipstream.http.state import Front
-from slipstream.types import MAX_SAMPLES, MAX_TOP_LOGPROBS, Completion, Failure, Progress, Request, SamplingParams
+from slipstream.types import (
+    MAX_SAMPLES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+    Completion,
+    Failure,
+    Progress,
+    Request,
+    SamplingParams,
+)
 
 MAX_INT = 2**31 - 1
 MAX_REQUESTS = 4096
@@ -41,8 +52,8 @@ class SamplingFields(JsonModel):
     """-1 and 0 keep all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
     repetition_penalty: float = 1.0
@@ -102,12 +113,12 @@ def make_requests(
 
 
 async def stream_results(
-    front: Front, answer_id: str, requests: Sequence[Request]
+    front: Front, ticket: Ticket, answer_id: str, requests: Sequence[Request]
 ) -> AsyncGenerator[Completion | Progress, None]:
     """Yield completions as they finish, with the index of their prompt, and progress if asked for. Raise the first failure.
     Closing this cancels the rest."""
     completions = []
-    results = front.in_flight.track(answer_id, _run(front, requests))
+    results = front.in_flight.track(answer_id, ticket, _run(front, requests))
     async with contextlib.aclosing(results):
         async for result in results:
             if isinstance(result, Completion):
@@ -116,9 +127,11 @@ async def stream_results(
     front.metrics.count_tokens(completions)
 
 
-async def collect_completions(front: Front, answer_id: str, requests: Sequence[Request]) -> list[Completion]:
+async def collect_completions(
+    front: Front, ticket: Ticket, answer_id: str, requests: Sequence[Request]
+) -> list[Completion]:
     """Return all completions: the samples of the first prompt, then those of the second, and so on."""
-    results = stream_results(front, answer_id, requests)
+    results = stream_results(front, ticket, answer_id, requests)
     async with contextlib.aclosing(results):
         completions = [result async for result in results if isinstance(result, Completion)]
     return sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))

@@ -1,15 +1,20 @@
-"""Generations in flight over HTTP: deadlines, aborts by id, and draining."""
+"""Generations in flight over HTTP: admission, deadlines, aborts by id, and draining."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Collection, Coroutine
 from typing import TypeVar
 
 from slipstream.errors import DeadlineExceeded
+from slipstream.gateway.admission import Ticket
 from slipstream.http.errors import HttpError
+from slipstream.types import Completion, Progress
 
 T = TypeVar("T")
+
+BYTES_PER_TOKEN, BYTES_PER_TOP_LOGPROB = 100, 80
+"""Memory of a result, about."""
 
 
 class InFlightRequests:
@@ -26,17 +31,22 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self._running)
 
-    async def track(self, request_id: str, work: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    async def track(
+        self, request_id: str, ticket: Ticket, work: AsyncGenerator[Completion | Progress, None]
+    ) -> AsyncGenerator[Completion | Progress, None]:
         """Yield what `work` yields until it ends, is aborted, or exceeds the deadline; closing this closes `work`.
 
-        Results are queued without bound, so a slow reader never holds up the engines."""
+        A slow reader does not hold up the engines: its results are queued as long as `ticket` has room, then it fails."""
+        ticket.take(requests=1)
         deadline = asyncio.get_running_loop().time() + self._max_seconds
         await self._before(deadline, self._admitting.wait())
-        results: asyncio.Queue[T | None] = asyncio.Queue()
-        task = self._start(request_id, work, results)
+        results: asyncio.Queue[Completion | Progress | None] = asyncio.Queue()
+        task = self._start(request_id, _collect(work, results, ticket))
         try:
             while (item := await self._before(deadline, results.get())) is not None:
                 yield item
+                if isinstance(item, Progress):  # completions are kept until the end
+                    ticket.give_back(num_bytes=_num_bytes(item))
             if task in self._aborted:
                 raise HttpError(409, "this request was aborted by a call to the server", "aborted")
             await task  # raises its error
@@ -65,15 +75,13 @@ class InFlightRequests:
         finally:
             self._admitting.set()
 
-    def _start(
-        self, request_id: str, work: AsyncGenerator[T, None], results: asyncio.Queue[T | None]
-    ) -> asyncio.Task[None]:
+    def _start(self, request_id: str, collecting: Coroutine[None, None, None]) -> asyncio.Task[None]:
         def finished(task: asyncio.Task[None]) -> None:
             del self._running[task]
             if not self._running:
                 self._idle.set()
 
-        task = asyncio.create_task(_collect(work, results))
+        task = asyncio.create_task(collecting)
         self._running[task] = request_id
         self._idle.clear()
         task.add_done_callback(finished)
@@ -89,11 +97,21 @@ class InFlightRequests:
             ) from None
 
 
-async def _collect(work: AsyncGenerator[T, None], results: asyncio.Queue[T | None]) -> None:
+async def _collect(
+    work: AsyncGenerator[Completion | Progress, None],
+    results: asyncio.Queue[Completion | Progress | None],
+    ticket: Ticket,
+) -> None:
     """Queue what `work` yields, then None."""
     try:
         async for item in work:
+            ticket.take(num_bytes=_num_bytes(item))
             results.put_nowait(item)
     finally:
         await work.aclose()
         results.put_nowait(None)
+
+
+def _num_bytes(result: Completion | Progress) -> int:
+    num_top = sum(len(top.token_ids) for top in result.top_logprobs)
+    return BYTES_PER_TOKEN * len(result.token_ids) + BYTES_PER_TOP_LOGPROB * num_top

@@ -1,9 +1,10 @@
-"""Request bodies read within limits of size and time, and work that ends when its client disconnects."""
+"""Limits on what clients may send, hold and leave unread, and work that ends when its client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -11,13 +12,70 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.gateway.admission import Admission, Ticket
 from slipstream.http.errors import JSON, HttpError
 from slipstream.http.metrics import ROUTE_PATH
 from slipstream.http.request_models import unknown_field
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+TICKET = "slipstream.ticket"
+"""Key of the ASGI scope under which a request's `Ticket` is."""
+FREE_BODY_BYTES = 4096
+"""Bodies up to this size are not counted, so that control calls work while the server is overloaded."""
+PIECE_BYTES = 1 << 16
+SEND_SECONDS = 60.0
+"""A client that does not take a piece of its answer within this time is disconnected."""
+
+
+class AdmissionMiddleware:
+    """ASGI middleware: gives each request a `Ticket` for what it holds until its answer is sent. Large answers are sent in
+    pieces, so that an answer which its client does not read is still counted."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app, self._admission = app, admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        piecewise = _PiecewiseSend(send)
+        with self._admission.ticket(_caller(scope)) as ticket:
+            try:
+                await self._app({**scope, TICKET: ticket}, receive, piecewise)
+            except Exception:
+                if not piecewise.is_stuck:
+                    raise
+                log.info("disconnected a client that has not read for %g s", SEND_SECONDS)
+
+
+def _caller(scope: Scope) -> str:
+    """Callers are told apart by their host and their token."""
+    token = next((value for key, value in scope["headers"] if key == b"authorization"), b"")
+    return f"{(scope['client'] or [''])[0]} {hash(token)}"
+
+
+class _PiecewiseSend:
+    def __init__(self, send: Send) -> None:
+        self._send, self.is_stuck = send, False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] != "http.response.body":
+            return await self._send(message)
+        body, more = message.get("body", b""), message.get("more_body", False)
+        for start in range(0, len(body) or 1, PIECE_BYTES):
+            stop = start + PIECE_BYTES
+            await self._send_piece({**message, "body": body[start:stop], "more_body": more or stop < len(body)})
+
+    async def _send_piece(self, message: Message) -> None:
+        try:
+            if not self.is_stuck:
+                async with asyncio.timeout(SEND_SECONDS):
+                    return await self._send(message)
+        except TimeoutError:
+            self.is_stuck = True
+        raise ClientDisconnect
 
 
 class LimitedRoute(APIRoute):
@@ -64,10 +122,13 @@ class _LimitedRequest(Request):
         message = f"the body is larger than {max_bytes} bytes (max_body_bytes); send less at once"
         if not declared.isdecimal() or int(declared) > max_bytes:
             raise HttpError(413, message, "too_large")
+        ticket: Ticket = self.scope[TICKET]
         async for chunk in super().stream():
             size += len(chunk)
             if size > max_bytes:
                 raise HttpError(413, message, "too_large")
+            if size > FREE_BODY_BYTES:
+                ticket.take(num_bytes=size - ticket.bytes)
             yield chunk
 
     async def json(self) -> Any:

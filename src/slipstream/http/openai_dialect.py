@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from slipstream import types
 from slipstream.errors import InvalidPrompt, InvalidSampling
+from slipstream.gateway.admission import Ticket
 from slipstream.http import openai_choices as choices
 from slipstream.http.errors import JSON, HttpError
 from slipstream.http.event_stream import EVENT_STREAM, EventStream
@@ -31,7 +32,7 @@ from slipstream.http.generation import (
 from slipstream.http.incremental_text import IncrementalDetokenizer, TextDelta
 from slipstream.http.limits import LimitedRoute, cancel_on_disconnect
 from slipstream.http.request_models import JsonModel
-from slipstream.http.state import CurrentFront, Front
+from slipstream.http.state import CurrentFront, CurrentTicket, Front
 from slipstream.types import Completion, Progress, Score
 
 router = APIRouter(tags=["OpenAI"], route_class=LimitedRoute)
@@ -85,7 +86,9 @@ async def models(front: CurrentFront) -> dict[str, Any]:
 
 @router.post("/v1/completions", responses=STREAMED)
 @cancel_on_disconnect
-async def create_completion(request: Request, front: CurrentFront, body: CompletionRequest) -> Response:
+async def create_completion(
+    request: Request, front: CurrentFront, ticket: CurrentTicket, body: CompletionRequest
+) -> Response:
     """Complete prompts."""
     front.check_model(body.model)
     if body.best_of not in (None, body.n):
@@ -105,8 +108,8 @@ async def create_completion(request: Request, front: CurrentFront, body: Complet
         def to_chunk(delta: TextDelta) -> dict[str, Any]:
             return {"text": delta.text, "logprobs": _logprobs(front, body, delta)}
 
-        return EventStream(_stream_chunks(front, head, requests, body.stream_options, to_chunk))
-    completions = await collect_completions(front, answer_id, requests)
+        return EventStream(_stream_chunks(front, ticket, head, requests, body.stream_options, to_chunk))
+    completions = await collect_completions(front, ticket, answer_id, requests)
     scores = await _score_prompts(front, body, completions)
     rows = [
         {"index": index, **_completion_choice(front, body, completion, requests[completion.prompt_index], scores)}
@@ -171,7 +174,9 @@ async def _score_prompts(
 
 @router.post("/v1/chat/completions", responses=STREAMED)
 @cancel_on_disconnect
-async def create_chat_completion(request: Request, front: CurrentFront, body: ChatCompletionRequest) -> Response:
+async def create_chat_completion(
+    request: Request, front: CurrentFront, ticket: CurrentTicket, body: ChatCompletionRequest
+) -> Response:
     """Generate the next message of a conversation."""
     front.check_model(body.model)
     if body.tool_choice not in (None, "none", "auto"):
@@ -182,10 +187,9 @@ async def create_chat_completion(request: Request, front: CurrentFront, body: Ch
         raise HttpError(400, message, "unsupported", "response_format")
     if body.top_logprobs and not body.logprobs:
         raise InvalidSampling("top_logprobs needs logprobs=true")
-    prompt = await asyncio.to_thread(
-        front.tokenizer.encode_chat, body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt
-    )
     max_model_len = (await front.engine_info()).max_model_len
+    conversation = (body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt)
+    prompt = await asyncio.to_thread(front.tokenizer.encode_chat, max_model_len, *conversation)
     if len(prompt) >= max_model_len:
         raise InvalidPrompt(
             f"the conversation has {len(prompt)} tokens, which leaves no room for a completion in {max_model_len=}"
@@ -210,8 +214,8 @@ async def create_chat_completion(request: Request, front: CurrentFront, body: Ch
         def to_chunk(delta: TextDelta) -> dict[str, Any]:
             return {"delta": {"content": delta.text}, "logprobs": logprobs(delta)}
 
-        return EventStream(_stream_chunks(front, head, requests, body.stream_options, to_chunk, opening))
-    completions = await collect_completions(front, answer_id, requests)
+        return EventStream(_stream_chunks(front, ticket, head, requests, body.stream_options, to_chunk, opening))
+    completions = await collect_completions(front, ticket, answer_id, requests)
     rows = [
         {
             "index": index,
@@ -230,6 +234,7 @@ async def create_chat_completion(request: Request, front: CurrentFront, body: Ch
 
 async def _stream_chunks(
     front: Front,
+    ticket: Ticket,
     head: dict[str, Any],
     requests: Sequence[types.Request],
     options: StreamOptions,
@@ -257,7 +262,7 @@ async def _stream_chunks(
             token_ids = list(progress.token_ids)
             yield {"index": index, **to_chunk(progress), "finish_reason": None, "token_ids": token_ids}
 
-    results = stream_results(front, head["id"], requests)
+    results = stream_results(front, ticket, head["id"], requests)
     async with contextlib.aclosing(results):
         async for result in results:
             for choice in to_choices(result):

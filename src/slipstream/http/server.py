@@ -12,11 +12,14 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from slipstream.config import HttpConfig
+from slipstream.config import GatewayConfig, HttpConfig
 from slipstream.errors import ConfigError
-from slipstream.gateway.client import GatewayFleet
 from slipstream.gateway.server import CompanionServer, is_free
+from slipstream.gateway.service import Service
+from slipstream.gateway.tokens import TokenTable
 from slipstream.http.app import create_app
+from slipstream.http.connections import limited_connection
+from slipstream.http.own_gateway import OwnGateway
 from slipstream.http.state import Front
 from slipstream.runtime import tls
 
@@ -26,7 +29,9 @@ CALL_SECONDS = 120.0
 """Deadline of each step of a weight update, each score and each control call."""
 KEEP_ALIVE_SECONDS = 75
 SHUTDOWN_SECONDS = 2
-BACKLOG = 1024
+BACKLOG = 4096
+UNREAD_SECONDS = 120
+"""The kernel drops a connection whose peer takes no data for this long, also one that is being closed."""
 
 
 class _UvicornServer(uvicorn.Server):
@@ -37,20 +42,21 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-def companion_server(
-    config: HttpConfig, max_message_bytes: int, ca: str = "", run_dir: Path | None = None
-) -> CompanionServer:
-    """Return a function that starts the HTTP server in a gateway's process. The server is an ordinary client of the gateway, at
-    its address. `run_dir` receives the mapping file for trainers."""
+def companion_server(config: HttpConfig, gateway: GatewayConfig, run_dir: Path | None = None) -> CompanionServer:
+    """Return a function that starts the HTTP server in a gateway's process. `run_dir` receives the mapping file."""
+    identity = tls.Identity(gateway.certificate, gateway.key) if gateway.mutual_tls else tls.ANONYMOUS
 
     @contextlib.asynccontextmanager
-    async def start(address: str, token: str, previous: Mapping[str, object]) -> AsyncIterator[dict[str, str]]:
-        def connect() -> GatewayFleet:
-            return GatewayFleet(address, token, CALL_SECONDS, max_message_bytes, ca=ca)
+    async def start(
+        service: Service, address: str, tokens: TokenTable, previous: Mapping[str, object]
+    ) -> AsyncIterator[dict[str, str]]:
+        def connect() -> OwnGateway:
+            limit = gateway.max_message_bytes
+            return OwnGateway(service, address, tokens.own, CALL_SECONDS, limit, ca=gateway.ca, identity=identity)
 
         fleet = connect()
         try:
-            async with serve(Front.create(fleet, connect, config, run_dir), token, previous) as url:
+            async with serve(Front.create(fleet, connect, config, run_dir), tokens, previous) as url:
                 yield {"http": url}
         finally:
             await fleet.close()
@@ -59,7 +65,7 @@ def companion_server(
 
 
 @contextlib.asynccontextmanager
-async def serve(front: Front, token: str, previous: Mapping[str, object] | None = None) -> AsyncIterator[str]:
+async def serve(front: Front, tokens: TokenTable, previous: Mapping[str, object] | None = None) -> AsyncIterator[str]:
     """Yield the server's URL. After a crash it takes the same port again, which `previous` names, if that is free."""
     tls.check_dialable("http.host", front.config.host)
     if is_tls := bool(front.config.certificate):
@@ -67,14 +73,16 @@ async def serve(front: Front, token: str, previous: Mapping[str, object] | None 
     listener = _bind(front.config, _previous_port(front.config, previous or {}))
     server = _UvicornServer(
         uvicorn.Config(
-            create_app(front, token),
+            create_app(front, tokens),
             loop="none",
-            http="h11",
+            http=limited_connection(front.config.max_connections, front.config.body_seconds),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # a client must not choose the address that it is known by
+            backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             ssl_certfile=front.config.certificate or None,
@@ -99,6 +107,9 @@ def _bind(config: HttpConfig, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     try:
         listener.bind((config.host, port))
         listener.listen(BACKLOG)  # clients may connect as soon as the address is published

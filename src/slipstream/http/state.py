@@ -13,10 +13,12 @@ from fastapi import Depends, Request
 
 from slipstream.bridge.fleet import Fleet
 from slipstream.config import HttpConfig
+from slipstream.gateway.admission import Admission, Ticket
 from slipstream.http import mapping
 from slipstream.http.checkpoint_updates import CheckpointUpdates
 from slipstream.http.errors import HttpError
 from slipstream.http.in_flight import InFlightRequests
+from slipstream.http.limits import TICKET
 from slipstream.http.metrics import Metrics
 from slipstream.http.tokenizer import ChatTokenizer
 from slipstream.types import EngineInfo
@@ -34,6 +36,7 @@ class Front:
     tokenizer: ChatTokenizer
     updates: CheckpointUpdates
     in_flight: InFlightRequests
+    admission: Admission
     run_dir: Path | None = None
     """Directory of the mapping file for local trainers."""
     metrics: Metrics = field(default_factory=Metrics)
@@ -41,6 +44,7 @@ class Front:
     is_paused_by_sleep: bool = False
     """The fleet is paused because of `/sleep?level=0`; `/wake_up` resumes it."""
     _cached_info: tuple[float, EngineInfo] | None = None
+    _info_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _mapped_layouts: object = None
     """Layouts that the mapping file describes."""
     _mapping_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -52,7 +56,8 @@ class Front:
         """`connect` opens a separate connection to the same fleet, for a weight update."""
         tokenizer = ChatTokenizer.read(Path(config.model)) if config.model else ChatTokenizer()
         updates = CheckpointUpdates(connect, Path(config.weights) if config.weights else None)
-        return cls(fleet, config, tokenizer, updates, InFlightRequests(config.request_seconds), run_dir)
+        admission = Admission(config.max_requests, config.max_buffered_bytes, "this server")
+        return cls(fleet, config, tokenizer, updates, InFlightRequests(config.request_seconds), admission, run_dir)
 
     @property
     def model_name(self) -> str:
@@ -65,14 +70,14 @@ class Front:
 
     async def engine_info(self) -> EngineInfo:
         """Describe the engine with the shortest context. All engines hold the same model."""
-        now = time.monotonic()
-        if self._cached_info is None or now - self._cached_info[0] > INFO_CACHE_SECONDS:
-            status = await self.fleet.status()
-            if not status.present:
-                raise HttpError(503, str(status.no_engines("to ask")), "not_ready")
-            shortest = min(status.present, key=lambda e: e.info.max_model_len)
-            self._cached_info = (now, shortest.info)
-        return self._cached_info[1]
+        async with self._info_lock:  # of many calls, one asks
+            if self._cached_info is None or time.monotonic() - self._cached_info[0] > INFO_CACHE_SECONDS:
+                status = await self.fleet.status()
+                if not status.present:
+                    raise HttpError(503, str(status.no_engines("to ask")), "not_ready")
+                shortest = min(status.present, key=lambda e: e.info.max_model_len)
+                self._cached_info = (time.monotonic(), shortest.info)
+            return self._cached_info[1]
 
     async def parameter_mapping(self) -> dict[str, Any]:
         """Return where each tensor lies in each engine, and write it to the mapping file."""
@@ -102,5 +107,12 @@ async def _front(request: Request) -> Front:
     return front
 
 
+async def _ticket(request: Request) -> Ticket:
+    ticket: Ticket = request.scope[TICKET]
+    return ticket
+
+
 CurrentFront = Annotated[Front, Depends(_front)]
 """An endpoint's parameter of this type is the application's `Front`."""
+CurrentTicket = Annotated[Ticket, Depends(_ticket)]
+"""An endpoint's parameter of this type counts what its request holds."""

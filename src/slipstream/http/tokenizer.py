@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.engines.frontend.request_parser import read_tokenizer
+from slipstream.engines.frontend.request_parser import longest_token, read_tokenizer, too_many_characters
 from slipstream.errors import ConfigError, InvalidPrompt, Unsupported
 from slipstream.model.chat_template import ChatTemplate
 
@@ -19,6 +19,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any = None, template: ChatTemplate | None = None) -> None:
         """`tokenizer` is a `tokenizers.Tokenizer` or None."""
         self._tokenizer, self._template = tokenizer, template
+        self._longest_token = 0 if tokenizer is None else longest_token(tokenizer)
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -40,14 +41,17 @@ class ChatTokenizer:
             self._token_texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
         return self._token_texts[token]
 
-    def encode_chat(self, *conversation: Any) -> tuple[int, ...]:
-        """Return the prompt of a conversation as token ids. The arguments are those of `render_chat`."""
+    def encode_chat(self, max_length: int, *conversation: Any) -> tuple[int, ...]:
+        """Return the prompt of a conversation as token ids. A text that is too long for `max_length` tokens is refused without
+        encoding it. The other arguments are those of `render_chat`."""
         text = self.render_chat(*conversation)
         if self._tokenizer is None:
             raise Unsupported(
                 "chat needs a tokenizer, and the HTTP server has none; send token ids to /v1/completions, or start the server "
                 "with model=DIRECTORY"
             )
+        if len(text) > max_length * self._longest_token:
+            raise too_many_characters(len(text), max_length)
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         if not tokens:
             raise InvalidPrompt("the chat template renders these messages to an empty prompt")

@@ -139,7 +139,8 @@ async def get_world_size(front: CurrentFront, include_dp: bool = True) -> dict[s
 @router.get("/server_info")
 async def server_info(front: CurrentFront, config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
     """Return the settings of vLLM that its clients read. No weight transfer is configured: NCCL ends at the engines, and a
-    trainer reaches those with `slipstream.connect`."""
+    trainer reaches those with `slipstream.connect`. The logprobs of sampled tokens and those of the likeliest tokens are of
+    different kinds, unlike vLLM's."""
     info, status = await front.engine_info(), await front.fleet.status()
     config = {
         "model_config": {
@@ -147,6 +148,7 @@ async def server_info(front: CurrentFront, config_format: Literal["text", "json"
             "dtype": f"torch.{info.dtype}",
             "max_model_len": info.max_model_len,
             "logprobs_mode": "processed_logprobs",
+            "top_logprobs_mode": "raw_logprobs",
             "enable_sleep_mode": True,
         },
         "parallel_config": {"tensor_parallel_size": info.num_ranks, "data_parallel_size": len(status.present)},

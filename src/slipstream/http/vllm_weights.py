@@ -51,6 +51,7 @@ class CollectiveRpc(JsonModel):
 @router.post("/init_weight_transfer_engine")
 async def init_transfer(front: CurrentFront, body: InitTransfer) -> dict[str, str]:
     """Choose how weights are transferred. `{"init_info": {"backend": "checkpoint"}}` is the only way."""
+    front.updates.is_initialized = False
     if body.init_info.get("backend") != "checkpoint":
         raise Unsupported(
             "the HTTP server takes weights as checkpoints, init_info={'backend': 'checkpoint'}: NCCL would need one "
@@ -58,6 +59,7 @@ async def init_transfer(front: CurrentFront, body: InitTransfer) -> dict[str, st
             "from GPU to GPU, use slipstream.connect(...).sync(params)"
         )
     front.updates.require_enabled()
+    front.updates.is_initialized = True
     return {"message": "Weight transfer initialized"}
 
 
@@ -69,6 +71,10 @@ async def start_update(
     if not body.is_checkpoint_format:
         raise Unsupported("is_checkpoint_format must be true: weights come in the checkpoint's format")
     front.updates.require_enabled()
+    if not front.updates.is_initialized:
+        raise UnknownVersion(
+            "no weight transfer is initialized, or the last attempt was refused; call /init_weight_transfer_engine first"
+        )
     front.updates.pending = []
     return {"message": "Weight update started"}
 
@@ -84,7 +90,7 @@ async def update_weights(front: CurrentFront, body: UpdateWeights) -> dict[str, 
             "update_info must be {'path': 'a directory of safetensors'}: tensors announced by names, dtypes and shapes would "
             "follow over NCCL, which the HTTP server does not support"
         )
-    front.updates.find(path)
+    await front.updates.check(path)
     if path not in front.updates.pending:
         front.updates.pending.append(path)
     return {"message": "Weights announced; they are loaded by /finish_weight_update"}
