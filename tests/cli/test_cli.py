@@ -1,6 +1,8 @@
+import contextlib
 import io
 import json
 import math
+import sqlite3
 
 import pytest
 from rich.console import Console
@@ -11,6 +13,7 @@ import slipstream
 from slipstream.cli.fleet import _print_status
 from slipstream.cli.main import GROUPS, app
 from slipstream.errors import ConfigError
+from slipstream.gateway.journal import Journal
 from slipstream.model import families
 from slipstream.model.chat_template import ChatTemplate
 from slipstream.model.checkpoints import hf_weights
@@ -23,7 +26,7 @@ from slipstream.model.checkpoints.sample_model import (
     write_sample_config,
     write_sample_model,
 )
-from slipstream.types import EngineInfo, EngineStatus, FleetStatus
+from slipstream.types import Decision, EngineInfo, EngineStatus, FleetStatus
 
 
 def run(*arguments):
@@ -73,11 +76,31 @@ def test_status_fits_into_80_columns():
     info = EngineInfo("engine-0", "vllm", "llama-0123456789abcdef", "float32", 4, (), (), (), "host", 64, 8, version=12)
     ready = EngineStatus(info, "ready", 17, 0.3, looked_up_tokens=10, hit_tokens=5)
     broken = EngineStatus(info, "ready", 0, 0.3, note="its last 3 calls failed: " + 30 * "why ", circuit="half-open")
+    wrong = EngineStatus(info, "quarantined", 0, 0.3, note="it returned " + 30 * "nonsense ")
+    decision = Decision("quarantine", "engine-0", "it returned nonsense", 12, 60.0)
     console = Console(width=80, record=True, file=io.StringIO())
-    _print_status(FleetStatus(12, 3600.0, 123_456, (ready, broken), num_retried=3), console)
+    status = FleetStatus(12, 3600.0, 123_456, (ready, broken, wrong), num_retried=3, decisions=(decision,))
+    _print_status(status, console)
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert "policy version 12" in text and "50%" in text and "half-open" in text and "its last 3 calls" in text
+    assert "60 s ago, engine-0, quarantine: it returned nonsense" in text
+
+
+def test_a_damaged_journal_is_reported_and_repaired(tmp_path):
+    assert isinstance(run("journal", tmp_path).exception, ConfigError)
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.accept({"a": (b"request", 1), "b": (b"request", 1)})
+    journal.close()
+    whole = run("journal", tmp_path)
+    assert whole.exit_code == 0 and "is whole" in whole.output
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db, db:
+        db.execute("UPDATE groups SET request = x'00' WHERE number = 1")
+    damaged = run("journal", tmp_path)
+    assert damaged.exit_code == 1 and "group 1 (id 'a') does not match its checksum" in damaged.output
+    repaired = run("journal", tmp_path, "--repair")
+    assert repaired.exit_code == 0 and "group 1 is lost" in repaired.output
+    assert run("journal", tmp_path).exit_code == 0
 
 
 def test_plan_counts_the_bytes_that_a_sync_moves(tmp_path):

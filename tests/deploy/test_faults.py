@@ -18,6 +18,7 @@ from slipstream.model.checkpoints import hf_weights
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.model.transformer import decoder
 from slipstream.types import SamplingParams
+from slipstream.weights.checksum import PieceScan
 from slipstream.weights.transports.host import shm
 from slipstream.weights.transports.host.disk import DiskSender
 from slipstream.weights.transports.host.tcp import _FRAME, TcpSender
@@ -139,7 +140,7 @@ def test_checksums_that_do_not_come(fleet, model, monkeypatch):
     def forgetful(*arguments):
         sums = real(*arguments)
         sums.pop(VICTIM)
-        return {**sums, VICTIM: 1}
+        return {**sums, VICTIM: PieceScan(1)}
 
     monkeypatch.setattr(transfer.Outbox, "_send_rank", forgetful)
     with pytest.raises(ChecksumMismatch, match=r"engine 'engine-0', rank 0: model\.layers\.0\."):

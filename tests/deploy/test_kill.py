@@ -10,6 +10,9 @@ import time
 import psutil
 import pytest
 
+from slipstream.config import GatewayConfig
+from slipstream.deploy.processes import process_group
+from slipstream.errors import ConfigError
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.weights.transports.host import shm
 
@@ -68,3 +71,36 @@ def test_nothing_is_left_after_kill_9(trainer, role):
     process.wait(timeout=30)  # killed, or ended with a typed error
     assert gone_within(15, children) == []
     assert segments() == []
+
+
+GATEWAY_OWNER = """
+import sys, time
+from pathlib import Path
+from slipstream.config import GatewayConfig
+from slipstream.deploy.processes.process_group import ProcessGroup
+group = ProcessGroup(Path(sys.argv[1]), 60)
+group.start_gateway(GatewayConfig())
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_frozen_gateway_makes_way_once_its_trainer_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_group, "ENDING_SECONDS", 0.2)
+
+    def gateway():
+        return json.loads((tmp_path / "gateway.json").read_text())["pid"]
+
+    trainer = subprocess.Popen([sys.executable, "-c", GATEWAY_OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout.readline().strip() == "up"
+        frozen = psutil.Process(gateway())
+        frozen.send_signal(signal.SIGSTOP)
+        with pytest.raises(ConfigError, match="is in use by another gateway"):
+            process_group.ProcessGroup(tmp_path, 60)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    with process_group.ProcessGroup(tmp_path, 60) as group:
+        group.start_gateway(GatewayConfig())
+        assert gateway() != frozen.pid and gone_within(10, [frozen]) == []

@@ -318,8 +318,10 @@ def _alive(pid):
 
 
 def test_engines_that_cannot_start_say_why(tmp_path):
-    with pytest.raises(LaunchFailed, match=r"engine-0 exited with code[\s\S]*config\.json does not exist"):
-        slipstream.launch(tmp_path / "nothing", run_dir=tmp_path / "run")
+    write_sample_config(tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(LaunchFailed, match=r"engine-0 exited with code[\s\S]*model\.safetensors"):
+        slipstream.launch(tmp_path / "torn", run_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match="engines must be at least 1"):
         slipstream.launch(tmp_path, engines=0)
 

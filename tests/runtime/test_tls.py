@@ -3,15 +3,21 @@ tests/deploy/test_hosts.py."""
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 import trustme
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store
 
+import slipstream
 from slipstream.config import EmbeddedConfig, GatewayConfig, HttpConfig
 from slipstream.deploy.processes import certificates
 from slipstream.errors import ConfigError, GatewayLost, SlipstreamError, TlsError, Unauthorized
@@ -40,22 +46,22 @@ def secured(files, host="127.0.0.1"):
     return GatewayConfig(host=host, certificate=certificate, key=key, ca=files.ca)
 
 
-async def refusals(address, token, ca):
+async def refusals(address, token, ca, identity=tls.ANONYMOUS):
     """Return the errors of a trainer, of an engine's access check, and of an engine that attaches."""
 
     async def trainer():
-        fleet = GatewayFleet(address, token, 5.0, CAP, ca=ca)
+        fleet = GatewayFleet(address, token, 5.0, CAP, ca=ca, identity=identity)
         try:
             await fleet.refresh()
         finally:
             await fleet.close()
 
     async def engine():
-        async with attached(ScriptedEngine("a"), address, token, patience=60.0, ca=ca):
+        async with attached(ScriptedEngine("a"), address, token, patience=60.0, ca=ca, identity=identity):
             pass
 
     told = []
-    for attempt in (trainer, lambda: check_access(address, token, CAP, ca), engine):
+    for attempt in (trainer, lambda: check_access(address, token, CAP, ca, identity), engine):
         try:
             await asyncio.wait_for(attempt(), 30)
             told.append(None)
@@ -91,6 +97,59 @@ def test_refused_by_a_gateway_with_tls(files, others, token, ca, kind, said):
                 assert type(error) is kind and said in str(error) and address in str(error)
 
     event_loop.run(main())
+
+
+def test_a_gateway_that_requires_certificates_of_both_sides(files, others):
+    config = secured(files).replace(mutual_tls=True)
+
+    async def main():
+        async with running(config, TOKEN) as address:
+            assert await refusals(address, TOKEN, files.ca, tls.Identity(*files.of("10.1.2.4"))) == [None, None, None]
+            for identity, said in (
+                (tls.ANONYMOUS, "none was shown"),
+                (tls.Identity(*others.of("node1")), f"{others.of('node1')[0]} was not accepted"),
+            ):
+                for error in await refusals(address, TOKEN, files.ca, identity):
+                    assert type(error) is TlsError and "requires a certificate" in str(error) and said in str(error)
+            (error, *_) = await refusals(address, "wrong", files.ca, tls.Identity(*files.of("node1")))
+            assert type(error) is Unauthorized
+
+    event_loop.run(main())
+    with pytest.raises(ConfigError, match="mutual_tls needs certificate, key and ca"):
+        GatewayConfig(mutual_tls=True)
+
+
+def test_a_run_directory_holds_what_mutual_tls_needs(files, tmp_path):
+    """The gateway as a process, with HTTP; trainer and command line join by its directory."""
+    certificate, key = files.of("node1")
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.cli",
+        "gateway",
+        "--run-dir",
+        str(tmp_path),
+        "--http",
+        "0",
+        "--mutual-tls",
+    ]
+    with subprocess.Popen([*command, "--certificate", certificate, "--key", key, "--ca", files.ca]) as gateway:
+        try:
+            while not (tmp_path / "gateway.json").exists():
+                assert gateway.poll() is None
+                time.sleep(0.02)
+            with slipstream.connect(tmp_path) as bridge:
+                assert bridge.status().engines == ()
+                headers = {"Authorization": f"Bearer {(tmp_path / 'token').read_text()}"}
+                assert httpx.get(f"{bridge.http_url}/ready", headers=headers, timeout=60).status_code == 503
+                address = json.loads((tmp_path / "gateway.json").read_text())["address"]
+                token = (tmp_path / "token").read_text()
+            with slipstream.connect(address, token=token, ca=files.ca, certificate=certificate, key=key) as bridge:
+                assert bridge.version == -1
+            with pytest.raises(TlsError, match="none was shown"):
+                slipstream.connect(address, token=token, ca=files.ca)
+        finally:
+            gateway.kill()
 
 
 def test_tls_against_a_gateway_without(files):

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from slipstream.bridge.bridge import Bridge
+    from slipstream.gateway.channels import Token
     from slipstream.types import EngineStatus, FleetStatus
+
+SHOWN_DECISIONS = 8
 
 
 def launch(
@@ -126,6 +129,9 @@ def _print_status(fleet: FleetStatus, console: Console) -> None:
     for engine in fleet.engines:
         if engine.note:
             console.print(f"{engine.info.name}: {engine.note}", markup=False, highlight=False)
+    for decision in fleet.decisions[-SHOWN_DECISIONS:]:
+        text = f"{decision.seconds_ago:.0f} s ago, {decision.engine}, {decision.kind}: {decision.reason}"
+        console.print(text, markup=False, highlight=False)
 
 
 def _status_row(engine: EngineStatus) -> tuple[str, ...]:
@@ -145,11 +151,18 @@ def gateway(
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 0,
     lease_seconds: Annotated[float, typer.Option(help="An engine silent for this long is considered lost.")] = 10.0,
     max_message_bytes: Annotated[int, typer.Option(help="Maximum size of a control message.")] = 64 << 20,
+    max_requests: Annotated[int, typer.Option(help="Prompts accepted and not answered yet.")] = 65_536,
+    max_buffered_bytes: Annotated[
+        int, typer.Option(help="Size of these prompts, and of results that nobody has read yet.")
+    ] = 1 << 30,
     certificate: Annotated[str, typer.Option(help="PEM file of the certificate; see `slipstream certificates`.")] = "",
     key: Annotated[str, typer.Option(help="PEM file of the certificate's private key.")] = "",
     ca: Annotated[
         str, typer.Option(help="PEM file of the CA that signed the certificate, for those who connect.")
     ] = "",
+    mutual_tls: Annotated[
+        bool, typer.Option(help="Require those who connect to show a certificate signed by the CA.")
+    ] = False,
     http: Annotated[
         int | None,
         typer.Option(help="Also serve HTTP (OpenAI's API, vLLM's calls for RL) on this port; 0 takes a free one."),
@@ -168,6 +181,7 @@ def gateway(
     """
     from slipstream.config import GatewayConfig, HttpConfig, load
     from slipstream.gateway.server import serve
+    from slipstream.weights.transports.host.shm import process_start_time
 
     log_to_stderr()
     config = GatewayConfig(
@@ -175,20 +189,25 @@ def gateway(
         port=port,
         lease_seconds=lease_seconds,
         max_message_bytes=max_message_bytes,
+        max_requests=max_requests,
+        max_buffered_bytes=max_buffered_bytes,
         certificate=certificate,
         key=key,
         ca=ca,
+        mutual_tls=mutual_tls,
     )
     front = None
     if http is not None:
         from slipstream.http.server import companion_server
 
         settings = load(HttpConfig, overrides=[f"port={http}", *(options or ())])
-        front = companion_server(settings, max_message_bytes, ca, run_dir)
+        front = companion_server(settings, config, run_dir)
     elif options:
         raise ConfigError(f"{options[0]} is a setting of the HTTP server and needs --http PORT")
 
-    _run_until_stopped(owner, lambda stop: serve(config, run_dir, stop, front))
+    # The next owner tells by these whether this process is still wanted.
+    facts = {"owner": owner, "started": process_start_time(os.getpid())}
+    _run_until_stopped(owner, lambda stop: serve(config, run_dir, stop, front, facts))
 
 
 def engine(
@@ -209,6 +228,14 @@ def engine(
     ca: Annotated[
         str, typer.Option(help="PEM file of the CA that signed the gateway's certificate.", envvar="SLIPSTREAM_CA")
     ] = "",
+    certificate: Annotated[
+        str,
+        typer.Option(
+            help="PEM certificate to show to a gateway with --mutual-tls; by default that of the engine's settings.",
+            envvar="SLIPSTREAM_CERTIFICATE",
+        ),
+    ] = "",
+    key: Annotated[str, typer.Option(help="PEM private key of the certificate.", envvar="SLIPSTREAM_KEY")] = "",
     name: Annotated[str, typer.Option(help="Name of the engine in the fleet; engine-PID by default.")] = "",
     options: EngineSettings = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a lost gateway to come back.")] = 60.0,
@@ -228,16 +255,24 @@ def engine(
         flag = f"--xla_force_host_platform_device_count={config.tensor_parallel_size}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     from slipstream.deploy.processes.engine_process import host
+    from slipstream.deploy.processes.run_dir import run_identity
+    from slipstream.runtime.tls import ANONYMOUS, Identity
 
     address, token, authority = _credentials(run_dir, gateway, token_file, ca)
+    identity = run_identity(run_dir) if run_dir is not None else Identity(certificate, key)
+    if identity == ANONYMOUS and config.kind != "remote":
+        identity = Identity(config.certificate, config.key)
     name = name or f"engine-{os.getpid()}"
     ready = run_dir / f"{name}.ready" if run_dir is not None else None
 
-    _run_until_stopped(owner, lambda stop: host(model, name, config, address, token, patience, ready, stop, authority))
+    _run_until_stopped(
+        owner,
+        lambda stop: host(model, name, config, address, token, patience, ready, stop, authority, identity),
+    )
 
 
 def _run_until_stopped(owner: int, serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run a server process until its event is set, which also happens when `owner` exits."""
+    """Run a server process until its event is set, which also happens when `owner` exits. Its files are private."""
     from slipstream.deploy.processes.lifeline import follow
     from slipstream.weights.transports.host import shm
 
@@ -246,22 +281,21 @@ def _run_until_stopped(owner: int, serve: Callable[[asyncio.Event], Awaitable[No
         follow(owner, stop)
         await serve(stop)
 
+    os.umask(0o077)
     try:
         asyncio.run(main())
     finally:
         shm.sweep()
 
 
-def _credentials(run_dir: Path | None, address: str, token_file: Path | None, ca: str) -> tuple[str, str, str]:
+def _credentials(run_dir: Path | None, address: str, token_file: Path | None, ca: str) -> tuple[str, Token, str]:
     """Return `(address, token, CA)` of the gateway to join."""
-    from slipstream.deploy.processes.run_dir import read_run_dir
+    from slipstream.deploy.processes.run_dir import TokenFile, read_run_dir, run_token
 
     if run_dir is not None:
-        return read_run_dir(run_dir)
-    try:
-        token = token_file.read_text().strip() if token_file is not None else os.environ.get("SLIPSTREAM_TOKEN", "")
-    except OSError as error:
-        raise ConfigError(f"the token cannot be read from {token_file}: {error.strerror}") from None
+        address, _, ca = read_run_dir(run_dir)
+        return address, run_token(run_dir), ca
+    token = TokenFile(token_file) if token_file is not None else os.environ.get("SLIPSTREAM_TOKEN", "")
     if not address or not token:
         raise ConfigError(
             "no gateway given: pass --run-dir DIR, or --gateway ADDRESS with --token-file FILE or the token in "

@@ -28,7 +28,8 @@ def certificates(
     """Make TLS certificates for a fleet on several machines.
 
     Creates a private CA, and a certificate and key for each host. Gateways and
-    engines need them to listen beyond loopback.
+    engines need them to listen beyond loopback. With --mutual-tls a gateway
+    also requires them of those who connect.
     """
     from slipstream.deploy.processes.certificates import make
 

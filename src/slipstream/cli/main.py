@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from slipstream.cli import fanout, fleet, hosts, machine, models, plan, train
+from slipstream.cli import access, chaos, fanout, fleet, hosts, journal, machine, models, plan, train
 from slipstream.errors import ConfigError, SlipstreamError
 
 app = typer.Typer(
@@ -20,11 +20,11 @@ app = typer.Typer(
 )
 
 GROUPS = {
-    "Train": (train.demo, train.train),
-    "Serve": (fleet.launch, fleet.status, fanout.fanout, fleet.gateway, fleet.engine),
+    "Train": (train.demo, train.train, chaos.chaos),
+    "Serve": (fleet.launch, fleet.status, fanout.fanout, fleet.gateway, fleet.engine, access.token, access.revoke),
     "Models": (models.sample_model, models.fetch, models.convert),
     "Several machines": (plan.plan, hosts.certificates, hosts.slurm, hosts.role),
-    "This machine": (machine.doctor, machine.setup),
+    "This machine": (machine.doctor, machine.setup, journal.journal),
 }
 
 for _group, _commands in GROUPS.items():

@@ -5,6 +5,7 @@ runs an engine in the current process. The bridge has the same methods in all th
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Sequence
@@ -21,11 +22,17 @@ from slipstream.config import (
     RayConfig,
     RemoteConfig,
     SyncOptions,
+    checked,
     engine_config,
 )
 from slipstream.deploy.processes.process_group import ProcessGroup
-from slipstream.deploy.processes.run_dir import http_url, new_run_dir, read_run_dir
+from slipstream.deploy.processes.run_dir import http_url, new_run_dir, read_run_dir, run_identity, run_token
+from slipstream.deploy.processes.vllm_environment import check_environment, interpreter
 from slipstream.errors import ConfigError, GatewayLost, Unauthorized
+from slipstream.gateway.channels import Token
+from slipstream.model.checkpoints.hf_config import read_config
+from slipstream.runtime.private_files import private_directory, private_file
+from slipstream.runtime.tls import Identity
 
 if TYPE_CHECKING:
     from slipstream.deploy.ray.cluster import ActorGroup
@@ -45,6 +52,7 @@ def launch(
     run_dir: str | Path | None = None,
     transport: str | None = None,
     checksums: bool = True,
+    check_finite: bool = True,
     process_index: int = 0,
     process_count: int = 1,
     timeout: float = SYNC_SECONDS,
@@ -68,6 +76,7 @@ def launch(
         transport: Data plane of weight syncs: `shm`, `tcp` or `disk:/directory`, for example. By default the fastest that
             works.
         checksums: Verify checksums of transferred weights.
+        check_finite: Refuse weights with NaN or infinity.
         process_index: `jax.process_index()` of a trainer with several processes. One process launches, the others
             `connect`, and all call `sync`.
         process_count: `jax.process_count()` of the trainer.
@@ -82,14 +91,17 @@ def launch(
             bridge.sync(params)
             completions = bridge.generate(["Hello"])
     """
-    sync = SyncOptions(transport, checksums, process_index, process_count)
+    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count)
     configs = _configs(engine, engines)
-    gateway = gateway or GatewayConfig()
+    gateway = GatewayConfig() if gateway is None else checked(gateway, GatewayConfig, "gateway")
+    front = _http_config(http, Path(model))
+    if cluster == "local":
+        _check_startable(Path(model), configs)
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
     keep_alive = keep_alive or cluster != "local"  # Ray always restarts actors
     group = _group(cluster, directory, start_timeout, len(configs), keep_alive)
     try:
-        group.start_gateway(gateway, _http_config(http, Path(model)))
+        group.start_gateway(gateway, front)
         for index, config in enumerate(configs):
             patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
             group.start_engine(f"engine-{index}", Path(model), config, patience)
@@ -97,7 +109,7 @@ def launch(
         until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
         while True:
             try:
-                bridge = _join(read_run_dir(directory), sync, timeout, gateway.max_message_bytes, directory)
+                bridge = _join_run(directory, sync, timeout, gateway.max_message_bytes)
                 bridge.on_close(group.close)
                 return bridge
             except (GatewayLost, ConfigError):  # the gateway has just died and is being restarted
@@ -114,41 +126,47 @@ def connect(
     *,
     token: str | None = None,
     ca: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
     transport: str | None = None,
     checksums: bool = True,
+    check_finite: bool = True,
     process_index: int = 0,
     process_count: int = 1,
     timeout: float = SYNC_SECONDS,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Bridge:
-    """Connect to a running fleet. `transport`, `checksums`, `process_index`, `process_count` and `timeout` are as for `launch`.
+    """Connect to a running fleet. `transport`, `checksums`, `check_finite`, `process_index`, `process_count` and `timeout` are
+    as for `launch`.
 
     Args:
         target: The fleet's run directory, or the gateway's address (`127.0.0.1:8471`). Default: SLIPSTREAM_RUN_DIR.
         token: Bearer token of the gateway. Default: the one in the run directory, or SLIPSTREAM_TOKEN.
         ca: PEM certificate of the CA that signed the gateway's certificate, needed beyond loopback. Default: the one named
             in the run directory, or SLIPSTREAM_CA.
+        certificate: PEM certificate of this machine, for a gateway with `mutual_tls`. Default: the one named in the run
+            directory, or SLIPSTREAM_CERTIFICATE.
+        key: PEM private key of the certificate. Default: as for the certificate, or SLIPSTREAM_KEY.
         max_message_bytes: Maximum size of a control message; must match the gateway's.
 
     Example:
         bridge = slipstream.connect("runs/fleet", process_index=jax.process_index(), process_count=jax.process_count())
     """
-    sync = SyncOptions(transport, checksums, process_index, process_count)
+    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count)
     target = target if target is not None else os.environ.get("SLIPSTREAM_RUN_DIR", "")
     if target and Path(target).is_dir():
-        address, own_token, own_ca = read_run_dir(Path(target))
-        gateway = (address, token or own_token, str(ca or own_ca))
-        return _join(gateway, sync, timeout, max_message_bytes, Path(target))
+        return _join_run(Path(target), sync, timeout, max_message_bytes, token, ca, certificate, key)
     if not target:
         raise ConfigError("no fleet given: pass its run directory or address, or set SLIPSTREAM_RUN_DIR")
     address = str(target).removeprefix("grpc://")
     if ":" not in address:
         raise ConfigError(f"{target!r} is neither a run directory nor an address like 127.0.0.1:8471")
-    token = token or os.environ.get("SLIPSTREAM_TOKEN")
+    token = (token or os.environ.get("SLIPSTREAM_TOKEN", "")).strip()
     if not token:
         raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
-    gateway = (address, token, str(ca or os.environ.get("SLIPSTREAM_CA", "")))
-    return _join(gateway, sync, timeout, max_message_bytes)
+    files = {"SLIPSTREAM_CA": ca, "SLIPSTREAM_CERTIFICATE": certificate, "SLIPSTREAM_KEY": key}
+    authority, *own = (str(file or os.environ.get(name, "")) for name, file in files.items())
+    return _join((address, token, authority, Identity(*own)), sync, timeout, max_message_bytes)
 
 
 def inprocess(
@@ -156,6 +174,7 @@ def inprocess(
     *,
     engine: EmbeddedConfig | None = None,
     transport: str | None = None,
+    check_finite: bool = True,
     run_dir: str | Path | None = None,
 ) -> Bridge:
     """Run an embedded engine in this process, without a gateway.
@@ -164,6 +183,7 @@ def inprocess(
         model: HF model directory, as for `launch`.
         engine: Config of the engine.
         transport: Data plane of weight syncs, as for `launch`.
+        check_finite: Refuse weights with NaN or infinity.
         run_dir: Directory for the journal of `bridge.rollouts`; by default the journal is lost with the process.
 
     Example:
@@ -174,16 +194,15 @@ def inprocess(
     from slipstream.engines.embedded.engine import EmbeddedEngine
     from slipstream.runtime import event_loop
 
-    journal = None
+    sync, journal = SyncOptions(transport, check_finite=check_finite), None
     if run_dir is not None:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        journal = Path(run_dir) / "journal.sqlite"
+        journal = private_file(private_directory(Path(run_dir), "run_dir") / "journal.sqlite")
 
     async def start() -> LocalFleet:
         embedded = EmbeddedEngine.from_directory(model, name="inprocess", options=engine or EmbeddedConfig())
         return LocalFleet(embedded, journal)
 
-    return Bridge(event_loop.run(start()), SyncOptions(transport))
+    return Bridge(event_loop.run(start()), sync)
 
 
 def _configs(engine: EngineConfig | str | Sequence[EngineConfig] | None, count: int) -> list[EngineConfig]:
@@ -191,13 +210,23 @@ def _configs(engine: EngineConfig | str | Sequence[EngineConfig] | None, count: 
     if isinstance(engine, Sequence) and not isinstance(engine, str):
         configs = [engine_config(config) for config in engine]
     else:
-        configs = [engine_config(engine)] * count
+        configs = [engine_config(engine)] * checked(count, int, "engines")
     if not configs:
         raise ConfigError(f"engines must be at least 1, got {count}; slipstream.inprocess needs no engine process")
     urls = [config.url for config in configs if isinstance(config, RemoteConfig)]
     if len(set(urls)) < len(urls):
         raise ConfigError(f"{urls[0]} is one server and so one engine, got {len(urls)} engines for it")
     return configs
+
+
+def _check_startable(model: Path, configs: Sequence[EngineConfig]) -> None:
+    """Raise what an engine on this machine would fail with, before any process is started."""
+    read_config(model)
+    for config in configs:
+        if config.kind == "vllm":
+            check_environment(interpreter(config))
+        if config.kind == "remote" and importlib.util.find_spec("httpx") is None:
+            raise ConfigError("an engine of kind 'remote' needs httpx; pip install 'slipstream-rl[remote]'")
 
 
 def _group(
@@ -219,25 +248,44 @@ def _http_config(http: bool | HttpConfig, model: Path) -> HttpConfig | None:
     """Return the config of the HTTP server, with the served model's tokenizer unless it names another."""
     if http is False:
         return None
-    config = HttpConfig() if http is True else http
+    config = HttpConfig() if http is True else checked(http, HttpConfig, "http")
     return config if config.model else config.replace(model=str(model))
 
 
+def _join_run(
+    run_dir: Path,
+    sync: SyncOptions,
+    timeout: float,
+    max_message_bytes: int,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+) -> Bridge:
+    """Join the gateway of a run directory, with the credentials there unless others are given."""
+    address, _, own_ca = read_run_dir(run_dir)
+    identity = Identity(str(certificate or ""), str(key or "")) if certificate or key else run_identity(run_dir)
+    gateway = (address, token.strip() if token else run_token(run_dir), str(ca or own_ca), identity)
+    return _join(gateway, sync, timeout, max_message_bytes, run_dir)
+
+
 def _join(
-    gateway: tuple[str, str, str],
+    gateway: tuple[str, Token, str, Identity],
     sync: SyncOptions,
     timeout: float,
     max_message_bytes: int,
     run_dir: Path | None = None,
 ) -> Bridge:
-    """`gateway` is its address, its token, and the PEM file of its CA, which is empty without TLS."""
+    """`gateway` is its address, its token, the PEM file of its CA, which is empty without TLS, and what we show to it."""
     from slipstream.gateway.client import GatewayFleet
     from slipstream.runtime import event_loop
 
-    address, token, ca = gateway
+    address, token, ca, identity = gateway
 
     async def join() -> GatewayFleet:
-        return GatewayFleet(address, token, timeout, max_message_bytes, sync.process_index, sync.process_count, ca)
+        return GatewayFleet(
+            address, token, timeout, max_message_bytes, sync.process_index, sync.process_count, ca, identity
+        )
 
     bridge = Bridge(event_loop.run(join()), sync, str(run_dir or ""))
     bridge.http_url = http_url(run_dir) if run_dir is not None else ""

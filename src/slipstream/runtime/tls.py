@@ -1,15 +1,17 @@
 """TLS for the gateway, the HTTP server and weight transfers over TCP.
 
 A server beyond loopback needs a certificate (PEM files; `deploy/processes/certificates.py` makes them). Clients verify the
-gateway's against the CA that they were given. An engine's certificate for weights must have the fingerprint that the trainer
-received through the gateway."""
+gateway's against the CA that they were given; with `mutual_tls` the gateway verifies theirs against the same CA. An engine's
+certificate for weights must have the fingerprint that the trainer received through the gateway."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import ssl
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from slipstream.config import LOOPBACK
@@ -20,20 +22,36 @@ _WRONG_NAME = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 
 
+class Identity(NamedTuple):
+    """The certificate and private key, PEM files, that a client shows to the gateway; empty for none."""
+
+    certificate: str = ""
+    key: str = ""
+
+
+ANONYMOUS = Identity()
+
+
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    _load_chain(context, certificate, key)
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, certificate: str, key: str) -> None:
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"cannot load the certificate {certificate} with the key {key}: {error}") from None
-    return context
 
 
-def client_context(ca: str) -> ssl.SSLContext:
+def client_context(ca: str, identity: Identity = ANONYMOUS) -> ssl.SSLContext:
     """Return a client context that trusts certificates signed by this CA, or any certificate without one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if identity.certificate or identity.key:
+        _load_chain(context, *identity)
     if not ca:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         return context
@@ -78,15 +96,19 @@ def check_dialable(what: str, host: str) -> None:
         )
 
 
-def diagnose_tls(address: str, ca: str) -> TlsError | None:
+def diagnose_tls(address: str, ca: str, identity: Identity = ANONYMOUS) -> TlsError | None:
     """Diagnose why a gateway does not answer: return an error if TLS is the reason. Probes the address for a few seconds."""
     host, port = host_of(address)
+    context, is_accepted = client_context(ca, identity), True
+    context.set_alpn_protocols(["h2"])
     try:
         with (
             socket.create_connection((host, port), timeout=PROBE_SECONDS) as plain,
-            client_context(ca).wrap_socket(plain, server_hostname=host),
+            context.wrap_socket(plain, server_hostname=host) as secure,
         ):
             uses_tls = True
+            with contextlib.suppress(TimeoutError):
+                is_accepted = _greets(secure)
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in _WRONG_NAME:
             return TlsError(
@@ -111,4 +133,18 @@ def diagnose_tls(address: str, ca: str) -> TlsError | None:
             f"the gateway at {address} requires TLS; pass the CA of the run (ca=, --ca or SLIPSTREAM_CA), or connect by its "
             "run directory"
         )
+    if not is_accepted:
+        shown = f"the certificate {identity.certificate} was not accepted" if identity.certificate else "none was shown"
+        return TlsError(
+            f"the gateway at {address} requires a certificate signed by its CA (mutual_tls), and {shown}; pass this machine's "
+            "certificate and key, which `slipstream certificates` makes, or connect by the run directory"
+        )
     return None
+
+
+def _greets(secure: ssl.SSLSocket) -> bool:
+    """Whether the gateway sends its first bytes. It closes the connection instead if it does not accept our certificate."""
+    try:
+        return secure.recv(1) != b""
+    except (ssl.SSLError, ConnectionError):
+        return False

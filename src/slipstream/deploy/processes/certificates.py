@@ -23,6 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from slipstream.config import LOOPBACK
 from slipstream.errors import ConfigError
+from slipstream.runtime.private_files import private_directory
 
 DAYS = 365
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
@@ -53,8 +54,7 @@ def make(directory: Path, hosts: Sequence[str], days: int = DAYS) -> Certificate
     hosts can be added later."""
     groups = {group.split("/")[0]: group.split("/") for group in hosts}
     names = {first: [_general_name(name) for name in (*group, *LOOPBACK)] for first, group in groups.items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    directory.chmod(0o700)
+    private_directory(directory, "the directory of certificates")
     files = Certificates(directory)
     if not (directory / "ca.pem").exists():
         _make_ca(files, days)
@@ -82,7 +82,9 @@ def _make_host(files: Certificates, host: str, names: Sequence[x509.GeneralName]
     builder = _builder(_subject(host), key.public_key(), ca.subject, days)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_key_usage(digital_signature=True), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    # A machine is a server to some and, with mutual TLS, a client that shows its certificate to others.
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     issuer = ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     authority = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer)
     builder = builder.add_extension(authority, critical=False)

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig
 from slipstream.engines.contract import EngineBackend
+from slipstream.gateway.channels import Token
 from slipstream.gateway.engine_stream import check_access, serve_engine
+from slipstream.runtime.failpoints import step
 from slipstream.runtime.garbage_collection import freeze_loaded_objects
+from slipstream.runtime.tls import ANONYMOUS, Identity
 
 log = logging.getLogger(__name__)
 
@@ -21,23 +24,28 @@ async def host(
     name: str,
     options: EngineConfig,
     address: str,
-    token: str,
+    token: Token,
     patience: float,
     ready: Path | None,
     stop: asyncio.Event,
     ca: str = "",
+    identity: Identity = ANONYMOUS,
 ) -> None:
     """Run an engine until `stop` is set. Raise `GatewayLost` if the gateway is gone for longer than `patience` seconds.
 
-    `ready` is a file to touch once the engine has registered; `ca` the CA of the gateway's certificate, if it has one."""
+    `ready` is a file to touch once the engine has registered; `ca` the CA of the gateway's certificate, if it has one;
+    `identity` what the engine shows to a gateway with `mutual_tls`."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await check_access(address, token, MAX_MESSAGE_BYTES, ca)
+    await check_access(address, token, MAX_MESSAGE_BYTES, ca, identity)
+    step("launch.engine", engine=name)
     engine, ended = await _start(model, name, options)
     freeze_loaded_objects()
     log.info("engine %s: %s, pid %d, %s", name, engine.describe().model, os.getpid(), options)
     on_registered = ready.touch if ready is not None else None
-    serving = asyncio.create_task(serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered, ca))
+    serving = asyncio.create_task(
+        serve_engine(engine, address, token, patience, MAX_MESSAGE_BYTES, on_registered, ca, identity)
+    )
     ends = [asyncio.create_task(event.wait()) for event in (stop, ended)]
     try:
         await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)

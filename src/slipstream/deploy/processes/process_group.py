@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,11 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from slipstream.config import EngineConfig, GatewayConfig, HttpConfig
 from slipstream.deploy.processes.vllm_environment import interpreter
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
+from slipstream.gateway.server import check_port
+from slipstream.runtime.private_files import private_directory, private_file
 from slipstream.weights.transports.host import shm
 
 log = logging.getLogger(__name__)
@@ -46,18 +49,24 @@ class ProcessGroup:
         self._lock = threading.Lock()
         self._restarts = self._is_up = False
         self._failures: Counter[str] = Counter()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        run_dir.chmod(0o700)
+        private_directory(run_dir, "the run directory")
         self._wait_for_earlier_gateway()
         shm.sweep()
         atexit.register(self.close)
 
     def _wait_for_earlier_gateway(self) -> None:
-        """Wait for an earlier gateway in this directory to exit: one whose trainer has just died is still shutting down. A
-        killed gateway leaves its files, which the next one continues with."""
+        """Wait for an earlier gateway in this directory to exit: one whose trainer has just died is still shutting down. One
+        that cannot, because it is stopped or hangs, is killed. A killed gateway leaves its files, which the next one continues
+        with."""
         until = time.monotonic() + ENDING_SECONDS
         while (pid := _gateway_pid(self.run_dir)) is not None and shm.process_start_time(pid):
-            if time.monotonic() > until:
+            is_late = time.monotonic() > until
+            if _is_orphan(self.run_dir) and (is_late or _process_stat(pid)[:1] == ["T"]):
+                log.warning(
+                    "killing the gateway of an earlier run (pid %d): its trainer is gone and it does not exit", pid
+                )
+                os.kill(pid, signal.SIGKILL)
+            elif is_late:
                 raise ConfigError(
                     f"{self.run_dir} is in use by another gateway (pid {pid}, from gateway.json); choose another run directory"
                 )
@@ -66,6 +75,9 @@ class ProcessGroup:
             (self.run_dir / "gateway.json").unlink(missing_ok=True)
 
     def start_gateway(self, config: GatewayConfig, http: HttpConfig | None = None) -> None:
+        for what, server in (("gateway", config), ("http", http)):
+            if server is not None:
+                check_port(what, server.host, server.port)
         front = ["--http", str(http.port), *_overrides(http)] if http is not None else []
         self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config), *front])
         self.wait_until(lambda: _gateway_pid(self.run_dir) == self._processes["gateway"].pid, "the gateway to listen")
@@ -142,7 +154,8 @@ class ProcessGroup:
 
     def _start(self, name: str, arguments: Sequence[str], python: str = sys.executable) -> None:
         self._commands[name] = [python, "-m", "slipstream.cli", *arguments, "--owner", str(os.getpid())]
-        (self.run_dir / f"{name}.log").write_bytes(b"")
+        private_file(log_file := self.run_dir / f"{name}.log")
+        os.truncate(log_file, 0)
         self._spawn(name)
 
     def _spawn(self, name: str) -> None:
@@ -193,16 +206,48 @@ def ready_file(run_dir: Path, engine: str) -> Path:
 def _gateway_pid(run_dir: Path) -> int | None:
     """Return the pid in gateway.json; 0 if the file cannot be read, None if there is none."""
     try:
-        return int(json.loads((run_dir / "gateway.json").read_text())["pid"])
+        return int(_gateway_facts(run_dir)["pid"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
+def running_gateway(run_dir: Path) -> int:
+    """Return the pid of the gateway that is running in this directory; 0 if there is none."""
+    pid = _gateway_pid(run_dir)
+    return pid if pid and shm.process_start_time(pid) else 0
+
+
+def _gateway_facts(run_dir: Path) -> Any:
+    return json.loads((run_dir / "gateway.json").read_text())
+
+
+def _is_orphan(run_dir: Path) -> bool:
+    """Whether the gateway of this directory was started by a process that is gone."""
+    try:
+        facts = _gateway_facts(run_dir)
+        pid, owner = int(facts["pid"]), int(facts["owner"])
+        is_same = shm.process_start_time(pid) == facts["started"]  # and not a later process with its pid
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    stat = _process_stat(pid)
+    return bool(owner) and is_same and len(stat) > 1 and int(stat[1]) != owner
+
+
+def _process_stat(pid: int) -> list[str]:
+    """Return the state, the parent and the other facts that Linux has of a process; empty if there are none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def _options(config: GatewayConfig) -> list[str]:
     """Return a config as command-line options: `lease_seconds=10` is `--lease-seconds 10`."""
-    return [text for name, value in config for text in (f"--{name.replace('_', '-')}", str(value))]
+    flags = {name: f"--{name.replace('_', '-')}" for name, _ in config}
+    settings = [text for name, value in config if not isinstance(value, bool) for text in (flags[name], str(value))]
+    return [*settings, *(flags[name] for name, value in config if value is True)]
 
 
 def _overrides(config: EngineConfig | HttpConfig) -> list[str]:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from slipstream.deploy.processes.vllm_environment import home
 from slipstream.errors import ConfigError
+from slipstream.gateway.tokens import RUN_TOKEN
+from slipstream.runtime.private_files import WatchedFile
+from slipstream.runtime.tls import Identity
 
 
 def new_run_dir() -> Path:
@@ -20,9 +23,36 @@ def read_run_dir(directory: Path) -> tuple[str, str, str]:
     """Return `(address, token, CA)` of the gateway of this directory; the CA is empty without TLS."""
     try:
         facts = json.loads((directory / "gateway.json").read_text())
-        return facts["address"], (directory / "token").read_text().strip(), facts.get("ca", "")
+        return facts["address"], (directory / RUN_TOKEN).read_text().strip(), facts.get("ca", "")
     except FileNotFoundError:
         raise ConfigError(f"no gateway is running in {directory} (it has no gateway.json and token)") from None
+
+
+class TokenFile:
+    """A token in a file, for those who connect: read again when the file changes."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = WatchedFile(path, path.read_text())
+        except OSError as error:
+            raise ConfigError(f"the token cannot be read from {path}: {error.strerror}") from None
+
+    def __call__(self) -> str:
+        return self._file.text().strip()
+
+
+def run_token(directory: Path) -> TokenFile:
+    """Return the token of the run in this directory, which follows when it is replaced."""
+    return TokenFile(directory / RUN_TOKEN)
+
+
+def run_identity(directory: Path) -> Identity:
+    """Return the certificate that those who join by this directory show; none unless its gateway requires one."""
+    try:
+        facts = json.loads((directory / "gateway.json").read_text())
+    except FileNotFoundError:  # the gateway has just ended
+        facts = {}
+    return Identity(facts.get("certificate", ""), facts.get("key", ""))
 
 
 def http_url(directory: Path) -> str:

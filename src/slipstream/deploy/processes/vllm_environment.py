@@ -21,6 +21,10 @@ TORCH = "torch==2.13.0"
 """Pinned because an unpinned torch may pull in gigabytes of CUDA libraries."""
 OURS = ("xxhash>=3.4", "ml_dtypes>=0.4")
 """Dependencies of our code in an engine that vLLM does not install."""
+NEEDED = ("vllm", "slipstream", "grpc", "typer", "xxhash", "ml_dtypes")
+"""Modules that an engine's process imports."""
+_PACKAGES = {"slipstream": "slipstream-rl", "grpc": "grpcio"}
+CHECK_SECONDS = 60.0
 LOCAL = ".venv-vllm"
 """Directory of the environment in a checkout, as in the Makefile."""
 
@@ -58,6 +62,25 @@ def _vllm_interpreter(configured: str) -> str:
         "with `slipstream setup vllm --cpu`. If there is one elsewhere, for GPUs for example, name its interpreter: "
         "python=… in the engine's config, or SLIPSTREAM_VLLM_PYTHON"
     )
+
+
+def check_environment(python: str) -> None:
+    """Raise `ConfigError` unless an interpreter has vLLM, this package, and what it needs there. Imports nothing: vLLM alone
+    takes ten seconds."""
+    script = f"import importlib.util as u; print(*(m for m in {NEEDED!r} if u.find_spec(m) is None))"
+    try:
+        done = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=CHECK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"the interpreter {python} cannot be run: {error}") from None
+    if done.returncode:
+        raise ConfigError(f"the interpreter {python} exits with code {done.returncode}: {done.stderr.strip()[-500:]}")
+    if missing := done.stdout.split():
+        packages = [_PACKAGES.get(module, module) for module in missing]
+        raise ConfigError(
+            f"the environment of {python} lacks {', '.join(missing)}, which a vLLM engine needs; install what is missing there "
+            f"({python} -m pip install {' '.join(packages)}), or name another interpreter (python=… in the engine's config, or "
+            "SLIPSTREAM_VLLM_PYTHON)"
+        )
 
 
 def places() -> list[Path]:

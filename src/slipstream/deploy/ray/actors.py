@@ -20,6 +20,7 @@ from slipstream.config import LOOPBACK, EngineConfig, GatewayConfig, HttpConfig
 from slipstream.deploy.processes.process_group import ProcessGroup
 from slipstream.deploy.ray.secret_file import SecretFile
 from slipstream.errors import ConfigError, LaunchFailed
+from slipstream.runtime.private_files import private_directory, write_private
 from slipstream.runtime.tls import host_of
 
 
@@ -38,11 +39,12 @@ class JoinCredentials:
 
     def write(self, directory: Path) -> list[SecretFile]:
         """Write files like those of a run directory. No secret is on a command line, in the environment, or outlives us."""
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = {"address": self.address, **({"ca": str(directory / "ca.pem")} if self.ca else {})}
-        (directory / "gateway.json").write_text(json.dumps(facts))
-        (directory / "ca.pem").write_text(self.ca)
-        (directory / "engine.pem").write_text(self.certificate)
+        private_directory(directory, "the engine's directory")
+        names = {"ca": "ca.pem", "certificate": "engine.pem", "key": "engine.key"}
+        facts = {name: str(directory / file) for name, file in names.items() if getattr(self, name)}
+        write_private(directory / "gateway.json", json.dumps({"address": self.address, **facts}))
+        write_private(directory / "ca.pem", self.ca)
+        write_private(directory / "engine.pem", self.certificate)
         return [SecretFile(directory / "token", self.token), SecretFile(directory / "engine.key", self.key)]
 
 

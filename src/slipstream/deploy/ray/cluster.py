@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from slipstream.deploy.processes.process_group import STOP_SECONDS
 from slipstream.deploy.processes.run_dir import read_run_dir
 from slipstream.deploy.ray.actors import EngineActor, GatewayActor, JoinCredentials
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
+from slipstream.gateway.tokens import make_token, revoke_token
 from slipstream.runtime.tls import host_of
 
 try:
@@ -43,6 +45,8 @@ class ActorGroup:
         self._gateway: Any = None
         self._engines: dict[str, Any] = {}
         self._placement: Any = None
+        self._token_name, self._engine_token = f"ray-{secrets.token_hex(4)}", ""
+        """Engines may run on other machines, so they do not get the run's own token."""
         self._is_ours = _join(config.address)
         try:
             self._driver = ray.get_runtime_context().get_node_id()
@@ -70,7 +74,7 @@ class ActorGroup:
         if self._is_spread and config.host in LOOPBACK:
             files = self._certified(self._node)
             certificate, key = files.of(self._node)
-            config = config.replace(host=self._node, certificate=certificate, key=key, ca=files.ca)
+            config = config.replace(host=self._node, certificate=certificate, key=key, ca=files.ca, mutual_tls=True)
         here = NodeAffinitySchedulingStrategy(self._driver, soft=False)
         self._gateway = (
             ray.remote(GatewayActor)
@@ -78,6 +82,7 @@ class ActorGroup:
             .remote(self._run_dir, config, _absolute(http) if http is not None else None, self._start_timeout)
         )
         self._wait_for([self._gateway], "the gateway")
+        self._engine_token = make_token(self._run_dir, "engine", self._token_name)
 
     def start_engine(self, name: str, model: Path, config: EngineConfig, patience: float) -> None:
         place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=len(self._engines))
@@ -91,7 +96,8 @@ class ActorGroup:
         )
 
     def _credentials(self, name: str) -> JoinCredentials:
-        address, token, ca = read_run_dir(self._run_dir)
+        address, _, ca = read_run_dir(self._run_dir)
+        token = self._engine_token
         if not ca:
             return JoinCredentials(address, self._node, token)
         files = (ca, *self._certified(name).of(name))
@@ -121,6 +127,9 @@ class ActorGroup:
         engines, self._engines = list(self._engines.values()), {}
         gateway, self._gateway = self._gateway, None
         placement, self._placement = self._placement, None
+        if self._engine_token:
+            self._engine_token = ""
+            revoke_token(self._run_dir, self._token_name)
         if not ray.is_initialized():
             return
         for actors in (engines, [gateway] if gateway is not None else []):

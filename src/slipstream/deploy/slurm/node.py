@@ -26,6 +26,7 @@ from slipstream.deploy.processes.certificates import Certificates
 from slipstream.deploy.processes.process_group import ProcessGroup, ready_file
 from slipstream.deploy.slurm.job import JobNode
 from slipstream.errors import ConfigError, DeadlineExceeded
+from slipstream.runtime.private_files import private_directory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class NodeRole:
     def run(self) -> int:
         """Run this node to its end. Return the trainer's exit code, or 0 on an inference node."""
         log.info("node %s: %s", self.node.name, "trainer" if self.node.is_trainer else "engines")
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        private_directory(self.run_dir, "the run directory")
         if self.node.is_alone:
             return self._alone()
         if self.node.is_head:
@@ -76,7 +77,7 @@ class NodeRole:
             group.keep_alive()
             certificate, key = files.of(self.node.name)
             gateway = GatewayConfig(host=self.node.name, port=self.port, certificate=certificate, key=key, ca=files.ca)
-            group.start_gateway(gateway)
+            group.start_gateway(gateway.replace(mutual_tls=True))
             group.wait_until(lambda: not self._missing(), f"engines {', '.join(self._names)} to register")
             return self._train()
 
