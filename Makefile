@@ -17,12 +17,13 @@ test: $(VENV)/.installed-test
 
 # Without vLLM, Ray, Tunix, TRL and everything marked slow.
 test-fast: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' --ignore=tests/vllm --ignore=tests/gpu
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' --ignore=tests/vllm --ignore=tests/gpu
 
 check: $(VENV)/.installed-check
 	$(BIN)/ruff check src tests benchmarks examples tools
 	$(BIN)/ruff format --check src tests benchmarks examples tools
 	$(BIN)/mypy
+	$(BIN)/python tools/advisories.py
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python tools/support_matrix.py --check

@@ -57,6 +57,7 @@ FOLDERS = [
     "rl/reporting",
     "rl/trainer",
     "plugins",
+    "chaos",
     "cli",
 ]
 """All folders of the package, lowest first. A module imports from its own folder and from folders before it."""

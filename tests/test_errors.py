@@ -34,6 +34,7 @@ def test_which_builtins():
         "InvalidPrompt": "ValueError",
         "InvalidSampling": "ValueError",
         "MappingError": "ValueError",
+        "NonFiniteWeights": "ValueError",
         "PeerError": "ConnectionError",
         "DeadlineExceeded": "TimeoutError",
         "RewardTimeout": "TimeoutError",

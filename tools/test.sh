@@ -31,7 +31,7 @@ vllm_tests() {
 vllm_tests > "$log" 2>&1 &
 vllm_job=$!
 within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
-    -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --max-worker-restart=0 --junitxml="$report"
+    -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --junitxml="$report"
 other_tests=$?
 # Determinism is tested with the optimizations that users get.
 SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py

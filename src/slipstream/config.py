@@ -32,8 +32,11 @@ from slipstream.errors import ConfigError
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_REQUESTS, MAX_BUFFERED_BYTES = 65_536, 1 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WILDCARDS = ("", "0.0.0.0", "::", "*")
+TRANSPORT_NAMES = ("memory", "shm", "tcp", "disk", "cuda", "nccl", "vllm-nccl", "sglang-gloo")
+"""Data planes of weights, by the names that a trainer can ask for."""
 
 PathName: TypeAlias = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
 """A path as a string; `pathlib.Path` is accepted."""
@@ -215,6 +218,13 @@ EngineConfig: TypeAlias = Annotated[
 `embedded`. A string is short for a config with that `kind`."""
 
 
+def checked(value: Any, kind: type[T], name: str) -> T:
+    """Return `value` if it is of this kind. `name` is the argument's."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
+    return value
+
+
 def engine_config(engine: EngineConfig | str | None) -> EngineConfig:
     """Return `engine`, or the defaults of the backend that it names ("embedded", "vllm"); None means "embedded"."""
     if isinstance(engine, _EngineSettings):
@@ -237,16 +247,24 @@ class GatewayConfig(Settings):
     """An engine silent for this long is considered lost. Engines send four heartbeats per lease."""
     max_message_bytes: Annotated[int, Field(ge=1 << 10)] = MAX_MESSAGE_BYTES
     """Maximum size of a control message. Weights never pass through the gateway."""
+    max_requests: PositiveInt = MAX_REQUESTS
+    """Prompts accepted and not answered yet. A caller over its share of them is refused with `Overloaded`; bridges retry."""
+    max_buffered_bytes: Annotated[int, Field(ge=1 << 20)] = MAX_BUFFERED_BYTES
+    """Size of these prompts, plus that of results which callers have not read yet."""
     certificate: PathName = ""
     """PEM certificate of the gateway for `host`; `slipstream certificates` makes one (docs/hosts.md)."""
     key: PathName = ""
     """PEM private key of the certificate."""
     ca: PathName = ""
     """PEM certificate of the signing CA. Clients that join by the run directory trust this CA and no other."""
+    mutual_tls: bool = False
+    """Require trainers and engines, too, to show a certificate signed by `ca` (docs/hosts.md)."""
 
     @model_validator(mode="after")
     def _check_listening(self) -> Self:
         check_listening("host", self.host, certificate=self.certificate, key=self.key, ca=self.ca)
+        if self.mutual_tls and not self.ca:
+            raise ConfigError("mutual_tls needs certificate, key and ca; `slipstream certificates` makes the files")
         return self
 
 
@@ -287,10 +305,16 @@ class HttpConfig(Settings):
     """Directory of checkpoints that may be loaded over HTTP; empty allows none."""
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 16 << 20
     """Maximum size of a request body."""
+    max_requests: PositiveInt = 4096
+    """Generations accepted and not answered yet. Further ones are answered with 429 and `Retry-After`."""
+    max_buffered_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    """Size of bodies received, plus that of results which clients have not read yet; beyond it calls are answered with 429."""
+    max_connections: PositiveInt = 8192
+    """Open connections. Further ones are answered with 503 and closed."""
     request_seconds: Annotated[float, Field(ge=0.1)] = 600.0
     """Time limit of a generation, time with paused engines included."""
     body_seconds: Annotated[float, Field(ge=0.1)] = 30.0
-    """Time limit for a client to send its request."""
+    """Time limit for a client to send the headers of its request, and again for the body."""
     certificate: PathName = ""
     """PEM certificate, required beyond loopback; with one the server speaks HTTPS."""
     key: PathName = ""
@@ -309,13 +333,26 @@ class SyncOptions:
     transport: str | None = None
     """Data plane to use, such as `shm`, `tcp` or `disk:/directory`; None chooses the fastest one that works."""
     checksums: bool = True
-    """Verify a checksum of every tensor on arrival."""
+    """Verify a checksum of every tensor on arrival. `EngineSync.checksummed` tells where that is not possible."""
+    check_finite: bool = True
+    """Refuse weights with NaN or infinity."""
     process_index: int = 0
     """Index of this trainer process, as `jax.process_index()`."""
     process_count: int = 1
     """Number of trainer processes that take part in every sync, as `jax.process_count()`."""
 
     def __post_init__(self) -> None:
+        if self.transport is not None:
+            name, _, where = checked(self.transport, str, "transport").partition(":")
+            if name not in TRANSPORT_NAMES:
+                raise ConfigError(
+                    f"transport must be one of {', '.join(TRANSPORT_NAMES)}, or None, got {self.transport!r}"
+                )
+            if (name == "disk") != bool(where):
+                raise ConfigError(
+                    f"transport is {self.transport!r}: 'disk' needs a directory that both sides see, as in 'disk:/directory'; "
+                    "other transports take none"
+                )
         if not 0 <= self.process_index < self.process_count:
             raise ConfigError(
                 f"process_index must be in [0, process_count), got process_index={self.process_index} and "

@@ -9,31 +9,41 @@
     │   ├── NameInUse                     an engine of this name is in the fleet; its death may not have been noticed yet
     │   ├── UnknownVersion                the version is not part of a running update
     │   ├── MessageTooLarge
+    │   ├── SuspectRequest                two engines were lost while they served it; it is not given to a third
     │   ├── OutOfPages                    the sequence does not fit into the KV cache, even an empty one
+    │   ├── BridgeClosed                  the bridge was closed before the call
     │   └── Unsupported                   not supported by this engine or installation
     ├── CheckpointError                   saved training state is missing, incomplete, damaged or of another model
     ├── LogError                          a logger rejected a record; names the logger
     ├── NotReady                          no engine has a committed policy yet
+    ├── Overloaded                        too much is queued already; retry later
     ├── WeightsError
     │   ├── MappingError [ValueError]     names, shapes or dtypes of trainer and engine do not match
     │   ├── PlanMismatch                  trainer and engine have different transfer plans
     │   ├── ChecksumMismatch              bytes changed in transfer
+    │   ├── NonFiniteWeights [ValueError] NaN or infinity in the weights to sync
     │   ├── VersionError                  versions must increase
     │   ├── UpdateInProgress              another update is running
     │   ├── FleetChanged                  engines joined or left during an update; `bridge.sync` retries
     │   └── TransferError                 bytes could not be transferred
     ├── RolloutError
     │   ├── StaleRollouts                 the result would be older than the run allows
-    │   └── JournalError                  the run's journal is unreadable or inconsistent
+    │   └── JournalError                  the run's journal is of another format or another run
+    │       ├── JournalUnavailable        it cannot be read or written now, for example because the disk is full
+    │       └── JournalDamaged            records are changed or missing; `slipstream journal` says which
     ├── PeerError [ConnectionError]
     │   ├── EngineLost                    an engine died or stopped responding
+    │   ├── EngineQuarantined             an engine returned wrong results; it gets no requests until it passes a probe
     │   ├── GatewayLost                   the gateway died or is unreachable
-    │   └── LaunchFailed                  a process did not start; includes the end of its log
+    │   ├── LaunchFailed                  a process did not start; includes the end of its log
+    │   └── InjectedFault                 from `slipstream chaos`
     ├── DeadlineExceeded [TimeoutError]   a wait timed out; names what was waited for
     ├── Unauthorized [PermissionError]    missing or wrong bearer token
+    │   └── Forbidden                     the token is valid, but its role does not permit the call
     ├── TlsError                          TLS failed: another CA, another name, or only one side uses TLS
     ├── ProtocolMismatch                  the peer has another protocol version or sent an invalid message
     ├── EngineFailure                     internal error in an engine; includes its traceback as text
+    ├── UpdateNotFinite                   the loss or gradient of a training step is NaN or infinite; names its engines
     ├── RewardError                       a completion could not be scored, which is not a reward of zero
     │   ├── RewardFailed                  the function raised, exited, or returned something other than a finite number
     │   └── RewardTimeout [TimeoutError]
@@ -76,7 +86,13 @@ class UnknownVersion(RequestError): ...
 class MessageTooLarge(RequestError): ...
 
 
+class SuspectRequest(RequestError): ...
+
+
 class OutOfPages(RequestError): ...
+
+
+class BridgeClosed(RequestError): ...
 
 
 class Unsupported(RequestError): ...
@@ -91,6 +107,9 @@ class LogError(SlipstreamError): ...
 class NotReady(SlipstreamError): ...
 
 
+class Overloaded(SlipstreamError): ...
+
+
 class WeightsError(SlipstreamError): ...
 
 
@@ -101,6 +120,9 @@ class PlanMismatch(WeightsError): ...
 
 
 class ChecksumMismatch(WeightsError): ...
+
+
+class NonFiniteWeights(WeightsError, ValueError): ...
 
 
 class VersionError(WeightsError): ...
@@ -124,10 +146,19 @@ class StaleRollouts(RolloutError): ...
 class JournalError(RolloutError): ...
 
 
+class JournalUnavailable(JournalError): ...
+
+
+class JournalDamaged(JournalError): ...
+
+
 class PeerError(SlipstreamError, ConnectionError): ...
 
 
 class EngineLost(PeerError): ...
+
+
+class EngineQuarantined(PeerError): ...
 
 
 class GatewayLost(PeerError): ...
@@ -136,10 +167,16 @@ class GatewayLost(PeerError): ...
 class LaunchFailed(PeerError): ...
 
 
+class InjectedFault(PeerError): ...
+
+
 class DeadlineExceeded(SlipstreamError, TimeoutError): ...
 
 
 class Unauthorized(SlipstreamError, PermissionError): ...
+
+
+class Forbidden(Unauthorized): ...
 
 
 class TlsError(SlipstreamError): ...
@@ -149,6 +186,9 @@ class ProtocolMismatch(SlipstreamError): ...
 
 
 class EngineFailure(SlipstreamError): ...
+
+
+class UpdateNotFinite(SlipstreamError): ...
 
 
 class RewardError(SlipstreamError): ...

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -61,7 +62,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence tokens, for benchmarks."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion. Its text excludes the stop text; its tokens include the one that completed it."""
+    """Texts that end a completion, at most 16 of 1,000 characters. Its text excludes the stop text; its tokens include the one
+    that completed it."""
     min_tokens: int = 0
     """Ban end-of-sequence and stop tokens, and ignore stop texts, before this many tokens."""
     min_p: float = 0.0
@@ -96,14 +98,18 @@ class SamplingParams:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
             raise InvalidSampling(f"{name} must be greater than 0, got 0; 1 disables it")
         _check_seed(self.seed)
-        if any(not _is_int(t) or t < 0 for t in self.stop_token_ids):
-            raise InvalidSampling(f"stop_token_ids must be token ids (0 or more), got {self.stop_token_ids!r}")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise InvalidSampling(f"at most {MAX_STOP_TOKENS} stop_token_ids, got {len(self.stop_token_ids)}")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidSampling(f"stop must be non-empty texts, got {self.stop!r}")
-        if any(not _is_int(t) or t < 0 or not _is_number(b) for t, b in self.logit_bias):
-            raise InvalidSampling(f"logit_bias maps token ids to finite numbers, got {self.logit_bias!r}")
+        if any(not _is_int(t) or t < 0 for t in self.stop_token_ids):
+            raise InvalidSampling(f"stop_token_ids must be token ids (0 or more), got {self.stop_token_ids!r}")
+        if len(self.stop) > MAX_STOP_TEXTS:
+            raise InvalidSampling(f"at most {MAX_STOP_TEXTS} stop texts, got {len(self.stop)}")
+        if any(not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop):
+            raise InvalidSampling(
+                f"stop must be non-empty texts of at most {MAX_STOP_CHARACTERS} characters, got {reprlib.repr(self.stop)}"
+            )
+        if any(not _is_int(t) or t < 0 or not _is_number(b) for t, b in self.logit_bias[: MAX_BIASES + 1]):
+            raise InvalidSampling(f"logit_bias maps token ids to finite numbers, got {reprlib.repr(self.logit_bias)}")
         if len(self.logit_bias) > MAX_BIASES or len({t for t, _ in self.logit_bias}) < len(self.logit_bias):
             raise InvalidSampling(f"logit_bias takes at most {MAX_BIASES} tokens, each once")
         if self.min_tokens > self.max_tokens:
@@ -134,6 +140,7 @@ class SamplingParams:
 
 
 MAX_SAMPLES, MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS = 4096, 64, 16, 20
+MAX_STOP_TEXTS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_STOPS = MAX_STOP_TOKENS + 8
 """Stop tokens of a request plus those of the model."""
 
@@ -421,6 +428,10 @@ class EngineInfo:
     """Policy version of its weights; -1 without weights."""
     pid: int = 0
     protocol: int = PROTOCOL_VERSION
+    vocab_size: int = 0
+    """Token ids are below this; 0 if not known."""
+    weights_epoch: int = 0
+    """Counts how often the gateway stopped trusting the engine's weights; a trainer then sends all of them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,6 +519,10 @@ class EngineSync:
     transport: str
     stage: StageReport
     commit: CommitReport
+    checksummed: bool = False
+    """Whether the engine compared checksums of the bytes that it received. A server that is not Slipstream's cannot."""
+    canary_gap: float | None = None
+    """Mean difference in nats between logprobs of engine and trainer, with `bridge.sync(canary=...)`; None if not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -618,10 +633,11 @@ class VerifyReport:
 
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
-EngineState: TypeAlias = Literal["empty", "ready", "asleep", "stale", "lost"]
+EngineState: TypeAlias = Literal["empty", "ready", "asleep", "stale", "quarantined", "lost"]
 """`empty`: has no weights yet. `ready`: serves the committed version. `asleep`: has released memory; receives no requests while
 another engine is awake, but takes part in updates. `stale`: missed an update; receives no requests until it is synced.
-`lost`: its lease expired or its connection broke."""
+`quarantined`: returned wrong results; receives no requests until it passes a probe, but takes part in updates. `lost`: its
+lease expired or its connection broke."""
 
 Circuit: TypeAlias = Literal["closed", "open", "half-open"]
 """State of an engine's circuit breaker. `closed`: it receives requests. `open`: it failed several times in a row and receives
@@ -647,6 +663,21 @@ class EngineStatus:
     """Prompt tokens looked up in the prefix cache since the engine started; 0 if it does not count them."""
     hit_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    speed: float = 0.0
+    """Tokens per second and sequence, relative to the median of the other engines; 0 if not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the gateway decided about an engine."""
+
+    kind: str
+    """`suspect`, `quarantine`, `probe`, `release` or `slow`; see `gateway/quarantine.py`."""
+    engine: str
+    reason: str
+    version: int
+    """Version that the fleet served."""
+    seconds_ago: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -661,6 +692,8 @@ class FleetStatus:
     engines: tuple[EngineStatus, ...] = field(default_factory=tuple)
     num_retried: int = 0
     """Requests retried on another engine, because the first died or failed."""
+    decisions: tuple[Decision, ...] = ()
+    """The last decisions about engines, oldest first. The journal has all of them."""
 
     @property
     def present(self) -> tuple[EngineStatus, ...]:

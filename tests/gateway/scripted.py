@@ -8,6 +8,7 @@ import os
 
 from slipstream.errors import TransferError, Unsupported, VersionError
 from slipstream.gateway.engine_stream import serve_engine
+from slipstream.runtime.tls import ANONYMOUS
 from slipstream.types import (
     Checksums,
     CommitReport,
@@ -170,10 +171,10 @@ def likeliest(width, positions):
 
 
 @contextlib.asynccontextmanager
-async def attached(engine, address, token, patience=0.5, ca=""):
+async def attached(engine, address, token, patience=0.5, ca="", identity=ANONYMOUS):
     """The engine, serving over a real gRPC connection; leaving breaks the connection as a crash would."""
     registered = asyncio.Event()
-    task = asyncio.create_task(serve_engine(engine, address, token, patience, 1 << 20, registered.set, ca))
+    task = asyncio.create_task(serve_engine(engine, address, token, patience, 1 << 20, registered.set, ca, identity))
     waiting = asyncio.create_task(registered.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=10)
     waiting.cancel()  # of an engine that was refused

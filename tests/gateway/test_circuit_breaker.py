@@ -98,7 +98,7 @@ def test_while_it_waits_for_one_request_no_other_is_asked_for(events):
     ("kind", "whose"),
     [
         ("InvalidPrompt", "client"), ("InvalidSampling", "client"), ("OutOfPages", "client"), ("Unsupported", "client"),
-        ("MessageTooLarge", "client"), ("NotReady", "moment"), ("UpdateInProgress", "moment"),
+        ("MessageTooLarge", "client"), ("Overloaded", "client"), ("NotReady", "moment"), ("UpdateInProgress", "moment"),
         ("EngineFailure", "engine"), ("EngineLost", "engine"), ("DeadlineExceeded", "engine"),
         ("ProtocolMismatch", "engine"), ("Unauthorized", "engine"), ("SomethingNew", "engine"),
     ],

@@ -1,5 +1,6 @@
 """The gateway process: imported modules, listening addresses, cleanup."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from slipstream.errors import GatewayLost
+from slipstream.gateway import channels
+from slipstream.gateway.client import GatewayFleet
+from slipstream.runtime import event_loop
+from tests.gateway.scripted import ScriptedEngine, attached
+from tests.gateway.test_gateway import collect, request
 
 
 @pytest.fixture
@@ -87,3 +95,25 @@ def test_a_port_in_use_and_an_address_beyond_loopback_are_refused(gateway, tmp_p
     assert taken.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in taken.stderr
     beyond = start("--host", "0.0.0.0")
     assert beyond.returncode == 2 and "beyond loopback" in beyond.stderr and "TLS is required" in beyond.stderr
+
+
+def test_a_frozen_gateway_is_noticed_by_a_call_in_progress(gateway, monkeypatch):
+    monkeypatch.setattr(channels, "KEEPALIVE_MS", 1500)
+    monkeypatch.setattr(channels, "KEEPALIVE_TIMEOUT_MS", 500)
+    process, run_dir = gateway
+    address, token = json.loads((run_dir / "gateway.json").read_text())["address"], (run_dir / "token").read_text()
+    engine = ScriptedEngine("e")
+    engine.gate.clear()
+
+    async def main():
+        fleet = GatewayFleet(address, token, timeout=60.0, max_message_bytes=1 << 20)
+        async with attached(engine, address, token, patience=60.0):
+            call = asyncio.create_task(collect(fleet.generate([request("x")])))
+            while not engine.seen:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(GatewayLost):
+                await asyncio.wait_for(call, 30)  # gRPC's own limit is a minute
+        await fleet.close()
+
+    event_loop.run(main())

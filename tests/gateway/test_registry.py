@@ -125,6 +125,8 @@ def test_a_checkpoint_sets_the_first_version_and_a_latecomer_is_stale():
     registry.commit(1, ["a"])
     registry.register(info("b", version=0), 0)
     assert states(registry) == {"a": "ready", "b": "stale"} and registry.version == 1
+    registry.register(info("c", version=2), 0)  # committed it, and the gateway was killed before it could record that
+    assert states(registry) == {"a": "stale", "b": "stale", "c": "ready"} and registry.version == 2
 
 
 @pytest.mark.parametrize(

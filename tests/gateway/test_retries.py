@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from slipstream.errors import EngineFailure, InvalidPrompt, NotReady
+from slipstream.errors import EngineFailure, InvalidPrompt, NotReady, SuspectRequest
 from slipstream.gateway import dispatch
 from slipstream.gateway.circuit_breaker import FAULTS
 from slipstream.gateway.staleness import RolloutBound
@@ -93,6 +93,28 @@ async def test_what_two_engines_fail_at_is_not_given_to_a_third(address, fleet):
         (failure,) = await collect(fleet.generate([request("x")]))
         assert isinstance(failure, Failure) and "poisonous" in str(failure.error)
         assert sorted(len(engine.seen) for engine in (a, b, c)) == [0, 1, 1]
+
+
+@on_the_loop
+async def test_what_two_engines_were_lost_with_is_not_given_to_a_third(address, fleet):
+    engines = {name: ScriptedEngine(name) for name in "abc"}
+    async with contextlib.AsyncExitStack() as fleet_of_three:
+        crashes = {}
+        for name, engine in engines.items():
+            engine.gate.clear()
+            crashes[name] = await fleet_of_three.enter_async_context(contextlib.AsyncExitStack())
+            await crashes[name].enter_async_context(attached(engine, address, TOKEN))
+        call = asyncio.create_task(collect(fleet.generate([request("x")])))
+        for _ in range(2):
+            while not (serving := [name for name in crashes if engines[name].seen]):
+                await asyncio.sleep(0.01)
+            await crashes.pop(serving[0]).aclose()
+        (failure,) = await call
+        assert isinstance(failure.error, SuspectRequest) and "is lost: its connection broke" in str(failure.error)
+        (survivor,) = crashes
+        assert not engines[survivor].seen and (await fleet.status()).num_retried == 1
+        engines[survivor].gate.set()
+        assert len(await collect(fleet.generate([request("y")]))) == 1
 
 
 @on_the_loop

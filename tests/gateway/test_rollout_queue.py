@@ -20,13 +20,14 @@ from slipstream.errors import (
     EngineLost,
     InvalidPrompt,
     JournalError,
+    Overloaded,
     RequestError,
     RolloutError,
     StaleRollouts,
 )
-from slipstream.gateway import convert
+from slipstream.gateway import convert, rollout_queue
 from slipstream.gateway import slipstream_pb2 as pb
-from slipstream.gateway.journal import Journal, TakenGroup
+from slipstream.gateway.journal import FinishedSample, Journal, TakenGroup
 from slipstream.gateway.rollout_queue import RolloutQueue, prompts_by_id
 from slipstream.gateway.staleness import RolloutBound
 from slipstream.types import Failure, Request, SamplingParams
@@ -65,6 +66,10 @@ class Engines:
 def sample(request: bytes, index: int, version: int) -> pb.Results:
     text, spans = f"{request.decode()}/{index}@{version}", [pb.VersionSpan(version=version, start=0, stop=1)]
     return pb.Results(completions=[pb.Completion(sample_index=index, text=text, spans=spans)])
+
+
+def stored(completion: bytes, version: int, engine: str = "e") -> FinishedSample:
+    return FinishedSample(completion, version, version, engine)
 
 
 def texts(group: TakenGroup) -> tuple[str, ...]:
@@ -151,6 +156,52 @@ def test_an_engine_that_dies_makes_nothing_twice() -> None:
         taken = await queue.take(0, 2, 5)
         assert [texts(t) for t in taken] == [("a/0@0", "a/1@0"), ("b/0@0", "b/1@0")]
         assert engines.begun.count(b"a") == 2 and check(queue._journal, 0) == []
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_kills_engines_fails_and_those_that_shared_them_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_queue, "RETRY_SECONDS", 0.01)
+    attempts: list[bytes] = []
+    deaths = 0
+
+    async def generate(request: bytes) -> AsyncGenerator[pb.Results, None]:
+        """An engine that serves `bad` is lost after a moment, with whatever else it serves."""
+        nonlocal deaths
+        attempts.append(request)
+        before = deaths
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            deaths += request == b"bad"
+            if deaths > before:
+                yield convert.results_to_pb([Failure("r", EngineLost("it died"))])
+                return
+        yield sample(request, 0, 0)
+        yield sample(request, 1, 0)
+
+    async def main() -> None:
+        queue = RolloutQueue(Journal(), RolloutBound(0, 3), 0, generate)
+        queue.submit(prompts("bad", "b", "c"))
+        bad, *others = sorted(await queue.take(0, 3, 30), key=lambda group: group.id != "bad")
+        assert pb.Error.FromString(bad.error).kind == "SuspectRequest" and attempts.count(b"bad") == 6
+        assert [len(group.completions) for group in others] == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_more_prompts_than_memory_is_meant_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_queue, "MAX_WAITING", 2)
+
+    async def main() -> None:
+        engines = Engines()
+        queue = rollouts(engines, RolloutBound(0, 1))
+        queue.submit(prompts("a", "b", "c"))  # one of them starts
+        with pytest.raises(Overloaded, match="2 prompts wait"):
+            queue.submit(prompts("d"))
+        assert queue.submit(prompts("a", "c")) == 0, "a trainer that was restarted submits the same again"
+        await queue.take(0, 1, 5)
+        sync(engines, queue)
+        assert queue.submit(prompts("d")) == 1
 
     asyncio.run(main())
 
@@ -410,13 +461,13 @@ def test_what_the_trainer_has_saved_is_not_kept(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from slipstream.gateway.journal import Group, Journal
+from slipstream.gateway.journal import Group, Journal, FinishedSample
 journal = Journal(__import__("pathlib").Path(sys.argv[1]))
 known = {g.id: g for g in journal.waiting()}
 first = journal.num_groups()
 for i in range(first, first + 10_000):
     for group in journal.accept({f"p{i}": (b"x" * 200, 2)}):
-        journal.finish(group, {0: (b"y" * 500, 0), 1: (b"z" * 500, 0)})
+        journal.finish(group, {0: FinishedSample(b"y" * 500, 0, 0, "e"), 1: FinishedSample(b"z" * 500, 0, 0, "e")})
         journal.take([group.number], 0)
         print(group.number, flush=True)
 """
@@ -436,7 +487,7 @@ def test_a_writer_that_is_killed_leaves_a_journal_that_is_whole(tmp_path: Path) 
         journal = Journal(path)
         assert states(journal)[said][0] == "taken" and check(journal) == []  # what was said has happened
         for group in journal.waiting():  # what had begun can be brought to its end
-            assert journal.finish(group, {0: (b"", 0), 1: (b"", 0)}) == 0
+            assert journal.finish(group, {0: stored(b"", 0), 1: stored(b"", 0)}) == 0
         journal.take(journal.finished(), 0)
         assert check(journal) == [] and all(state == "taken" for state, _ in states(journal).values())
         journal.close()
@@ -446,7 +497,7 @@ def test_the_checker_sees_what_is_wrong() -> None:
     def broken(*events: tuple[str, int, int, int, int]) -> list[str]:
         journal = Journal()
         (group,) = journal.accept({"a": (b"", 1)})
-        journal.finish(group, {0: (b"", 3)})
+        journal.finish(group, {0: stored(b"", 3)})
         journal.take([group.number], 3)
         for event in events:
             journal._event(*event)
@@ -460,7 +511,7 @@ def test_the_checker_sees_what_is_wrong() -> None:
     assert "went back" in broken(("sync", 0, -1, 0, 5), ("sync", 0, -1, 0, 4))[0]
     journal = Journal()
     (group,) = journal.accept({"a": (b"", 1)})
-    journal.finish(group, {0: (b"", 1)})
+    journal.finish(group, {0: stored(b"", 1)})
     journal.take([group.number], 3)
     assert check(journal, 2) == [] and "older than 1" in check(journal, 1)[0]
 
@@ -470,11 +521,13 @@ def test_samples_of_an_attempt_that_was_given_up_are_dropped() -> None:
     (group,) = journal.accept({"a": (b"", 2)})
     renewed = journal.renew(group.number)
     assert renewed is not None and renewed.attempt == 1
-    assert journal.finish(group, {0: (b"old", 0), 1: (b"old", 0)}) is None and journal.finished() == {}
-    assert journal.finish(renewed, {0: (b"new", 1)}) is None  # one is missing
-    assert journal.finish(renewed, {0: (b"new", 1), 5: (b"what?", 1)}) is None
-    assert journal.finish(renewed, {0: (b"new", 1), 1: (b"new", 2)}) == 1
-    assert journal.finish(renewed, {0: (b"twice", 1), 1: (b"twice", 1)}) is None and journal.finished() == {1: 1}
+    assert journal.finish(group, {0: stored(b"old", 0), 1: stored(b"old", 0)}) is None and journal.finished() == {}
+    assert journal.finish(renewed, {0: stored(b"new", 1)}) is None  # one is missing
+    assert journal.finish(renewed, {0: stored(b"new", 1), 5: stored(b"what?", 1)}) is None
+    assert journal.finish(renewed, {0: stored(b"new", 1), 1: stored(b"new", 2)}) == 1
+    assert journal.finish(renewed, {0: stored(b"twice", 1), 1: stored(b"twice", 1)}) is None and journal.finished() == {
+        1: 1
+    }
     journal.take([1], 2)
     assert journal.renew(1) is None and journal.taken(0, 9)[0].completions == (b"new", b"new")
     with pytest.raises(JournalError, match="group 1 cannot be taken"):

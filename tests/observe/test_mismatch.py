@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,13 @@ from slipstream.config import EmbeddedConfig
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.model.transformer import decoder
 from slipstream.model.tree import flatten, unflatten
-from slipstream.observe.mismatch import MismatchDiagnosis, TokenLogprobs, diagnose, engine_logprobs
+from slipstream.observe.mismatch import (
+    MismatchDiagnosis,
+    TokenLogprobs,
+    diagnose,
+    disagreeing_engines,
+    engine_logprobs,
+)
 from slipstream.observe.mismatch_watch import MismatchWatch
 from slipstream.types import Completion, SamplingParams, VerifyReport
 from tests.conformance.engines import request
@@ -150,6 +157,22 @@ def test_a_swapped_tensor_is_suspected_and_the_comparison_names_it(bridge: Bridg
     named = diagnosed(completions, PARAMS, bridge.version, dtype, report=report)
     assert named.cause == "weights" and named.tensors == SWAPPED and not named.suspects_weights
     assert SWAPPED[0] in named.sentence
+
+
+def test_an_engine_with_wrong_weights_stands_out_from_those_that_agree(bridge: Bridge, dtype: str) -> None:
+    good = sample(bridge)
+    bridge.sync(swapped(PARAMS))
+    # It says that it serves the same version.
+    bad = [replace(c, engine="bad", spans=good[0].spans) for c in sample(bridge)]
+
+    def found(completions: list[Completion]) -> set[str]:
+        trainer, engines = arrays(completions, PARAMS, good[0].version)
+        return set(disagreeing_engines(trainer, engines, [c.engine for c in completions], dtype=dtype))
+
+    half = [replace(c, engine="other") for c in good[: len(good) // 2]]
+    assert found([*half, *good[len(half) :]]) == set()
+    assert found([*good, *bad]) == {"bad"}
+    assert found(bad) == set(), "there is nobody to compare it with"
 
 
 def test_a_different_forward_pass_is_not_wrong_weights(bridge: Bridge, dtype: str) -> None:

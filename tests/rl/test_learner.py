@@ -198,3 +198,16 @@ def test_indivisible_batches_are_rejected():
         CONFIG.replace(epochs=0)
     with pytest.raises(ConfigError, match="must hold a prompt and 5 tokens"):
         CONFIG.replace(row_tokens=5)
+
+
+def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(batch):
+    poisoned = batch._replace(logprobs=batch.logprobs.copy())
+    poisoned.logprobs[0, 3] = np.nan  # a token that counts
+    metrics, state = learned(CONFIG, poisoned)
+    assert metrics.num_skipped == 1 and np.isnan(metrics.loss)
+    jax.tree.map(np.testing.assert_array_equal, state.policy, PARAMS)
+    halves = CONFIG.replace(minibatches=2)
+    metrics, state = learned(halves, poisoned)
+    assert metrics.num_skipped == 1 and np.isfinite(astuple(metrics)).all()
+    changed = [not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(state.policy), jax.tree.leaves(PARAMS))]
+    assert any(changed) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))

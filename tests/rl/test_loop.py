@@ -4,12 +4,13 @@ import dataclasses
 import json
 import time
 
+import jax
 import numpy as np
 import pytest
 
 import slipstream
 from slipstream.config import EmbeddedConfig
-from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, VersionError
+from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, UpdateNotFinite, VersionError
 from slipstream.gateway.journal import Journal
 from slipstream.model.checkpoints import hf_weights
 from slipstream.model.checkpoints.sample_model import sample_config, sample_params, write_sample_config
@@ -18,6 +19,7 @@ from slipstream.rl.data.prompts import PromptSource
 from slipstream.rl.data.tasks import task_named
 from slipstream.rl.data.tokens import Codec
 from slipstream.rl.reporting.records import Evaluation, Saved, StepRecord, WarmupRecord
+from slipstream.rl.trainer import run as trainer_run
 from slipstream.rl.trainer.evaluation import evaluate, require_versions
 from slipstream.rl.trainer.learner import Learner
 from slipstream.rl.trainer.loop import training_loop
@@ -128,11 +130,11 @@ def test_a_target_that_is_not_reached_runs_all_the_steps(model_dir, tmp_path):
 
 
 def test_training_starts_from_the_weights_in_the_model_directory(run, tmp_path):
-    config = CONFIG.replace(warmup_steps=0, steps=4, min_steps=3, target_accuracy=0.01)
+    config = CONFIG.replace(warmup_steps=0, steps=12, min_steps=11, target_accuracy=0.01)
     records = records_of(config, run[1] / "checkpoint", tmp_path)
     start, end = of_kind(Evaluation, run[0])[-1], of_kind(Evaluation, records)[0]
     assert abs(end.greedy_train - start.greedy_train) < 1e-9  # the same weights and prompts; sampling seeds differ
-    assert len(of_kind(StepRecord, records)) == 3  # above its target from the start, stopped at min_steps
+    assert len(of_kind(StepRecord, records)) == 11  # above its target from the start, stopped at min_steps
     assert not of_kind(WarmupRecord, records)
 
 
@@ -358,3 +360,38 @@ def test_long_prompts_and_empty_tasks_are_rejected(model_dir):
 def test_conflicting_settings_are_rejected(settings, text):
     with pytest.raises(ConfigError, match=text):
         CONFIG.replace(**settings)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_an_update_that_is_not_finite_never_reaches_the_weights(model_dir, tmp_path, monkeypatch, on_nonfinite):
+    config = CONFIG.replace(steps=3, warmup_steps=1, eval_every=3, eval_prompts=4, on_nonfinite=on_nonfinite)
+    prepare, step = Learner.prepare, 0
+
+    def poisoned(self, batch, *arguments):
+        nonlocal step
+        step += 1
+        batch = prepare(self, batch, *arguments)
+        return batch._replace(advantages=batch.advantages * (np.nan if step == 2 else 1))
+
+    monkeypatch.setattr(Learner, "prepare", poisoned)
+    if on_nonfinite == "stop":
+        with pytest.raises(
+            UpdateNotFinite, match=r"step 2: loss or gradient is not finite.*prompt .*engine 'inprocess'"
+        ):
+            records_of(config, model_dir, tmp_path)
+        assert not (tmp_path / "checkpoint").exists()
+    else:
+        records = records_of(config, model_dir, tmp_path)
+        assert [s.metrics.num_skipped for s in of_kind(StepRecord, records)] == [0, 1, 0]
+        weights = hf_weights.load(of_kind(Saved, records)[0].directory)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights))
+
+
+def test_an_engine_that_disagrees_with_the_trainer_is_reported_and_not_learned_from(model_dir, tmp_path, monkeypatch):
+    config = CONFIG.replace(steps=1, warmup_steps=1, eval_every=1, eval_prompts=4, diagnose_every=1)
+    reported = []
+    monkeypatch.setattr(trainer_run, "disagreeing_engines", lambda *_, **__: {"inprocess": "Wrong weights."})
+    monkeypatch.setattr(slipstream.Bridge, "quarantine", lambda _, *report: reported.append(report))
+    (step,) = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
+    assert reported == [("inprocess", "its logprobs differ from the trainer's. Wrong weights.", 0)]
+    assert step.metrics.gradient_norm == 0 and not step.staleness

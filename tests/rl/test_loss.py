@@ -123,8 +123,12 @@ def test_metrics_match_the_naive_implementation():
     assert (found.reference_kl, found.value_loss, found.correction, found.dropped) == (0, 0, 1, 0)
 
 
-def test_metrics_are_the_objective_and_the_gradients_norm():
-    assert {f.name for f in dataclasses.fields(loss.UpdateMetrics)} == {*loss.Objective._fields, "gradient_norm"}
+def test_metrics_are_the_objective_and_facts_of_the_update():
+    assert {f.name for f in dataclasses.fields(loss.UpdateMetrics)} == {
+        *loss.Objective._fields,
+        "gradient_norm",
+        "num_skipped",
+    }
 
 
 @given(st.floats(-3, 3), st.floats(-3, 3))

@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from slipstream.errors import ConfigError, NotReady, RequestError, SlipstreamError, WeightsError
+from slipstream.errors import (
+    ConfigError,
+    EngineQuarantined,
+    NotReady,
+    Overloaded,
+    RequestError,
+    SlipstreamError,
+    WeightsError,
+)
 from slipstream.types import Circuit
 
 FAULTS = 3
@@ -20,14 +28,15 @@ FIRST_SECONDS, MOST_SECONDS = 5.0, 60.0
 """First and longest cool-down."""
 
 Blame: TypeAlias = Literal["client", "moment", "engine"]
-"""Who caused an error. `client`: no engine accepts the request. `moment`: this engine cannot serve it now, another might.
-`engine`: the engine failed or is gone, another might not be."""
+"""Who caused an error. `client`: no engine accepts the request, or its caller asks for too much. `moment`: this engine cannot
+serve it now, another might. `engine`: the engine failed or is gone, another might not be."""
 
 
 def blame(error: SlipstreamError) -> Blame:
-    if isinstance(error, (RequestError, ConfigError)):
+    if isinstance(error, (RequestError, ConfigError, Overloaded)):
         return "client"
-    return "moment" if isinstance(error, (NotReady, WeightsError)) else "engine"
+    # Quarantine has its own rules for when an engine is used again.
+    return "moment" if isinstance(error, (NotReady, WeightsError, EngineQuarantined)) else "engine"
 
 
 class CircuitBreaker:

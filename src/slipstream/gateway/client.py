@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import grpc
 
-from slipstream.errors import DeadlineExceeded, GatewayLost, ProtocolMismatch, SlipstreamError
+from slipstream.errors import (
+    BridgeClosed,
+    DeadlineExceeded,
+    GatewayLost,
+    Overloaded,
+    ProtocolMismatch,
+    SlipstreamError,
+)
 from slipstream.gateway import channels, convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
 from slipstream.gateway.staleness import RolloutBound
+from slipstream.runtime.tls import ANONYMOUS, Identity
 from slipstream.types import (
     Checksums,
     Completion,
@@ -31,6 +40,8 @@ from slipstream.types import (
 )
 
 CONTROL_SECONDS = 10.0
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
+"""Time between two attempts while the gateway is overloaded: the first, which doubles, and the longest."""
 GRACE_SECONDS = 5.0
 """The gateway enforces a step's deadline and names the engine that missed it; the client waits this much longer."""
 
@@ -41,24 +52,31 @@ class GatewayFleet:
     def __init__(
         self,
         address: str,
-        token: str,
+        token: channels.Token,
         timeout: float,
         max_message_bytes: int,
         process_index: int = 0,
         process_count: int = 1,
         ca: str = "",
+        identity: Identity = ANONYMOUS,
     ) -> None:
         """`process_index` and `process_count` identify this process among the trainer's. `ca` is the PEM file of the CA that
-        signed the gateway's certificate; without it the client uses no TLS and connects to loopback only."""
-        self.address, self._timeout, self._ca = address, timeout, ca
-        self._metadata = channels.metadata(token)
+        signed the gateway's certificate; without it the client uses no TLS and connects to loopback only. `identity` is what
+        this side shows to a gateway with `mutual_tls`."""
+        self.address, self._timeout, self._ca, self._identity = address, timeout, ca, identity
+        self._token, self._is_closed = token, False
+        channels.metadata(token)  # raises if it cannot be a token
         process = pb.TrainerProcess(index=process_index, count=process_count, id=secrets.token_hex(8))
-        self._update_metadata = (*self._metadata, (channels.TRAINER_PROCESS, process.SerializeToString()))
-        self._channel = channels.channel(address, ca, max_message_bytes)
+        self._process = (channels.TRAINER_PROCESS, process.SerializeToString())
+        self._channel = channels.channel(address, ca, max_message_bytes, identity)
         self._stub = GatewayStub(self._channel)
         self._engines: tuple[EngineInfo, ...] | None = None
         self._epoch = 0
         self._updates: grpc.aio.StreamStreamCall | None = None
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return channels.metadata(self._token)
 
     async def status(self) -> FleetStatus:
         with self._errors("asking for the status"):
@@ -71,7 +89,7 @@ class GatewayFleet:
             with self._errors("asking for the fleet"):
                 reply = await self._stub.Fleet(pb.FleetRequest(), timeout=CONTROL_SECONDS, metadata=self._metadata)
         except GatewayLost as lost:
-            raise await channels.explained(lost, self.address, self._ca) from None
+            raise await channels.explained(lost, self.address, self._ca, self._identity) from None
         self._engines, self._epoch = tuple(convert.engine_from_pb(e) for e in reply.engines), reply.epoch
         return self._engines, reply.version
 
@@ -88,13 +106,25 @@ class GatewayFleet:
                 yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
 
     async def _results(self, requests: Sequence[Request], engine: str = "") -> AsyncGenerator[pb.Results, None]:
-        with self._errors("generating"):
-            call = self._stub.Generate(convert.requests_to_pb(requests, engine), metadata=self._metadata)
+        """A gateway that has no room for the requests is asked again, for as long as any other call may take."""
+        message, clock = convert.requests_to_pb(requests, engine), asyncio.get_running_loop().time
+        deadline, delay, has_begun = clock() + self._timeout, FIRST_RETRY_SECONDS, False
+        while True:
             try:
-                async for results in call:
-                    yield results
-            finally:
-                call.cancel()
+                with self._errors("generating"):
+                    call = self._stub.Generate(message, metadata=self._metadata)
+                    try:
+                        async for results in call:
+                            has_begun = True
+                            yield results
+                        return
+                    finally:
+                        call.cancel()
+            except Overloaded:
+                if has_begun or clock() + delay > deadline:
+                    raise
+            await asyncio.sleep(delay * random.uniform(0.5, 1))
+            delay = min(2 * delay, LAST_RETRY_SECONDS)
 
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
         with self._errors("scoring"):
@@ -156,6 +186,11 @@ class GatewayFleet:
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         return await self._control(pb.Control(memory=pb.Memory()), engine)
 
+    async def quarantine(self, engine: str, reason: str, since: int | None = None) -> None:
+        request = pb.QuarantineRequest(engine=engine, reason=reason, since=since)
+        with self._errors(f"quarantining engine {engine!r}"):
+            await self._stub.Quarantine(request, timeout=CONTROL_SECONDS, metadata=self._metadata)
+
     async def checksums(self, engine: str = "") -> dict[str, Checksums]:
         reply = await self._ask(pb.Control(verify=pb.Verify()), engine)
         return {name: convert.checksums_from_pb(checksums) for name, checksums in reply.checksums.items()}
@@ -179,7 +214,7 @@ class GatewayFleet:
             message.epoch, message.drop_failed = self._epoch, drop_failed
             # The first update, or the gateway restarted since the last one.
             if self._updates is None or self._updates.done():
-                self._updates = self._stub.Update(metadata=self._update_metadata)
+                self._updates = self._stub.Update(metadata=(*self._metadata, self._process))
         await self._write(message)
 
     async def receive_reports(self) -> dict[str, UpdateReports]:
@@ -242,11 +277,14 @@ class GatewayFleet:
             self._updates = None
 
     async def close(self) -> None:
+        self._is_closed = True
         self._drop_updates()
         await self._channel.close()
 
     @contextlib.contextmanager
     def _errors(self, doing: str):  # type: ignore[no-untyped-def]
+        if self._is_closed:
+            raise BridgeClosed(f"{doing}: the connection to the gateway at {self.address} was closed; connect again")
         try:
             yield
         except grpc.aio.AioRpcError as failed:

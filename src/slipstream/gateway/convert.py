@@ -24,6 +24,7 @@ from slipstream.types import (
     Circuit,
     CommitReport,
     Completion,
+    Decision,
     Destinations,
     EngineInfo,
     EngineState,
@@ -334,7 +335,7 @@ def request_bytes(request: Request) -> bytes:
     return requests_to_pb([request]).SerializeToString(deterministic=True)
 
 
-def error_bytes(error: errors.SlipstreamError) -> bytes:
+def error_bytes(error: BaseException) -> bytes:
     return error_to_pb(error).SerializeToString()
 
 
@@ -409,7 +410,8 @@ def status_to_pb(status: FleetStatus) -> pb.FleetStatus:
     rows = [
         pb.EngineStatus(**_fields(e, pb.EngineStatus), info=engine_to_pb(e.info, layout=False)) for e in status.engines
     ]
-    return pb.FleetStatus(**_fields(status, pb.FleetStatus), engines=rows)
+    decisions = [pb.Decision(**_fields(d, pb.Decision)) for d in status.decisions]
+    return pb.FleetStatus(**_fields(status, pb.FleetStatus), engines=rows, decisions=decisions)
 
 
 def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
@@ -423,4 +425,5 @@ def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
         )
         for row in message.engines
     )
-    return _read(FleetStatus, message, engines=engines)
+    decisions = tuple(_read(Decision, row) for row in message.decisions)
+    return _read(FleetStatus, message, engines=engines, decisions=decisions)

@@ -1,9 +1,9 @@
 """Sends requests to engines and returns results, each sample exactly once.
 
-Unanswered samples of an engine that dies go to another engine. A request that an engine fails, or cannot serve at the moment,
-is tried on one other engine; a bad request is not repeated. Seeds travel with requests, so a repeated sample is the same
-sample, and duplicates are dropped. Prompts and completions pass through serialized: the gateway is one process for all
-trainers and engines and does not unpack them."""
+Unanswered samples of an engine that dies go to another engine, but not to a third: the request may be what kills engines. A
+request that an engine fails, or cannot serve at the moment, is tried on one other engine; a bad request is not repeated. Seeds
+travel with requests, so a repeated sample is the same sample, and duplicates are dropped. Prompts and completions pass through
+serialized: the gateway is one process for all trainers and engines and does not unpack them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.errors import EngineLost, NotReady, SlipstreamError
+from slipstream.errors import EngineLost, EngineQuarantined, NotReady, SlipstreamError, SuspectRequest
 from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.admission import Ticket
 from slipstream.gateway.circuit_breaker import CircuitBreaker, blame
 from slipstream.gateway.engine_stream import EngineLink
+from slipstream.gateway.engine_watch import EngineWatch
 from slipstream.gateway.prefix_affinity import Prefix, PrefixAffinity, prefixes
 from slipstream.gateway.registry import Member, Registry
 from slipstream.gateway.router import route, weight
+from slipstream.gateway.speed import PROMPT_SHARE
 from slipstream.types import Failure
 
-MAX_ATTEMPTS = 3
-"""Engines that a request is sent to while they die."""
+MAX_LOSSES = 2
+"""A request that this many engines served when they were lost fails with `SuspectRequest`."""
 MAX_TRIES = 2
 """Engines that a request is sent to while they fail without dying."""
 
@@ -42,6 +45,9 @@ class EngineBatch:
     """The engine has answered at least one sample."""
     fault: str = ""
     """The last failure of a request that is the engine's fault."""
+    sent_at: float = 0.0
+    num_stops: int = 0
+    """`Member.num_stops` when it was sent."""
 
 
 class Dispatch:
@@ -51,11 +57,14 @@ class Dispatch:
         self,
         registry: Registry,
         links: Mapping[str, EngineLink],
+        watch: EngineWatch,
         only: str = "",
         affinity: PrefixAffinity | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
-        """`only` restricts the call to one engine."""
+        """`only` restricts the call to one engine. `ticket` bounds the results that wait for the caller to read them."""
         self._registry, self._links, self._only, self._affinity = registry, links, only, affinity or PrefixAffinity()
+        self._watch, self._ticket = watch, ticket
         self.num_retried = 0
         """Requests that were sent to a second engine."""
         self._requests: dict[str, pb.Request] = {}
@@ -65,6 +74,8 @@ class Dispatch:
         self._missing: dict[str, set[int]] = {}
         """By request: the samples that have not been delivered."""
         self._attempts: Counter[str] = Counter()
+        self._lost_engines: dict[str, list[str]] = {}
+        """By request: the engines that served it when they were lost."""
         self._batch_of: dict[str, EngineBatch] = {}
         """By request: the batch that it was sent in last."""
         self._events: asyncio.Queue[tuple[EngineBatch, pb.Results | SlipstreamError | None]] = asyncio.Queue()
@@ -82,11 +93,16 @@ class Dispatch:
             self._send(self._weights)
             while self._missing:
                 batch, event = await self._events.get()
-                results = (
-                    self._on_results(batch, event) if isinstance(event, pb.Results) else self._on_ended(batch, event)
-                )
+                if not isinstance(event, pb.Results):
+                    results = self._on_ended(batch, event)
+                elif self._registry.get(batch.engine).quarantine.reason:
+                    results = pb.Results()  # it arrived before the engine was found to be wrong
+                else:
+                    results = self._on_results(batch, event)
                 if new := self._without_duplicates(results):
                     yield new
+                if self._ticket is not None and isinstance(event, pb.Results):
+                    self._ticket.give_back(num_bytes=event.ByteSize())
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -99,17 +115,19 @@ class Dispatch:
         for member in probes[: len(remaining)]:
             self._start(EngineBatch(member.info.name, [remaining.popitem()[0]], is_probe=True))
         loads = {m.info.name: self._links[m.info.name].load for m in members}
+        shares = self._registry.shares(time.monotonic())
         if len(loads) > 1:
             self._affinity.set_version(self._registry.version)
             for id in remaining.keys() - self._prefixes.keys():
                 self._prefixes[id] = prefixes(convert.prompt_start(self._requests[id]))
-        for name, ids in route(remaining, loads, self._prefixes, self._affinity).items():
+        for name, ids in route(remaining, loads, self._prefixes, self._affinity, shares).items():
             self._start(EngineBatch(name, ids))
 
     def _start(self, batch: EngineBatch) -> None:
         self._attempts.update(batch.ids)
         self._batch_of.update(dict.fromkeys(batch.ids, batch))
         link, member = self._links[batch.engine], self._registry.get(batch.engine)
+        batch.sent_at, batch.num_stops = time.monotonic(), member.num_stops
         if batch.is_probe:
             member.breaker.probe_sent()
         load = sum(self._weights[id] for id in batch.ids)
@@ -132,7 +150,11 @@ class Dispatch:
         try:
             async with contextlib.aclosing(link.results(message)) as batches:
                 async for results in batches:
+                    await self._watch.inspect(batch.engine, results, self._sampling_of)
                     self._judge(batch, results, member.breaker)
+                    self._measure(batch, results, member)
+                    if self._ticket is not None:
+                        self._ticket.take(num_bytes=results.ByteSize())
                     self._events.put_nowait((batch, results))
         except SlipstreamError as error:
             ended_by = error
@@ -144,6 +166,16 @@ class Dispatch:
             if batch.fault and not batch.has_completed:  # also when cancelled because other engines answered first
                 member.breaker.faulted(time.monotonic(), batch.fault)
         self._events.put_nowait((batch, ended_by))
+
+    def _sampling_of(self, id: str) -> pb.Sampling | None:
+        return self._sampling[self._requests[id].sampling] if id in self._requests else None
+
+    def _measure(self, batch: EngineBatch, results: pb.Results, member: Member) -> None:
+        """Note how fast the engine answered, unless it was stopped meanwhile."""
+        rows, now = results.completions, time.monotonic()
+        if rows and member.num_stops == batch.num_stops and not (member.is_paused or member.asleep):
+            work = sum(len(row.token_ids) + PROMPT_SHARE * len(row.prompt_token_ids) for row in rows)
+            self._watch.measure(batch.engine, now, work, len(rows) * (now - batch.sent_at), len(rows))
 
     def _judge(self, batch: EngineBatch, results: pb.Results, breaker: CircuitBreaker) -> None:
         """Update the engine's circuit breaker with its results."""
@@ -159,32 +191,44 @@ class Dispatch:
         if not results.failures:
             return results
         failed = {f.request_id: convert.error_from_pb(f.error) for f in results.failures}
-        retried = self._retry(batch, failed)
-        final = [f for f in results.failures if f.request_id not in retried]
-        return pb.Results(completions=results.completions, failures=final, progress=results.progress)
+        final = convert.results_to_pb(self._retry(batch, failed))
+        return pb.Results(completions=results.completions, failures=final.failures, progress=results.progress)
 
     def _on_ended(self, batch: EngineBatch, ended_by: SlipstreamError | None) -> pb.Results:
         """Retry a batch's unanswered requests on other engines; return failures for those that cannot be."""
         error = ended_by or EngineLost(f"engine {batch.engine!r} ended the call without answering every request")
         failed = {id: error for id in batch.ids if id in self._missing and self._batch_of[id] is batch}
-        retried = self._retry(batch, failed)
-        return convert.results_to_pb([Failure(id, error) for id in failed if id not in retried])
+        return convert.results_to_pb(self._retry(batch, failed))
 
-    def _retry(self, batch: EngineBatch, failed: Mapping[str, SlipstreamError]) -> Mapping[str, int]:
-        """Send failed requests to other engines if they may be repeated; return those that were sent."""
+    def _retry(self, batch: EngineBatch, failed: Mapping[str, SlipstreamError]) -> list[Failure]:
+        """Send failed requests to other engines if they may be repeated; return the failures of those that were not sent."""
+        for id, error in failed.items():
+            if isinstance(error, EngineLost):
+                self._lost_engines.setdefault(id, []).append(batch.engine)
         retried = {id: self._weights[id] for id, e in failed.items() if id in self._missing and self._may_retry(id, e)}
-        if not retried:
-            return {}
         try:
-            self._send(retried, avoid=batch.engine)
+            if retried:
+                self._send(retried, avoid=batch.engine)
         except NotReady:
-            return {}
+            retried = {}
         self.num_retried += len(retried)
-        return retried
+        return [Failure(id, self._final_error(id, error)) for id, error in failed.items() if id not in retried]
 
     def _may_retry(self, id: str, error: SlipstreamError) -> bool:
-        most = MAX_ATTEMPTS if isinstance(error, EngineLost) else MAX_TRIES
-        return blame(error) != "client" and self._attempts[id] < most
+        if isinstance(error, EngineLost):
+            return len(self._lost_engines[id]) < MAX_LOSSES
+        if isinstance(error, EngineQuarantined):
+            return True  # it ends when no engine is left
+        return blame(error) != "client" and self._attempts[id] < MAX_TRIES
+
+    def _final_error(self, id: str, error: SlipstreamError) -> SlipstreamError:
+        lost = self._lost_engines.get(id, ())
+        if len(lost) < MAX_LOSSES:
+            return error
+        return SuspectRequest(
+            f"engines {' and '.join(map(repr, lost))} were lost while they served this request, which may be the reason, so it "
+            f"is not given to another one. If they were lost for another reason, send it again. Last: {error}"
+        )
 
     def _without_duplicates(self, results: pb.Results) -> pb.Results | None:
         """Return the results that were not delivered before, and mark them as delivered. A failure ends its request."""
@@ -223,7 +267,11 @@ def admitted(registry: Registry, only: str = "", avoid: str = "") -> tuple[list[
 
 
 async def score(
-    registry: Registry, links: Mapping[str, EngineLink], request: pb.ScoreRequest, timeout: float
+    registry: Registry,
+    links: Mapping[str, EngineLink],
+    watch: EngineWatch,
+    request: pb.ScoreRequest,
+    timeout: float,
 ) -> pb.ScoreReply:
     """Score on the least busy engine, and on one other engine if that fails."""
     failed: SlipstreamError | None = None
@@ -238,6 +286,7 @@ async def score(
             member.breaker.probe_sent()
         try:
             answer = await links[member.info.name].ask(pb.ToEngine(score=request), timeout, "score")
+            watch.inspect_scores(member.info.name, answer.scores)
             member.breaker.succeeded()
             return answer.scores
         except SlipstreamError as error:

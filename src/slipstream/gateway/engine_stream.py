@@ -28,11 +28,14 @@ from slipstream.errors import (
     ProtocolMismatch,
     SlipstreamError,
     TlsError,
+    Unauthorized,
 )
 from slipstream.gateway import channels, convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
 from slipstream.gateway.update_steps import run_steps
+from slipstream.runtime.failpoints import step
+from slipstream.runtime.tls import ANONYMOUS, Identity
 
 if TYPE_CHECKING:
     from slipstream.engines.contract import EngineBackend
@@ -56,8 +59,11 @@ class EngineLink:
         self.outgoing: asyncio.Queue[pb.ToEngine] = asyncio.Queue()
         self.load = 0
         """Tokens the engine was asked to generate and has not delivered."""
+        self.has_answered = False
+        """Whether it has generated anything, so that its programs are compiled."""
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Queue[pb.FromEngine]] = {}
+        self._generating: set[int] = set()
         self._lost: pb.FromEngine | None = None
         """The answer to every call once the engine is lost."""
 
@@ -76,16 +82,25 @@ class EngineLink:
         message = pb.ToEngine(generate=request)
         done = False
         with self._call(message) as answers:
+            self._generating.add(message.call)
             try:
                 while True:
                     answer = await answers.get()
                     done = answer.WhichOneof("message") in ("done", "error")
                     if _checked(answer).HasField("done"):
                         return
+                    self.has_answered = True
                     yield answer.results
             finally:
+                self._generating.discard(message.call)
                 if not done and self._lost is None:
                     self.outgoing.put_nowait(pb.ToEngine(call=message.call, cancel=pb.Cancel()))
+
+    def interrupt(self, error: SlipstreamError) -> None:
+        """End all generations with an error, here and on the engine."""
+        for call in self._generating:
+            self._calls[call].put_nowait(pb.FromEngine(error=convert.error_to_pb(error)))
+            self.outgoing.put_nowait(pb.ToEngine(call=call, cancel=pb.Cancel()))
 
     def deliver(self, answer: pb.FromEngine) -> None:
         """Hand an answer to its call; drop it if the call has ended."""
@@ -124,23 +139,28 @@ def _checked(answer: pb.FromEngine) -> pb.FromEngine:
 async def serve_engine(
     engine: EngineBackend,
     address: str,
-    token: str,
+    token: channels.Token,
     patience: float,
     max_message_bytes: int,
     on_registered: Callable[[], None] | None = None,
     ca: str = "",
+    identity: Identity = ANONYMOUS,
 ) -> None:
     """Keep an engine attached to its gateway until cancelled.
 
     Retries for `patience` seconds when the gateway is gone, has declared the engine lost, or still has the engine's name
     registered for its predecessor (a machine that went down unnoticed). Then raises `GatewayLost` or `NameInUse`. A wrong token
-    or CA is not retried."""
+    or CA is not retried, unless the token has been replaced meanwhile."""
     last_contact, last_warning = time.monotonic(), ""
-    async with channels.channel(address, ca, max_message_bytes) as channel:
+    async with channels.channel(address, ca, max_message_bytes, identity) as channel:
         while True:
             session = EngineSession(engine, GatewayStub(channel), token, address, on_registered)
+            credentials = channels.metadata(token)
             try:
                 await session.run()
+            except Unauthorized:
+                if channels.metadata(token) == credentials:
+                    raise
             except (GatewayLost, EngineLost, NameInUse) as lost:
                 if session.last_contact > last_contact:
                     last_contact, last_warning = session.last_contact, ""
@@ -151,7 +171,7 @@ async def serve_engine(
                         f"engine {engine.describe().name!r} gives up after {patience:g} s: {lost}"
                     ) from None
                 if isinstance(lost, GatewayLost) and isinstance(
-                    error := await channels.explained(lost, address, ca), TlsError
+                    error := await channels.explained(lost, address, ca, identity), TlsError
                 ):
                     raise error from None
                 if str(lost) != last_warning:
@@ -160,9 +180,11 @@ async def serve_engine(
                 await asyncio.sleep(0.2)
 
 
-async def check_access(address: str, token: str, max_message_bytes: int, ca: str = "") -> None:
+async def check_access(
+    address: str, token: channels.Token, max_message_bytes: int, ca: str = "", identity: Identity = ANONYMOUS
+) -> None:
     """Raise if the gateway refuses the token or the CA, before a model is loaded. A gateway that is not up yet is no error."""
-    async with channels.channel(address, ca, max_message_bytes) as channel:
+    async with channels.channel(address, ca, max_message_bytes, identity) as channel:
         try:
             await GatewayStub(channel).Status(
                 pb.StatusRequest(), timeout=REGISTER_SECONDS, metadata=channels.metadata(token)
@@ -170,7 +192,7 @@ async def check_access(address: str, token: str, max_message_bytes: int, ca: str
         except grpc.aio.AioRpcError as failed:
             error = channels.error_of(failed, address, "checking access")
             if isinstance(error, GatewayLost):
-                error = await channels.explained(error, address, ca)
+                error = await channels.explained(error, address, ca, identity)
             if not isinstance(error, GatewayLost | DeadlineExceeded):
                 raise error from None
 
@@ -182,7 +204,7 @@ class EngineSession:
         self,
         engine: EngineBackend,
         stub: GatewayStub,
-        token: str,
+        token: channels.Token,
         address: str,
         on_registered: Callable[[], None] | None,
     ) -> None:
@@ -207,6 +229,7 @@ class EngineSession:
                 raise ProtocolMismatch(f"the gateway at {self._address} did not confirm the registration")
             log.info("registered with the gateway at %s", self._address)
             self.last_contact = time.monotonic()
+            step("launch.register", engine=self._engine.describe().name, version=self._engine.describe().version)
             if self._on_registered is not None:
                 self._on_registered()
             helpers = [
@@ -302,8 +325,10 @@ class EngineSession:
 
     async def _on_generate(self, message: pb.ToEngine) -> pb.FromEngine:
         requests = convert.requests_from_pb(message.generate)
+        step("engine.generate", requests=len(requests))
         async with contextlib.aclosing(self._engine.generate(requests)) as batches:
             async for batch in batches:
+                step("engine.sample", samples=len(batch))
                 # In chunks, so that the gateway reads one chunk while the next is serialized here.
                 for start in range(0, len(batch), RESULTS_PER_MESSAGE):
                     results = convert.results_to_pb(batch[start : start + RESULTS_PER_MESSAGE])

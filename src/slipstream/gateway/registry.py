@@ -9,16 +9,19 @@ register, no weights          register, version = fleet's
                                        stale ─────┘
  ready, with memory released ─► asleep
  policy half overwritten (shared weights) ─► empty
+ wrong results, from any state ─► quarantined, until it passes a probe
  lease expired or connection broken, from any state ─► lost
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from slipstream.errors import NameInUse, NotReady, ProtocolMismatch, RequestError, UnknownEngine, VersionError
 from slipstream.gateway.circuit_breaker import CircuitBreaker
+from slipstream.gateway.quarantine import Quarantine
+from slipstream.gateway.speed import SpeedMeter, relative_speeds, share_of_work
 from slipstream.types import PROTOCOL_VERSION, EngineInfo, EngineState, EngineStatus, MemoryTag
 
 FORGET_SECONDS = 3600.0
@@ -36,7 +39,12 @@ class Member:
     asleep: tuple[MemoryTag, ...] = ()
     """Memory it has released, by its last report."""
     is_paused: bool = False
+    num_stops: int = 0
+    """How often it was paused, resumed, put to sleep or woken."""
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    speed: SpeedMeter = field(default_factory=SpeedMeter)
+    is_slow: bool = False
     looked_up_tokens: int = 0
     """Prompt tokens, from its heartbeats."""
     hit_tokens: int = 0
@@ -48,8 +56,10 @@ class Member:
 class Registry:
     """The engines by name, the committed version, and an epoch that increases whenever an engine joins or leaves."""
 
-    def __init__(self, lease_seconds: float) -> None:
+    def __init__(self, lease_seconds: float, quarantined: Mapping[str, str] | None = None) -> None:
+        """`quarantined` are the engines that an earlier gateway did not trust, with its reasons."""
         self.lease_seconds = lease_seconds
+        self._quarantined = dict(quarantined or {})
         self.version = -1
         self.epoch = 0
         self._members: dict[str, Member] = {}
@@ -76,12 +86,21 @@ class Registry:
                     f"engine {info.name!r} holds model {info.model}, the fleet (engine {other.info.name!r}) holds "
                     f"{other.info.model}; one gateway serves one model"
                 )
-        was_paused = present is not None and is_same and present.is_paused
-        breaker = CircuitBreaker() if present is None else present.breaker  # kept, for an engine that its requests kill
-        self._members[info.name] = Member(info, now, is_paused=was_paused, breaker=breaker)
+        member = Member(info, now, quarantine=Quarantine(self._quarantined.pop(info.name, "")))
+        if (
+            present is not None
+        ):  # kept, for an engine that its requests kill, or that does not become sound by restarting
+            member.breaker, member.quarantine = present.breaker, present.quarantine
+            if is_same:
+                member.is_paused = present.is_paused
+                member.info = replace(info, weights_epoch=present.info.weights_epoch)
+            else:
+                member.quarantine.renewed()
+        self._members[info.name] = member
         self.epoch += 1
-        if self.version < 0 <= info.version:
-            self.version = info.version  # the first engine with weights from its checkpoint sets the fleet's version
+        # The first engine with weights from its checkpoint sets the fleet's version. A later one with a newer version has
+        # committed it, and the gateway was killed, or its disk was full, before it could record that.
+        self.version = max(self.version, info.version)
 
     def set_empty(self, name: str) -> None:
         """An engine reports that it holds no policy."""
@@ -93,6 +112,23 @@ class Registry:
         """Engines were told to pause or resume."""
         for name in names:
             self._members[name].is_paused = is_paused
+            self._members[name].num_stops += 1
+
+    def set_asleep(self, name: str, asleep: tuple[MemoryTag, ...]) -> None:
+        """An engine reports the memory that it has released."""
+        member = self._members[name]
+        member.num_stops += member.asleep != asleep
+        member.asleep = asleep
+
+    def start_quarantine(self, name: str, now: float, reason: str, needs_weights: bool) -> bool:
+        """Use an engine no more; the next update sends it every tensor. Return whether it was trusted until now."""
+        member = self.get(name)
+        is_new = not member.quarantine.reason
+        member.quarantine.start(now, reason, needs_weights)
+        if is_new:
+            member.info = replace(member.info, weights_epoch=member.info.weights_epoch + 1)
+            self.epoch += 1
+        return is_new
 
     def lose(self, name: str, reason: str) -> None:
         member = self._members[name]
@@ -118,6 +154,8 @@ class Registry:
     def state(self, member: Member) -> EngineState:
         if member.lost:
             return "lost"
+        if member.quarantine.reason:
+            return "quarantined"
         if member.info.version < 0:
             return "empty"
         if member.info.version != self.version:
@@ -134,10 +172,18 @@ class Registry:
         policy, return those: they refuse requests with the reason. Raises `NotReady` if there are none."""
         members = [self.get(only)] if only else self._members.values()
         current = [m for m in members if self.state(m) in ("ready", "asleep")]
-        current = current or [m for m in members if m.lost_policy and not m.lost]
+        current = current or [m for m in members if m.lost_policy and self.state(m) == "empty"]
         if not current:
             raise self.not_ready()
         return [m for m in current if not m.asleep] or current
+
+    def speeds(self, now: float) -> dict[str, float]:
+        """Return how fast engines are, relative to the others; only those that can be compared."""
+        return relative_speeds({m.info.name: m.speed.rate(now) for m in self.alive()})
+
+    def shares(self, now: float) -> dict[str, float]:
+        """Return the weights with which work is shared out; an engine that is not there has 1."""
+        return {name: share for name, speed in self.speeds(now).items() if (share := share_of_work(speed)) < 1}
 
     def get(self, name: str) -> Member:
         if name not in self._members:
@@ -158,6 +204,7 @@ class Registry:
             member = self._members[name]
             member.info = replace(member.info, version=version)
             member.lost_policy = False
+            member.quarantine.renewed()
 
     def not_ready(self) -> NotReady:
         """Return the error for a request that no engine can take."""
@@ -169,11 +216,17 @@ class Registry:
 
     def statuses(self, now: float) -> tuple[EngineStatus, ...]:
         notes = {"empty": "has no weights", "stale": "missed an update; the next sync brings it back"}
-        rows = []
+        rows, speeds = [], self.speeds(now)
         for member in self._members.values():
-            state = self.state(member)
+            state, speed = self.state(member), speeds.get(member.info.name, 0.0)
             notes["asleep"] = f"asleep: {' and '.join(member.asleep)} released; bridge.wake brings them back"
-            note = member.lost or notes.get(state, "") or member.breaker.note(now)
+            notes["quarantined"] = member.quarantine.note(now)
+            slow = (
+                f"slow: {speed:.0%} of the speed of its peers, and as much of the work"
+                if member.is_slow and speed
+                else ""
+            )
+            note = member.lost or notes.get(state, "") or member.breaker.note(now) or slow
             rows.append(
                 EngineStatus(
                     info=member.info,
@@ -186,6 +239,7 @@ class Registry:
                     num_faults=member.breaker.num_faults,
                     looked_up_tokens=member.looked_up_tokens,
                     hit_tokens=member.hit_tokens,
+                    speed=speed,
                 )
             )
         return tuple(rows)

@@ -4,7 +4,10 @@
 
 A trainer that crashes submits the same prompts again and takes from its last saved position; it gets the same groups. A
 gateway that crashes finds everything in the journal. When an engine dies, another one repeats its work; duplicates count
-once."""
+once.
+
+Memory follows the journal: it changes after the journal has. While the journal cannot be written, because the disk is full,
+samples that have arrived are kept, and everything is tried again."""
 
 from __future__ import annotations
 
@@ -14,21 +17,37 @@ import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
-from slipstream.errors import DeadlineExceeded, EngineLost, NotReady, PeerError, RolloutError, SlipstreamError
+from slipstream.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    JournalUnavailable,
+    NotReady,
+    Overloaded,
+    PeerError,
+    RolloutError,
+    SlipstreamError,
+    SuspectRequest,
+)
 from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
-from slipstream.gateway.journal import Group, Journal, TakenGroup
+from slipstream.gateway.dispatch import MAX_LOSSES
+from slipstream.gateway.journal import FinishedSample, Group, Journal, TakenGroup
 from slipstream.gateway.staleness import RolloutBound, StalenessTracker
+from slipstream.runtime.failpoints import step
 from slipstream.types import Request
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2
-"""Delay between two attempts to find an engine."""
-MAX_DEATHS = 10
-"""A prompt that this many engines died of fails instead of going to another."""
+"""Delay between two attempts to find an engine, or to write to the journal."""
+LOSSES_TO_RUN_ALONE, LOSSES_TO_FAIL = 3, 6
+"""A prompt may be why engines are lost. After this many losses it runs while no other such prompt does, so that those which
+only shared its engines finish; after this many it fails."""
+MAX_WAITING = 100_000
+"""Prompts that wait in memory for the staleness bound to have room."""
 
 
 Generate: TypeAlias = Callable[[bytes], AsyncGenerator[pb.Results, None]]
@@ -45,16 +64,24 @@ class RolloutQueue:
         self._staleness = StalenessTracker(bound, version, taken)
         self._waiting: deque[Group] = deque(journal.waiting())
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._deaths: Counter[int] = Counter()
+        self._samples: dict[int, dict[int, FinishedSample]] = {}
+        """By running group: the samples that have arrived."""
+        self._renewed: dict[int, Group] = {}
+        """Groups to start again. They keep their place in the staleness bound."""
+        self._drops: deque[tuple[str, int, str]] = deque()
+        """Engines whose finished groups are to be generated again: name, version and reason, as `drop` takes them."""
+        self._retry: asyncio.TimerHandle | None = None
+        """Set while something could not be started."""
+        self._losses: Counter[int] = Counter()
+        """By group: how many engines were lost while they served it."""
+        self._suspects = asyncio.Lock()
         self._finished: dict[int, int] = {}
         """By group: the version of its oldest token, -1 if it failed."""
         self._changed = asyncio.Event()
         for number, oldest in journal.finished().items():
             self._finish(number, oldest)
             self._staleness.start(number, oldest if oldest >= 0 else version)
-        for number in self._staleness.too_old():
-            self._renew(number)
-        self._start_waiting()
+        self._advance()
 
     @property
     def bound(self) -> RolloutBound:
@@ -72,13 +99,21 @@ class RolloutQueue:
 
     def rebind(self, bound: RolloutBound) -> None:
         self._staleness.bound = bound
-        self._start_waiting()
+        self._advance()
 
     def submit(self, prompts: Mapping[str, tuple[bytes, int]]) -> int:
-        """Accept prompts, given by id as `(serialized request, number of samples)`. Return how many of them are new."""
+        """Accept prompts, given by id as `(serialized request, number of samples)`. Return how many of them are new. Raises
+        `Overloaded` if too many are waiting."""
+        if len(self._waiting) >= MAX_WAITING and not self._journal.has_all(prompts):
+            raise Overloaded(
+                f"{len(self._waiting)} prompts wait to be generated, and at most {MAX_WAITING} may; take groups and sync "
+                "before submitting more"
+            )
+        step("gateway.accept", ids=list(prompts))
         new = self._journal.accept(prompts)
         self._waiting.extend(new)
-        self._start_waiting()
+        step("gateway.accepted", ids=list(prompts))
+        self._advance()
         return len(new)
 
     async def take(
@@ -102,11 +137,13 @@ class RolloutQueue:
             except TimeoutError:
                 raise self._timed_out(missing, version, needed, timeout) from None
             numbers = sorted(ready, key=self._staleness.turn)[:missing]
+            step("gateway.take", after=after, groups=numbers)
             self._journal.take(numbers, at)
             for number in numbers:
                 del self._finished[number]
                 self._staleness.take(number, at)
-            self._start_waiting()
+            self._advance()
+            step("gateway.taken", after=after, groups=numbers)
         return self._journal.taken(after, count)
 
     async def _wait_for_version(self, version: int) -> None:
@@ -121,7 +158,7 @@ class RolloutQueue:
             at = self._staleness.at(version)
             if more:
                 self._staleness.ask_more(count, at)
-                self._start_waiting()
+                self._advance()
             ready = self._ready(at)
             if len(ready) >= count and not self._staleness.lacking(ready, count, at):
                 return ready, at
@@ -137,6 +174,8 @@ class RolloutQueue:
 
     def _ready(self, at: int) -> list[int]:
         """Return the groups that can be taken for version `at`. Errors do not age."""
+        if self._drops:  # which of them are to be generated again is not known yet
+            return []
         return [number for number, oldest in self._finished.items() if oldest < 0 or self._staleness.fits(number, at)]
 
     def _timed_out(self, missing: int, version: int, needed: int, timeout: float) -> DeadlineExceeded:
@@ -154,14 +193,23 @@ class RolloutQueue:
 
     def on_commit(self, version: int) -> None:
         """The fleet serves a new version: renew the groups that are too old now, and start waiting ones."""
-        self._journal.synced(version)
-        for number in self._staleness.synced(version):
-            self._renew(number)
-        self._start_waiting()
+        self._staleness.synced(version)
+        self._advance()
         self._changed.set()
+
+    def drop(self, engine: str, since: int, reason: str) -> None:
+        """Generate again what an engine has generated with version `since` or later and nobody has taken."""
+        for samples in self._samples.values():
+            for index, sample in list(samples.items()):
+                if sample.engine == engine and sample.newest >= since:
+                    del samples[index]  # the next attempt generates what is missing
+        self._drops.append((engine, since, reason))
+        self._advance()
 
     async def close(self) -> None:
         """Stop the running groups. They stay in the journal, and the next queue starts them again."""
+        if self._retry is not None:
+            self._retry.cancel()
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -169,75 +217,118 @@ class RolloutQueue:
 
     # --- one group ---
 
-    def _start_waiting(self) -> None:
-        """Start waiting groups while the staleness bound has room."""
-        while self._waiting and self._staleness.room:
-            group = self._waiting.popleft()
-            self._staleness.start(group.number)
-            self._start(group)
+    def _advance(self) -> None:
+        """Renew the groups that must be, and start waiting ones while the staleness bound has room. What fails, because the
+        journal cannot be written, is tried again later."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        try:
+            while self._drops:
+                engine, since, reason = self._drops[0]
+                for number in self._journal.generated_by(engine, since):
+                    self._renew(number, reason)
+                self._drops.popleft()
+            for number in self._staleness.too_old():
+                self._renew(number, "it is too old")
+            while self._renewed:
+                self._start(next(iter(self._renewed.values())))
+            while self._waiting and self._staleness.room:
+                self._start(self._waiting[0])
+                self._staleness.start(self._waiting.popleft().number)
+        except (SlipstreamError, OSError) as error:
+            log.warning("prompts wait to be started: %s", error)
+            self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._advance)
 
     def _start(self, group: Group) -> None:
+        step("gateway.start", id=group.id, version=self._staleness.version)
         self._journal.started(group, self._staleness.version)
+        self._renewed.pop(group.number, None)
         self._running[group.number] = asyncio.create_task(self._run(group))
 
     async def _run(self, group: Group) -> None:
-        samples: dict[int, tuple[bytes, int]] = {}
+        samples = self._samples[group.number] = {}
         try:
-            while not await self._attempt(group, samples):
+            while True:
+                is_suspect = self._losses[group.number] >= LOSSES_TO_RUN_ALONE
+                async with self._suspects if is_suspect else contextlib.nullcontext():
+                    if await self._attempt(group, samples):
+                        return
                 await asyncio.sleep(RETRY_SECONDS)
         finally:
             if self._running.get(group.number) is asyncio.current_task():
-                del self._running[group.number]
+                del self._running[group.number], self._samples[group.number]
+                del self._losses[group.number]
                 self._changed.set()
 
-    async def _attempt(self, group: Group, samples: dict[int, tuple[bytes, int]]) -> bool:
-        """Generate the samples that are missing. Return whether the group has ended.
+    async def _attempt(self, group: Group, samples: dict[int, FinishedSample]) -> bool:
+        """Generate the samples that are missing, and store the group when none is. Return whether the group has ended.
 
         Samples are written to the journal together: a transaction for each would cost more than a small model's tokens."""
         try:
+            if len(samples) == group.num_samples:  # the journal could not be written before
+                return self._store(group, samples)
             async with contextlib.aclosing(self._generate(group.request)) as batches:
                 async for results in batches:
                     for completion in results.completions:
-                        oldest = min(span.version for span in completion.spans)
-                        samples.setdefault(completion.sample_index, (completion.SerializeToString(), oldest))
+                        versions = [span.version for span in completion.spans] or [self._staleness.version]
+                        facts = (completion.SerializeToString(), min(versions), max(versions), completion.engine)
+                        samples.setdefault(completion.sample_index, FinishedSample(*facts))
                     if len(samples) == group.num_samples:
-                        if (group_oldest := self._journal.finish(group, samples)) is not None:
-                            self._finish(group.number, group_oldest)
-                        return True
+                        return self._store(group, samples)
                     for failure in results.failures:
                         error = convert.error_from_pb(failure.error)
-                        if isinstance(error, (PeerError, NotReady, DeadlineExceeded)):
-                            return self._interrupted(group, error, engine_died=isinstance(error, EngineLost))
+                        if isinstance(error, (PeerError, NotReady, DeadlineExceeded, SuspectRequest)):
+                            return self._interrupted(group, error)
                         return self._fail(group, failure.error.SerializeToString())
             return False
-        except SlipstreamError as error:
-            return self._interrupted(group, error, engine_died=False)
+        except (SlipstreamError, OSError) as error:
+            return self._interrupted(group, error)
+        except Exception as error:  # a bug, which must not lose the group
+            log.exception("prompt %s failed", group.id)
+            return self._fail(group, convert.error_bytes(error))
 
-    def _interrupted(self, group: Group, error: SlipstreamError, engine_died: bool) -> bool:
+    def _store(self, group: Group, samples: Mapping[int, FinishedSample]) -> bool:
+        step("gateway.finish", id=group.id)
+        if (oldest := self._journal.finish(group, samples)) is not None:
+            self._finish(group.number, oldest)
+        step("gateway.finished", id=group.id)
+        return True
+
+    def _interrupted(self, group: Group, error: SlipstreamError | OSError) -> bool:
         """No engine could continue the group at the moment. Return whether it is given up."""
         log.info("prompt %s was interrupted: %s", group.id, error)
-        self._deaths[group.number] += engine_died
-        return self._deaths[group.number] >= MAX_DEATHS and self._fail(group, convert.error_bytes(error))
+        losses = MAX_LOSSES if isinstance(error, SuspectRequest) else int(isinstance(error, EngineLost))
+        self._losses[group.number] += losses
+        if self._losses[group.number] < LOSSES_TO_FAIL:
+            return False
+        reason = f"{self._losses[group.number]} engines were lost while they served this prompt; the last time: {error}"
+        return self._fail(group, convert.error_bytes(SuspectRequest(reason)))
 
     def _fail(self, group: Group, error: bytes) -> bool:
-        if self._journal.fail(group, error):
-            self._finish(group.number, -1)
+        try:
+            if self._journal.fail(group, error):
+                self._finish(group.number, -1)
+        except JournalUnavailable as unavailable:
+            log.warning("prompt %s has failed, which cannot be recorded: %s", group.id, unavailable)
+            return False
         return True
 
     def _finish(self, number: int, oldest: int) -> None:
         self._finished[number] = oldest
         self._changed.set()
 
-    def _renew(self, number: int) -> None:
-        """Generate a group that is too old again, under the present version."""
-        if (task := self._running.pop(number, None)) is not None:
-            task.cancel()
+    def _renew(self, number: int, reason: str) -> None:
+        """Have a group generated again, under the present version."""
         if self._finished.get(number, 0) < 0:
             return  # errors do not age
+        group = self._journal.renew(number, reason)
+        if (task := self._running.pop(number, None)) is not None:
+            task.cancel()
         self._finished.pop(number, None)
-        if (group := self._journal.renew(number)) is not None:
+        if group is not None:
             self._staleness.renew(number)
-            self._start(group)
+            self._renewed[number] = group
 
 
 class RolloutRun:
@@ -250,6 +341,9 @@ class RolloutRun:
         self._journal, self._send = journal, send
         self._queue: RolloutQueue | None = None
         self._request_numbers = itertools.count(1)
+        self._unrecorded: deque[Callable[[], None]] = deque()
+        """Writes to the journal that could not be made yet."""
+        self._retry: asyncio.TimerHandle | None = None
 
     @property
     def version(self) -> int:
@@ -271,13 +365,42 @@ class RolloutRun:
         return self._send(message)
 
     def on_commit(self, version: int) -> None:
-        """The fleet serves a new version."""
-        if self._queue is None:
-            self._journal.synced(version)
-        else:
+        """The fleet serves a new version. Engines have committed it, so this does not fail: what the journal cannot record at
+        the moment, it records later."""
+        self._record(partial(self._journal.synced, version))
+        if self._queue is not None:
             self._queue.on_commit(version)
 
+    def on_decision(self, kind: str, engine: str, reason: str, version: int) -> None:
+        """Record a decision about an engine (`engine_watch.py`)."""
+        self._record(partial(self._journal.decided, kind, engine, reason, version))
+
+    def drop(self, engine: str, since: int, reason: str) -> None:
+        """Generate again what an engine has generated with version `since` or later and nobody has taken."""
+        if self._queue is not None:
+            self._queue.drop(engine, since, reason)
+        else:
+            self._record(partial(self._journal.renew_all, engine, since, reason))
+
+    def _record(self, write: Callable[[], None]) -> None:
+        self._unrecorded.append(write)
+        if self._retry is None:
+            self._write_unrecorded()
+
+    def _write_unrecorded(self) -> None:
+        self._retry = None
+        while self._unrecorded:
+            try:
+                self._unrecorded[0]()
+            except JournalUnavailable as error:
+                log.warning("%d events are not recorded yet: %s", len(self._unrecorded), error)
+                self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._write_unrecorded)
+                return
+            self._unrecorded.popleft()
+
     async def close(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
         if self._queue is not None:
             await self._queue.close()
         self._journal.close()

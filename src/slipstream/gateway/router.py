@@ -20,27 +20,36 @@ def route(
     loads: Mapping[str, int],
     prefixes: Mapping[str, Sequence[Prefix]] | None = None,
     affinity: PrefixAffinity | None = None,
+    shares: Mapping[str, float] | None = None,
 ) -> dict[str, list[str]]:
     """Distribute requests over engines; return request ids by engine, in their original order.
 
-    `weights` are the requests' tokens to generate by id, `loads` are the engines' present loads in tokens. Heavy requests come
-    first. Each goes to the least loaded engine, or to one that has its prefix cached and no more than its fair load. Requests
-    with the same prompt go together, in chunks that keep the balance. `affinity` is updated with the result."""
+    `weights` are the requests' tokens to generate by id, `loads` are the engines' present loads in tokens, and `shares` are the
+    speeds of engines that are far slower than the others, which have 1. Heavy requests come first. Each goes to the engine that
+    is done with it first, or to one that has its prefix cached and no more than its fair load. Requests with the same prompt go
+    together, in chunks that keep the balance. `affinity` is updated with the result."""
     if not loads:
         raise ValueError("no engines to route to")
     if len(loads) == 1:
         return {name: list(weights) for name in loads} if weights else {}
-    prefixes, affinity = prefixes or {}, affinity or PrefixAffinity()
-    busy, fair = dict(loads), (sum(loads.values()) + sum(weights.values())) / len(loads)
-    heap = [(load, name) for name, load in loads.items()]
+    prefixes, affinity, shares = prefixes or {}, affinity or PrefixAffinity(), shares or {}
+    speeds = {name: shares.get(name, 1.0) for name in loads}
+    # In tokens of an engine of speed 1: when an engine is done.
+    busy = {name: load / speeds[name] for name, load in loads.items()}
+    fair = (sum(loads.values()) + sum(weights.values())) / sum(speeds.values())
+    heap = [(busy[name], name) for name, speed in speeds.items() if speed == 1]
     heapq.heapify(heap)
+    slow = [name for name, speed in speeds.items() if speed != 1]
     engine_of: dict[str, str] = {}
-    for work, ids in _chunks(weights, prefixes, fair * CHUNK):
-        while heap[0][0] != busy[heap[0][1]]:  # its load grew since it was pushed
+    for work, ids in _chunks(weights, prefixes, fair * CHUNK * min(speeds.values())):
+        while heap and heap[0][0] != busy[heap[0][1]]:  # its load grew since it was pushed
             heapq.heapreplace(heap, (busy[heap[0][1]], heap[0][1]))
+        candidates = [*(name for _, name in heap[:1]), *slow]
+        first = min(candidates, key=lambda name: busy[name] + work / speeds[name])
         known = prefixes.get(ids[0], ())
-        name = _engine_with_prefix(known, busy, max(heap[0][0], fair - work), affinity) or heap[0][1]
-        busy[name] += work
+        latest = max(busy[first] + work / speeds[first], fair)
+        name = _engine_with_prefix(known, busy, speeds, work, latest, affinity) or first
+        busy[name] += work / speeds[name]
         affinity.add(known, name)
         engine_of.update(dict.fromkeys(ids, name))
     routed: dict[str, list[str]] = {}
@@ -50,12 +59,18 @@ def route(
 
 
 def _engine_with_prefix(
-    known: Sequence[Prefix], busy: Mapping[str, int], max_load: float, affinity: PrefixAffinity
+    known: Sequence[Prefix],
+    busy: Mapping[str, float],
+    speeds: Mapping[str, float],
+    work: int,
+    latest: float,
+    affinity: PrefixAffinity,
 ) -> str | None:
-    """Return the least loaded engine with the longest cached prefix. Its load may exceed `max_load` by the prefix's worth."""
+    """Return the least loaded engine with the longest cached prefix, if it is done by `latest`, or later by the prefix's
+    worth."""
     for length, names in affinity.engines_with(known):
         name = min((n for n in names if n in busy), key=busy.__getitem__, default=None)
-        if name is not None and busy[name] <= max_load + length * PREFIX_WORTH:
+        if name is not None and busy[name] + work / speeds[name] <= latest + length * PREFIX_WORTH:
             return name
     return None
 

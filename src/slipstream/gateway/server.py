@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
+import inspect
 import json
 import logging
 import os
@@ -21,12 +21,16 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from slipstream.config import GatewayConfig
-from slipstream.errors import ConfigError, Unauthorized
+from slipstream.errors import ConfigError, Forbidden, Unauthorized
 from slipstream.gateway import channels, slipstream_pb2_grpc
 from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.admission import Admission
 from slipstream.gateway.service import Service
+from slipstream.gateway.tokens import RUN_TOKEN, Role, TokenTable
 from slipstream.runtime import tls
+from slipstream.runtime.failpoints import step
 from slipstream.runtime.garbage_collection import freeze_loaded_objects
+from slipstream.runtime.private_files import private_directory, private_file, write_private
 
 log = logging.getLogger(__name__)
 
@@ -34,36 +38,81 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Gateway"].full_name
 HEALTH_CHECK = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/Check"
 
 
+METHODS: Mapping[str, tuple[Role, ...]] = {
+    "Status": ("trainer", "engine", "client", "viewer"),
+    "Fleet": ("trainer", "client", "viewer"),
+    "Generate": ("trainer", "client"),
+    "Score": ("trainer", "client"),
+    "Submit": ("trainer",),
+    "Take": ("trainer",),
+    "Control": ("trainer",),
+    "Quarantine": ("trainer",),
+    "Update": ("trainer",),
+    "Attach": ("engine",),
+}
+"""The roles that may call each method; `run` may call all of them, and methods that are not listed."""
+
 CompanionServer: TypeAlias = Callable[
-    [str, str, Mapping[str, object]], contextlib.AbstractAsyncContextManager[dict[str, str]]
+    [Service, str, TokenTable, Mapping[str, object]], contextlib.AbstractAsyncContextManager[dict[str, str]]
 ]
-"""Another server in the gateway's process, such as the HTTP front. `companion(address, token, previous)` serves while the
-context is open, and yields entries for `gateway.json`; `previous` is the content of that file if a gateway was killed here."""
+"""Another server in the gateway's process, such as the HTTP front. `companion(service, address, tokens, previous)` serves while
+the context is open, and yields entries for `gateway.json`; `previous` is the content of that file if a gateway was killed
+here."""
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
     """Bearer-token authentication for every method, known or unknown, except the standard health check."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, tokens: TokenTable) -> None:
+        self._tokens = tokens
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if details.method == HEALTH_CHECK:
+            return handler
         given = next((v for k, v in details.invocation_metadata or () if k == channels.TOKEN), "")
-        given_bytes = given if isinstance(given, bytes) else given.encode()
-        if details.method == HEALTH_CHECK or hmac.compare_digest(given_bytes, self._expected):
-            return await continuation(details)
-        return _refusal(await continuation(details))
+        scheme, _, token = (given if isinstance(given, bytes) else given.encode()).partition(b" ")
+        role = self._tokens.role_of(token) if scheme == b"Bearer" else None
+        if role is None:
+            return _refusal(
+                handler,
+                Unauthorized("token missing or wrong; it is in the file `token` of the gateway's run directory"),
+            )
+        if role == "run":
+            return handler
+        service, _, method = details.method.removeprefix("/").partition("/")
+        if service == SERVICE and role not in METHODS.get(method, ()):
+            return _refusal(handler, Forbidden(f"a token of the role {role!r} does not permit {method}"))
+        return _until_revoked(handler, lambda: self._tokens.role_of(token) == role)
 
 
-def _refusal(handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler:
-    """Return a handler of the same kind that answers UNAUTHENTICATED without reading a message."""
-    code, text, trailing = channels.status_of(
-        Unauthorized("token missing or wrong; it is in the file `token` of the gateway's run directory")
+def _until_revoked(handler: grpc.RpcMethodHandler | None, is_valid: Callable[[], bool]) -> grpc.RpcMethodHandler | None:
+    """Return a handler that reads a stream of messages only as long as the token is valid. Engines and trainers hold such
+    streams open for days. They handle the messages in coroutines; gRPC's own services do so in generators."""
+    if handler is None or not inspect.iscoroutinefunction(serve := handler.stream_stream):
+        return handler
+
+    async def checked(messages: AsyncIterator[object]) -> AsyncIterator[object]:
+        async for message in messages:
+            if not is_valid():
+                raise Unauthorized("the token of this stream was revoked")
+            yield message
+
+    async def serve_checked(messages: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
+        await serve(checked(messages), context)
+
+    return grpc.stream_stream_rpc_method_handler(
+        serve_checked, handler.request_deserializer, handler.response_serializer
     )
+
+
+def _refusal(handler: grpc.RpcMethodHandler | None, error: Unauthorized) -> grpc.RpcMethodHandler:
+    """Return a handler of the same kind that answers with the error without reading a message."""
+    code, text, trailing = channels.status_of(error)
 
     async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort(code, text, trailing)
@@ -80,10 +129,13 @@ def _refusal(handler: grpc.RpcMethodHandler | None) -> grpc.RpcMethodHandler:
 
 
 @contextlib.asynccontextmanager
-async def running(config: GatewayConfig, token: str, service: Service | None = None) -> AsyncIterator[str]:
-    """Run a gateway on this event loop; yield its address."""
-    server = grpc.aio.server(interceptors=[TokenCheck(token)], options=channels.options(config.max_message_bytes))
-    service, health = service or Service(config.lease_seconds), HealthServicer()
+async def running(
+    config: GatewayConfig, tokens: TokenTable | str, service: Service | None = None
+) -> AsyncIterator[str]:
+    """Run a gateway on this event loop, with these tokens or only that of the run; yield its address."""
+    tokens = tokens if isinstance(tokens, TokenTable) else TokenTable(tokens)
+    server = grpc.aio.server(interceptors=[TokenCheck(tokens)], options=channels.options(config.max_message_bytes))
+    service, health = service or Service(config.lease_seconds, admission=_admission(config)), HealthServicer()
     slipstream_pb2_grpc.add_GatewayServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), server)
@@ -101,41 +153,56 @@ async def running(config: GatewayConfig, token: str, service: Service | None = N
 
 
 async def serve(
-    config: GatewayConfig, run_dir: Path, stop: asyncio.Event, companion: CompanionServer | None = None
+    config: GatewayConfig,
+    run_dir: Path,
+    stop: asyncio.Event,
+    companion: CompanionServer | None = None,
+    facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Run until `stop` is set. The address and the token are files in the run directory, deleted at the end.
+    """Run until `stop` is set. The address and the token are files in the run directory, deleted at the end. `facts` are
+    further entries of gateway.json.
 
     A gateway that is killed leaves them behind. The next one continues with the same address and token, so that engines and
     trainers find it again."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    token_file, address_file = run_dir / "token", run_dir / "gateway.json"
+    private_directory(run_dir, "the run directory")
+    token_file, address_file = run_dir / RUN_TOKEN, run_dir / "gateway.json"
     token, port, previous = _left_behind(token_file, address_file, config.host)
     if not token:
-        token = secrets.token_urlsafe(32)
-        with open(os.open(token_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(token)
+        write_private(token_file, token := secrets.token_urlsafe(32))
     if config.port == 0 and port:
         config = config.replace(port=port if is_free(config.host, port) else 0)
-    service = Service(config.lease_seconds, run_dir / "journal.sqlite")
+    tokens = TokenTable(token, run_dir)
+    service = Service(config.lease_seconds, private_file(run_dir / "journal.sqlite"), _admission(config))
     try:
         async with contextlib.AsyncExitStack() as stack:
-            address = await stack.enter_async_context(running(config, token, service))
+            address = await stack.enter_async_context(running(config, tokens, service))
             entries: dict[str, str] = {}
             if companion is not None:
-                entries |= await stack.enter_async_context(companion(address, token, previous))
+                entries |= await stack.enter_async_context(companion(service, address, tokens, previous))
             if config.ca:
-                entries["ca"] = str(Path(config.ca).resolve())
+                entries |= _tls_entries(config)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             freeze_loaded_objects()
-            part = address_file.with_suffix(".part")
-            part.write_text(json.dumps({"address": address, "pid": os.getpid(), **entries}))
-            part.rename(address_file)  # readers never see a partial file
+            step("launch.gateway")
+            own = {"address": address, "pid": os.getpid(), **(facts or {})}
+            write_private(address_file, json.dumps(own | entries))
             log.info("gateway listening on %s", address)
             await stop.wait()
     finally:
         address_file.unlink(missing_ok=True)
         token_file.unlink(missing_ok=True)
+
+
+def _admission(config: GatewayConfig) -> Admission:
+    return Admission(config.max_requests, config.max_buffered_bytes, "the gateway")
+
+
+def _tls_entries(config: GatewayConfig) -> dict[str, str]:
+    """Return what those who join by the run directory need: the CA, and with `mutual_tls` a certificate to show. The key's
+    file stays as private as it is."""
+    names = ("ca", "certificate", "key") if config.mutual_tls else ("ca",)
+    return {name: str(Path(getattr(config, name)).resolve()) for name in names}
 
 
 def _left_behind(token_file: Path, address_file: Path, host: str) -> tuple[str, int, Mapping[str, object]]:
@@ -158,10 +225,20 @@ def _left_behind(token_file: Path, address_file: Path, host: str) -> tuple[str, 
 
 
 def is_free(host: str, port: int) -> bool:
+    return not _bind_error(host, port)
+
+
+def check_port(what: str, host: str, port: int) -> None:
+    """Raise `ConfigError` if a server cannot listen there. Port 0 is any free one."""
+    if error := _bind_error(host, port):
+        raise ConfigError(f"{what}: cannot listen on {host}:{port}: {error}; choose another port, or 0 for a free one")
+
+
+def _bind_error(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except (OSError, OverflowError) as error:
+            return getattr(error, "strerror", None) or str(error)
+    return ""

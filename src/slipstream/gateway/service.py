@@ -12,12 +12,16 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import DecodeError
 
-from slipstream.errors import EngineLost, ProtocolMismatch, SlipstreamError, UpdateInProgress
+from slipstream.config import MAX_BUFFERED_BYTES, MAX_REQUESTS
+from slipstream.errors import EngineLost, JournalUnavailable, ProtocolMismatch, SlipstreamError, UpdateInProgress
 from slipstream.gateway import channels, convert
 from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.admission import Admission, Ticket
+from slipstream.gateway.commit_canary import CommitCanary
 from slipstream.gateway.control import control
 from slipstream.gateway.dispatch import Dispatch, score
 from slipstream.gateway.engine_stream import EngineLink
+from slipstream.gateway.engine_watch import EngineWatch
 from slipstream.gateway.journal import Journal
 from slipstream.gateway.prefix_affinity import PrefixAffinity
 from slipstream.gateway.registry import Registry
@@ -40,15 +44,18 @@ MAX_TAKE_SECONDS = 3600.0
 class Service(GatewayServicer):
     """All methods run on one event loop, so the registry and the links need no locks."""
 
-    def __init__(self, lease_seconds: float, journal: Path | None = None) -> None:
+    def __init__(self, lease_seconds: float, journal: Path | None = None, admission: Admission | None = None) -> None:
         """`journal` is the file of the rollout journal; without it the journal is kept in memory."""
-        self._registry = Registry(lease_seconds)
         opened = Journal(journal)
+        self._registry = Registry(lease_seconds, opened.quarantined())
+        self._admission = admission or Admission(MAX_REQUESTS, MAX_BUFFERED_BYTES, "the gateway")
         self._rollouts = RolloutRun(opened, self._generate)
         if opened.num_groups():
             # An earlier gateway died in the middle of a run: engines without its version are stale.
             self._registry.version = self._rollouts.version
         self._links: dict[str, EngineLink] = {}
+        self._watch = EngineWatch(self._registry, self._links, self._rollouts.on_decision, self._drop_results)
+        self._canary = CommitCanary(self._registry, self._links, self._watch)
         self._trainers: TrainerGroup | None = None
         self._trainer_left = asyncio.Event()
         """Set whenever a trainer's stream ends."""
@@ -57,12 +64,18 @@ class Service(GatewayServicer):
         self._started = time.monotonic()
 
     async def watch_leases(self) -> None:
+        seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
         while True:
-            await asyncio.sleep(self._registry.lease_seconds / HEARTBEATS_PER_LEASE)
+            due = time.monotonic() + seconds
+            await asyncio.sleep(seconds)
+            if time.monotonic() > due + seconds:
+                continue  # this process was stopped or busy: heartbeats have arrived that were not read yet
             for name in self._registry.expire(time.monotonic()):
                 self._lose(name, f"no heartbeat for {self._registry.lease_seconds:g} s")
             for name in self._registry.forget(time.monotonic()):
                 self._links.pop(name, None)
+            self._watch.start_probes()
+            self._canary.start()
 
     # --- clients ---
 
@@ -70,7 +83,8 @@ class Service(GatewayServicer):
         now = time.monotonic()
         engines = self._registry.statuses(now)
         version, uptime = self._registry.version, now - self._started
-        status = FleetStatus(version, uptime, self._num_completions, engines, self._num_retried)
+        decisions = self._watch.decisions(now)
+        status = FleetStatus(version, uptime, self._num_completions, engines, self._num_retried, decisions)
         return convert.status_to_pb(status)
 
     async def Fleet(self, request: pb.FleetRequest, context: grpc.aio.ServicerContext) -> pb.FleetReply:
@@ -80,13 +94,23 @@ class Service(GatewayServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.Results]:
-        async with _typed_errors(context), contextlib.aclosing(self._generate(request)) as batches:
+        async with _typed_errors(context), contextlib.aclosing(self.generate(request, context.peer())) as batches:
             async for results in batches:
                 yield results
 
+    async def generate(self, message: pb.GenerateRequest, caller: str) -> AsyncGenerator[pb.Results, None]:
+        """Generate on the engine that the message names, or on any. Raises `Overloaded` if there is no room for them."""
+        with self._admission.ticket(caller) as ticket:
+            ticket.take(len(message.requests), message.ByteSize())
+            async with contextlib.aclosing(self._generate(message, ticket)) as batches:
+                async for results in batches:
+                    yield results
+
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
         async with _typed_errors(context):
-            return await score(self._registry, self._links, request, SCORE_SECONDS)
+            with self._admission.ticket(context.peer()) as ticket:
+                ticket.take(len(request.sequences), request.ByteSize())
+                return await score(self._registry, self._links, self._watch, request, SCORE_SECONDS)
         raise AssertionError("aborted above")
 
     async def Control(self, request: pb.ControlRequest, context: grpc.aio.ServicerContext) -> pb.ControlReply:
@@ -105,6 +129,13 @@ class Service(GatewayServicer):
 
             timeout = seconds if 0 < seconds < MAX_STEP_SECONDS else MAX_STEP_SECONDS
             return await control(links, request.control, timeout, on_done)
+        raise AssertionError("aborted above")
+
+    async def Quarantine(self, request: pb.QuarantineRequest, context: grpc.aio.ServicerContext) -> pb.QuarantineReply:
+        async with _typed_errors(context):
+            since = request.since if request.HasField("since") else None
+            self._watch.quarantine(request.engine, request.reason or "no reason given", since, needs_weights=True)
+            return pb.QuarantineReply()
         raise AssertionError("aborted above")
 
     async def Update(self, messages: AsyncIterator[pb.UpdateMessage], context: grpc.aio.ServicerContext) -> None:
@@ -138,7 +169,7 @@ class Service(GatewayServicer):
                     self._trainer_left.clear()
                     await self._trainer_left.wait()
         if self._trainers is None:
-            update = FleetUpdate(self._registry, self._links, self._rollouts.on_commit)
+            update = FleetUpdate(self._registry, self._links, self._on_commit)
             self._trainers = TrainerGroup(update, process.count, peer)
         if self._trainers.count != process.count or not self._trainers.join(process):
             raise UpdateInProgress(
@@ -171,9 +202,10 @@ class Service(GatewayServicer):
             raise self._registry.not_ready()
         return self._rollouts.queue(bound, self._registry.version)
 
-    async def _generate(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
-        """Generate on the engine that the message names, or on any."""
-        dispatch = Dispatch(self._registry, self._links, message.engine, self._affinity)
+    async def _generate(
+        self, message: pb.GenerateRequest, ticket: Ticket | None = None
+    ) -> AsyncGenerator[pb.Results, None]:
+        dispatch = Dispatch(self._registry, self._links, self._watch, message.engine, self._affinity, ticket)
         try:
             async with contextlib.aclosing(dispatch.run(message)) as batches:
                 async for results in batches:
@@ -183,7 +215,19 @@ class Service(GatewayServicer):
             self._num_retried += dispatch.num_retried
 
     async def close(self) -> None:
+        await self._canary.close()
+        await self._watch.close()
         await self._rollouts.close()
+
+    def _on_commit(self, version: int) -> None:
+        self._rollouts.on_commit(version)
+        self._watch.start_probes()
+        self._canary.start()
+
+    def _drop_results(self, engine: str, since: int, reason: str) -> None:
+        """An engine is not trusted any more."""
+        self._affinity.forget(engine)
+        self._rollouts.drop(engine, since, reason)
 
     # --- engines ---
 
@@ -193,10 +237,13 @@ class Service(GatewayServicer):
             if first is None or not first.HasField("register"):
                 raise ProtocolMismatch("an engine's first message must register it")
             info = convert.engine_from_pb(first.register)
+            version = self._registry.version
             self._registry.register(info, time.monotonic())
             if info.name in self._links:
                 self._links[info.name].lose("it registered again")
             link = self._links[info.name] = EngineLink(info.name)
+            if 0 <= version < self._registry.version:  # it committed a version that a killed gateway did not record
+                self._on_commit(self._registry.version)
             log.info("engine %s registered: %s, version %d, pid %d", info.name, info.model, info.version, info.pid)
             seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
             welcome = pb.Registered(heartbeat_seconds=seconds, fleet_version=self._registry.version)
@@ -212,7 +259,7 @@ class Service(GatewayServicer):
                     member.last_heard = time.monotonic()
                     for part in channels.unpacked(message):
                         if part.HasField("memory"):
-                            member.asleep = convert.memory_from_pb(part.memory).asleep
+                            self._registry.set_asleep(info.name, convert.memory_from_pb(part.memory).asleep)
                         elif part.HasField("heartbeat"):
                             heartbeat = part.heartbeat
                             member.looked_up_tokens, member.hit_tokens = (
@@ -262,3 +309,6 @@ async def _typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
         yield
     except SlipstreamError as error:
         await context.abort(*channels.status_of(error))
+    except OSError as error:
+        unavailable = JournalUnavailable(f"the gateway cannot write to its disk: {error.strerror}; is it full?")
+        await context.abort(*channels.status_of(unavailable))

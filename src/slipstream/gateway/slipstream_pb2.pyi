@@ -303,7 +303,7 @@ class Box(_message.Message):
     def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol")
+    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol", "vocab_size", "weights_epoch")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +318,8 @@ class EngineInfo(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_EPOCH_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     model: str
@@ -332,7 +334,9 @@ class EngineInfo(_message.Message):
     version: int
     pid: int
     protocol: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+    vocab_size: int
+    weights_epoch: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., vocab_size: _Optional[int] = ..., weights_epoch: _Optional[int] = ...) -> None: ...
 
 class FleetRequest(_message.Message):
     __slots__ = ()
@@ -353,7 +357,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note", "is_paused", "circuit", "num_faults", "looked_up_tokens", "hit_tokens")
+    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note", "is_paused", "circuit", "num_faults", "looked_up_tokens", "hit_tokens", "speed")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +368,7 @@ class EngineStatus(_message.Message):
     NUM_FAULTS_FIELD_NUMBER: _ClassVar[int]
     LOOKED_UP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
     info: EngineInfo
     state: str
     num_requests: int
@@ -374,21 +379,52 @@ class EngineStatus(_message.Message):
     num_faults: int
     looked_up_tokens: int
     hit_tokens: int
-    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ..., is_paused: bool = ..., circuit: _Optional[str] = ..., num_faults: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+    speed: float
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ..., is_paused: bool = ..., circuit: _Optional[str] = ..., num_faults: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., speed: _Optional[float] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("kind", "engine", "reason", "version", "seconds_ago")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    engine: str
+    reason: str
+    version: int
+    seconds_ago: float
+    def __init__(self, kind: _Optional[str] = ..., engine: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., seconds_ago: _Optional[float] = ...) -> None: ...
 
 class FleetStatus(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "num_completions", "engines", "num_retried")
+    __slots__ = ("version", "uptime_seconds", "num_completions", "engines", "num_retried", "decisions")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     NUM_RETRIED_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     version: int
     uptime_seconds: float
     num_completions: int
     engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
     num_retried: int
-    def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., num_retried: _Optional[int] = ...) -> None: ...
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., num_retried: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
+
+class QuarantineRequest(_message.Message):
+    __slots__ = ("engine", "reason", "since")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    reason: str
+    since: int
+    def __init__(self, engine: _Optional[str] = ..., reason: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
+
+class QuarantineReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Pause(_message.Message):
     __slots__ = ()

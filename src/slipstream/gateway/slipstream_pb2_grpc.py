@@ -69,6 +69,11 @@ class GatewayStub(object):
                 request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlRequest.SerializeToString,
                 response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlReply.FromString,
                 _registered_method=True)
+        self.Quarantine = channel.unary_unary(
+                '/slipstream.v1.Gateway/Quarantine',
+                request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.QuarantineRequest.SerializeToString,
+                response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.QuarantineReply.FromString,
+                _registered_method=True)
         self.Update = channel.stream_stream(
                 '/slipstream.v1.Gateway/Update',
                 request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateMessage.SerializeToString,
@@ -130,6 +135,13 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Quarantine(self, request, context):
+        """Stop using an engine that a trainer or an operator has found to return wrong results.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Update(self, request_iterator, context):
         """Weight updates. Each trainer process holds one stream open from update to update; when it breaks, the gateway rolls back
         the update in progress. A trainer that may not update gets the reason as the reply to its messages.
@@ -182,6 +194,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Control,
                     request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlRequest.FromString,
                     response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.ControlReply.SerializeToString,
+            ),
+            'Quarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quarantine,
+                    request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.QuarantineRequest.FromString,
+                    response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.QuarantineReply.SerializeToString,
             ),
             'Update': grpc.stream_stream_rpc_method_handler(
                     servicer.Update,
@@ -383,6 +400,33 @@ class Gateway(object):
             '/slipstream.v1.Gateway/Control',
             slipstream_dot_gateway_dot_slipstream__pb2.ControlRequest.SerializeToString,
             slipstream_dot_gateway_dot_slipstream__pb2.ControlReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Gateway/Quarantine',
+            slipstream_dot_gateway_dot_slipstream__pb2.QuarantineRequest.SerializeToString,
+            slipstream_dot_gateway_dot_slipstream__pb2.QuarantineReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,7 @@ from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.control import call_all, combined_error
 from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.registry import Registry
+from slipstream.runtime import failpoints
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class FleetUpdate:
         if "commit" in steps:  # a commit cannot be rolled back on the trainer's behalf
             self._version, self._engines = None, []
         doing = f"{' and '.join(steps)} version {version}"
+        failpoints.step(f"gateway.{steps[-1]}", version=version, engines=engines)
 
         async def call(name: str) -> pb.UpdateReports:
             selected = _select(message.engines[name], steps)
@@ -100,6 +102,7 @@ class FleetUpdate:
         answering = [name for name, error in failed.items() if not isinstance(error, DeadlineExceeded)]
         await self._roll_back(version, answering)
         committed = list(done)
+        failpoints.step("gateway.committed", version=version, engines=committed)
         if not committed:
             raise self._not_done(version, failed)
         for name, error in failed.items():
@@ -108,6 +111,7 @@ class FleetUpdate:
         self._registry.commit(version, committed)
         if is_new and self._on_commit is not None:
             self._on_commit(version)
+        failpoints.step("gateway.recorded", version=version, engines=committed)
 
     async def _drop(self, version: int, done: Iterable[str], failed: Mapping[str, SlipstreamError]) -> None:
         """Continue without the engines that failed, if the trainer allows it; otherwise raise, which ends the update."""

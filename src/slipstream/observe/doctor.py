@@ -54,11 +54,15 @@ def examine_fleet(status: FleetStatus) -> Iterator[Diagnosis]:
     )
     for engine in status.engines:
         name = f"engine {engine.info.name}"
-        if engine.state != "ready":
+        if engine.state == "quarantined":
+            yield Diagnosis(name, "wrong", engine.note, "sync again, or restart it if it does not pass its probe")
+        elif engine.state != "ready":
             fix = "its process ended or is unreachable; see its log" if engine.state == "lost" else ""
             yield Diagnosis(name, "note", f"{engine.state}: {engine.note}", fix)
         elif engine.circuit != "closed":
             yield Diagnosis(name, "wrong", engine.note, "its calls fail; see its log, or restart it")
+        elif engine.note:
+            yield Diagnosis(name, "note", engine.note, "is its machine busy with something else?")
         elif engine.num_faults:
             yield Diagnosis(name, "note", f"{engine.num_faults} calls failed in the engine so far", "see its log")
 
@@ -79,7 +83,7 @@ def _packages() -> Iterator[Diagnosis]:
     try:
         import slipstream.gateway.slipstream_pb2_grpc  # noqa: F401  # refuses runtimes older than its generator
     except Exception as error:
-        yield Diagnosis("gRPC code", "wrong", str(error), "pip install -U 'grpcio>=1.72.2' 'protobuf>=6.30'")
+        yield Diagnosis("gRPC code", "wrong", str(error), "pip install -U 'grpcio>=1.72.2' 'protobuf>=6.33.5'")
 
 
 def _devices() -> Iterator[Diagnosis]:

@@ -49,6 +49,8 @@ GROWTH = 0.25
 GROSS = 0.5
 """Nats per version. Training steps that still learn move logprobs by far less. If no token is fresh, numbers cannot separate
 staleness from wrong weights, and more than this is suspect."""
+STANDS_OUT = 4.0
+"""An engine stands out from the others if its gap is this many times theirs."""
 MAX_GAP = 50.0
 """Gaps in nats are clipped to this; NaN and infinity count as this."""
 
@@ -161,6 +163,27 @@ def diagnose(
     mixed = (ages == 0) & (oldest > 0)
     trainer, processed, raw = (x[keep].astype(np.float64) for x in arrays[:3])
     return _diagnosis(_StepGaps(trainer, processed, raw, ages[keep], mixed[keep], TOLERANCE[dtype]), report)
+
+
+def disagreeing_engines(
+    trainer: np.ndarray, logprobs: TokenLogprobs, engines: Sequence[str], *, dtype: str = "bfloat16"
+) -> dict[str, str]:
+    """Return the engines that hold wrong weights or compute wrongly, each with what was found; empty if none stands out.
+
+    `engines` names the engine of each row. An engine stands out if its tokens of the trainer's version differ by more than
+    arithmetic explains, and several times more than those of an engine that agrees. If no engine agrees, the cause is not in
+    the engines."""
+    found = {}
+    for name in set(engines):
+        rows = np.flatnonzero([engine == name for engine in engines])
+        own = TokenLogprobs(*(array[rows] for array in logprobs))
+        found[name] = diagnose(trainer[rows], own.processed, own.raw, own.age, own.mask, dtype=dtype)
+    sound = [d.evidence.baseline or 0.0 for d in found.values() if d.cause not in ("weights", "unknown")]
+    return {
+        name: d.sentence
+        for name, d in found.items()
+        if d.cause == "weights" and sound and (d.evidence.baseline or 0.0) > STANDS_OUT * max(sound)
+    }
 
 
 class _StepGaps:

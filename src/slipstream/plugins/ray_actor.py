@@ -22,7 +22,7 @@ from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.rollouts import Sampling
 from slipstream.config import LOOPBACK
 from slipstream.deploy.fleet import connect, launch
-from slipstream.deploy.processes.run_dir import read_run_dir
+from slipstream.deploy.processes.run_dir import read_run_dir, run_identity
 from slipstream.deploy.ray.actors import JoinCredentials, node_address
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.runtime.tls import host_of
@@ -74,8 +74,10 @@ class RolloutActor:
 
     async def fleet(self) -> JoinCredentials:
         """Return what `join` needs."""
-        address, token, ca = read_run_dir(Path(self._bridge.run_dir))
-        return JoinCredentials(address, node_address(), token, Path(ca).read_text() if ca else "")
+        run_dir = Path(self._bridge.run_dir)
+        address, token, ca = read_run_dir(run_dir)
+        texts = (Path(file).read_text() if file else "" for file in (ca, *run_identity(run_dir)))
+        return JoinCredentials(address, node_address(), token, *texts)
 
     async def close(self) -> None:
         """Stop gateway and engines. Killing the actor stops them as well, a moment later."""
@@ -93,10 +95,11 @@ def join(actor: Any, **options: Any) -> Bridge:
             'actor with cluster="ray", or run the trainer on its node'
         )
     with contextlib.ExitStack() as stack:
-        ca = None
-        if fleet.ca:
-            ca = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-"))) / "ca.pem"
-            ca.write_text(fleet.ca)
-        bridge = connect(fleet.address, token=fleet.token, ca=ca, **options)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-")))
+        for secret in fleet.write(directory):
+            stack.callback(secret.close)
+        _, _, ca = read_run_dir(directory)
+        certificate, key = run_identity(directory)
+        bridge = connect(fleet.address, token=fleet.token, ca=ca, certificate=certificate, key=key, **options)
         bridge.on_close(stack.pop_all().close)
         return bridge

@@ -356,6 +356,10 @@ class TrainConfig(Settings):
     """Seconds to wait for lost engines or a lost gateway, which are restarted; 0 ends the run at once."""
     diagnose_every: NonNegativeInt = 10
     """Steps between diagnoses of the mismatch between trainer and engine logprobs; 0 disables them."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens when the loss or gradient of an update is NaN or infinite. The weights stay as they are in any case.
+    `stop` ends the run with an error that names the batch. `skip` goes on with the next update, and ends the run after ten
+    steps in a row without one."""
     take_turns: bool = False
     """Trainer and engines share devices: engines sleep and release their memory while the trainer trains."""
     task: TaskConfig = TaskConfig()

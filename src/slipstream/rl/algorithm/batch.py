@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slipstream.errors import ConfigError, VersionError
+from slipstream.errors import ConfigError, EngineFailure, VersionError
+from slipstream.gateway.output_check import fault_in
 from slipstream.types import Completion
 
 LENGTH_STEP = 8
@@ -60,12 +61,14 @@ def make_batch(
     max_tokens: int,
     advantages: np.ndarray | None = None,
     pad_id: int = 0,
+    vocab_size: int = 0,
 ) -> Batch:
     """Build a batch from completions. `version` is the trainer's policy version, or one per completion if they were taken at
     different versions.
 
     `advantages` has one number per completion, in any shape; the default is zeros. T depends on the longest prompt and on
-    `max_tokens`, not on the samples, so that steps share one compiled program."""
+    `max_tokens`, not on the samples, so that steps share one compiled program. With a `vocab_size`, tokens outside of it are
+    refused, which a compiled program would read as others."""
     if not completions:
         raise ConfigError("a batch needs at least one completion, got 0")
     num_rows = len(completions)
@@ -81,7 +84,7 @@ def make_batch(
     mask, logprobs, per_token = (np.zeros((num_rows, length - 1), np.float32) for _ in range(3))
     ages = np.zeros((num_rows, length - 1), np.int32)
     for row, completion in enumerate(completions):
-        _check(completion, row, max_tokens)
+        _check(completion, row, max_tokens, vocab_size)
         start, count = len(completion.prompt_token_ids), len(completion.token_ids)
         sampled = slice(start - 1, start - 1 + count)
         tokens[row, :start] = completion.prompt_token_ids
@@ -128,7 +131,7 @@ def at_tokens(sums: jax.Array, batch: Batch) -> jax.Array:
     return jnp.take_along_axis(sums, jnp.asarray(batch.segments)[:, :-1], axis=1)
 
 
-def _check(completion: Completion, row: int, max_tokens: int) -> None:
+def _check(completion: Completion, row: int, max_tokens: int, vocab_size: int) -> None:
     count = len(completion.token_ids)
     if count > max_tokens:
         raise ConfigError(f"completion {row} has {count} tokens, more than max_tokens ({max_tokens})")
@@ -136,5 +139,7 @@ def _check(completion: Completion, row: int, max_tokens: int) -> None:
         raise ConfigError(
             f"completion {row} has {count} tokens but {len(completion.logprobs)} logprobs; the loss needs one per token"
         )
+    if fault := fault_in(completion, vocab_size):
+        raise EngineFailure(f"completion {row} of the batch came from engine {completion.engine!r} with {fault}")
     if not completion.prompt_token_ids:
         raise ConfigError(f"completion {row} has no prompt tokens; at least one is needed")

@@ -78,6 +78,8 @@ class UpdateMetrics:
     value_loss: float = 0.0
     correction: float = 1.0
     dropped: float = 0.0
+    num_skipped: int = 0
+    """Updates that changed nothing because their loss or gradient is not finite. The other fields are of the rest, if any."""
 
 
 def totals(batch: Batch) -> Totals:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -42,7 +43,8 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """`train_step(state, batch) -> (state, metrics)`, compiled once per process and shape.
+    """`train_step(state, batch) -> (state, metrics)`, compiled once per process and shape. If loss or gradient is not finite,
+    the new state is equal to the old one.
 
     The optimizer state is donated: do not use the old one again. The parameters are not, because an engine in this process
     may still be generating with them."""
@@ -100,11 +102,14 @@ def make_train_step(model: ModelConfig, config: AlgorithmConfig, mesh: Mesh | No
         params: TrainableParams, opt_state: OptState, batch: Batch
     ) -> tuple[TrainableParams, OptState, dict[str, jax.Array]]:
         gradient, result = gradients(params, batch)
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        norm = optax.global_norm(gradient)
+        updates, next_opt_state = optimizer.update(gradient, opt_state, params)
+        after = optax.apply_updates(params, updates), next_opt_state
+        is_finite = jnp.isfinite(result.loss) & jnp.isfinite(norm)
+        params, opt_state = jax.tree.map(partial(jnp.where, is_finite), after, (params, opt_state))
         if mesh is not None:
             params, opt_state = sharding.shard((params, opt_state), mesh)
-        return params, opt_state, {**result._asdict(), "gradient_norm": optax.global_norm(gradient)}
+        return params, opt_state, {**result._asdict(), "gradient_norm": norm}
 
     return TrainStep(jax.jit(update, donate_argnames="opt_state"), config.micro_batches, mesh)
 

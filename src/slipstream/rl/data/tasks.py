@@ -19,6 +19,9 @@ from slipstream.rl.data.answers import EXTRACTORS, tagged
 
 Split: TypeAlias = Literal["train", "heldout"]
 
+_POOL = 2000
+"""Questions generated per task of reasoning-gym, and kept, since an item is looked up by its question."""
+
 
 class Task(Protocol):
     """Prompts and rewards."""
@@ -39,11 +42,12 @@ class Task(Protocol):
         ...
 
 
-def task_named(config: TaskConfig) -> Task:
+def task_named(config: TaskConfig, size: int = _POOL) -> Task:
     """The task that a config names; a `ConfigError` suggests the closest names."""
     kind, colon, rest = config.name.partition(":")
     if colon and kind == "reasoning_gym":
-        return ReasoningGymTask.create(rest, config.holdout, options=config.options, extract=EXTRACTORS[config.extract])
+        extract = EXTRACTORS[config.extract]
+        return ReasoningGymTask.create(rest, config.holdout, size, options=config.options, extract=extract)
     if config.name not in _DIGIT_TASKS:
         known = [*_DIGIT_TASKS, "reasoning_gym:<name>"]
         near = difflib.get_close_matches(config.name, known, n=2)
@@ -134,8 +138,6 @@ _STRIDE = 618_033_989  # digits of the golden ratio; odd and not a multiple of 5
 
 # --- reasoning-gym ----------------------------------------------------------------------------------------------------
 
-_POOL = 2000
-"""Questions generated per task, and kept, since an item is looked up by its question."""
 _RESERVED = ("size", "seed")
 """Options of every task that are set here, because they determine the splits."""
 
@@ -158,7 +160,7 @@ class ReasoningGymTask:
         cls,
         name: str,
         holdout: float,
-        size: int = _POOL,
+        size: int,
         options: Mapping[str, Any] = MappingProxyType({}),
         extract: Callable[[str], str] = tagged,
     ) -> ReasoningGymTask:

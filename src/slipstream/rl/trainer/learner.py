@@ -5,6 +5,7 @@ correction, all of them compare with the policy before the first update (`Batch.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
@@ -60,7 +61,8 @@ class Learner:
         return self._score_in_parts(partial(forward.logprob_fn(self._model, temperature), self.policy), batch)
 
     def update(self, step: int, batch: Batch) -> UpdateMetrics:
-        """Update the weights from a prepared batch and wait until they are computed. Metrics are means over the updates."""
+        """Update the weights from a prepared batch and wait until they are computed. Metrics are means over the updates. An
+        update whose loss or gradient is not finite changes nothing, and is left out of the means unless there is no other."""
         if self._config.num_updates > 1 and self._config.correction.kind != "none":
             batch = batch._replace(old=self.logprobs(batch, self._config.temperature) * batch.mask)
         updates = []
@@ -68,9 +70,12 @@ class Learner:
             self.state, metrics = self._train_step(self.state, self._packed(chosen(batch, rows)))
             updates.append(metrics)
         jax.block_until_ready(self.state)
+        values = [{name: float(value) for name, value in metrics.items()} for metrics in updates]
+        finite = [v for v in values if math.isfinite(v["loss"]) and math.isfinite(v["gradient_norm"])]
         # Summed from the first value, not from 0: the mean of a single −0.0 stays −0.0.
-        means = jax.tree.map(lambda *values: reduce(operator.add, map(float, values)) / len(values), *updates)
-        return UpdateMetrics(**means)
+        kept = finite or values
+        means = {name: reduce(operator.add, (v[name] for v in kept)) / len(kept) for name in kept[0]}
+        return UpdateMetrics(**means, num_skipped=len(values) - len(finite))
 
     def _score_in_parts(self, score: Callable[[Batch], jax.Array], batch: Batch) -> np.ndarray:
         """`experience.ApplyScore`: score all rows at once, or with micro-batches as many rows as a micro-batch has."""

@@ -10,12 +10,16 @@ two runs of one config produce the same records, and so does a run that was inte
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
 from slipstream.bridge.bridge import Bridge
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UpdateNotFinite
 from slipstream.model.chat_template import TEMPLATE_FILE
 from slipstream.model.checkpoints import hf_weights
 from slipstream.model.checkpoints.hf_config import read_config
@@ -32,6 +36,7 @@ from slipstream.rl.rewards.scoring import open_scorer
 from slipstream.rl.trainer import resume, supervised
 from slipstream.rl.trainer.reference import Reference
 from slipstream.rl.trainer.run import TrainingRun
+from slipstream.runtime.failpoints import step
 
 
 def training_loop(
@@ -78,7 +83,9 @@ def _records(
             if run.done or run.step % config.eval_every == 0:
                 yield run.evaluate()
             if config.save_every and (run.done or run.step % config.save_every == 0):
+                step("train.save", train_step=run.step)
                 resume.save(config, run_dir, run.state())
+                step("train.saved", train_step=run.step, position=run.position)
                 run.saved()
     yield _export(run_dir / "checkpoint", run.learner.policy, model, model_dir)
 
@@ -94,6 +101,8 @@ def _warm_up(
     steps = config.warmup_steps if start.checkpoint is None or config.algorithm.kl.weight else 0
     warm_up = supervised.warm_up(params, model, task, codec, steps=steps, seed=(config.seed, WARMUP_STREAM))
     for number, (warmed, loss) in enumerate(warm_up, start=1):
+        if not math.isfinite(loss):
+            raise UpdateNotFinite(f"the loss of warm-up step {number} is {loss}; are the initial weights finite?")
         params = warmed
         if not start.checkpoint:
             yield WarmupRecord(number, loss)
@@ -102,6 +111,11 @@ def _warm_up(
 
 def _export(directory: Path, params: decoder.Params, model: ModelConfig, model_dir: Path) -> Saved:
     """Write the trained model with its tokenizer files, ready for any engine to load."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.isfinite(leaf).all():
+            raise UpdateNotFinite(
+                f"the trained weights are not finite: {jax.tree_util.keystr(path)}; nothing is exported"
+            )
     hf_weights.save(directory, params, model)
     optional = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", TEMPLATE_FILE)
     for name in ("tokenizer.json", *optional):

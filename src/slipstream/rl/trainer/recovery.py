@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.rollouts import Rollouts
-from slipstream.errors import DeadlineExceeded, NotReady, PeerError, SlipstreamError, UpdateInProgress
+from slipstream.errors import (
+    DeadlineExceeded,
+    JournalUnavailable,
+    NotReady,
+    PeerError,
+    SlipstreamError,
+    UpdateInProgress,
+)
 from slipstream.types import InFlight, RolloutGroup, SyncReport
 
 log = logging.getLogger(__name__)
@@ -21,7 +28,7 @@ T = TypeVar("T")
 RETRY_SECONDS = 0.2
 REPAIR_SECONDS = 2.0
 """How often the fleet is repaired while no rollouts arrive."""
-TRANSIENT = (PeerError, NotReady, UpdateInProgress)
+TRANSIENT = (PeerError, NotReady, UpdateInProgress, JournalUnavailable)
 """Errors worth a retry. `UpdateInProgress`: the gateway has not yet noticed that the trainer's old connection is gone."""
 
 

@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "generate_timeout",
     "patience",
     "diagnose_every",
+    "on_nonfinite",
 )
 """Settings and sections that may change when a run is resumed: its length and how it is observed."""
 LOG = "metrics.jsonl"

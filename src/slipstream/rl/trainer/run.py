@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -10,11 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.bridge.bridge import Bridge
+from slipstream.errors import SlipstreamError, UpdateNotFinite
 from slipstream.model.config import ModelConfig
 from slipstream.model.transformer import decoder
-from slipstream.observe.mismatch import engine_logprobs
+from slipstream.observe.mismatch import disagreeing_engines, engine_logprobs
 from slipstream.observe.mismatch_watch import MismatchWatch
 from slipstream.rl.algorithm.batch import Batch, make_batch
+from slipstream.rl.algorithm.loss import UpdateMetrics
 from slipstream.rl.config import TrainConfig
 from slipstream.rl.data.prompts import PromptSource
 from slipstream.rl.data.tasks import Task
@@ -29,7 +32,15 @@ from slipstream.rl.trainer.learner import Learner
 from slipstream.rl.trainer.recovery import RecoveringBridge
 from slipstream.rl.trainer.reference import Reference
 from slipstream.rl.trainer.step_batch import StepBatch
+from slipstream.runtime import failpoints
 from slipstream.types import MemoryReport, SyncReport
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS_LOST = 10
+"""Steps in a row without a finite update after which a run ends."""
+WORST = 3
+"""Completions that are named when an update is not finite."""
 
 
 class TrainingRun:
@@ -48,7 +59,7 @@ class TrainingRun:
     ) -> None:
         """`params` is the policy after the warm-up, and the KL reference. A resumed run loads its weights from the
         checkpoint; its KL reference is still `params`."""
-        self._config, self._bridge, self._codec, self._task = config, bridge, codec, task
+        self._config, self._bridge, self._codec, self._task, self._model = config, bridge, codec, task, model
         self._reference = reference
         self.learner = Learner(config.algorithm, model, params, config.seed, config.devices)
         self.step = start.step
@@ -56,6 +67,8 @@ class TrainingRun:
         self._last = config.steps
         """The last step to do."""
         self._recent: deque[float] = deque(maxlen=resume.RECENT_STEPS)
+        self._steps_lost = 0
+        """Steps in a row without an update."""
         cursor, self._evaluated, position = 0, -1, 0
         if start.checkpoint:
             progress = self.learner.load(start.checkpoint)
@@ -77,8 +90,9 @@ class TrainingRun:
         self._collector = RolloutCollector(config, self._fleet, self._rollouts, prompts, score, batch_log, cursor)
         self._saved: deque[int] = deque(maxlen=config.keep_checkpoints)
         """Journal positions of the checkpoints on disk."""
-        dtype = next((engine.info.dtype for engine in self._fleet.retry(bridge.status).engines), model.dtype)
-        self._watch = MismatchWatch(lambda: bridge.verify(self.learner.policy), dtype=dtype)
+        statuses = self._fleet.retry(bridge.status).engines
+        self._dtype = next((engine.info.dtype for engine in statuses), model.dtype)
+        self._watch = MismatchWatch(lambda: bridge.verify(self.learner.policy), dtype=self._dtype)
 
     @property
     def done(self) -> bool:
@@ -100,13 +114,18 @@ class TrainingRun:
         collected = self._collector.collect(step, self._last - self.step, clock)  # prompts → completions → rewards
         chosen = collected.choose(config.prompts)
 
-        batch = make_batch(chosen.completions, version=chosen.versions, max_tokens=config.max_tokens)
+        batch = make_batch(
+            chosen.completions,
+            version=chosen.versions,
+            max_tokens=config.max_tokens,
+            vocab_size=self._model.vocab_size,
+        )
         if self._reference is not None:
             batch = self._reference.add_logprobs(batch)
         batch = self.learner.prepare(batch, chosen.rewards, chosen.overlong_penalty(config))  # advantages
         clock.lap("reward")
 
-        mismatch = self._diagnose(step, batch, chosen, clock)
+        mismatch, batch = self._diagnose(step, batch, chosen, clock)
         rewards = collected.known_rewards
         accuracy = float((rewards >= 1).mean())
         self._recent.append(accuracy)
@@ -114,7 +133,10 @@ class TrainingRun:
             self._last = step
 
         memory = self._sleep_engines(clock)
+        failpoints.step("train.update", train_step=step, ids=[group.id for group in chosen.groups])
         metrics = self.learner.update(step, batch)
+        self._check_finite(step, metrics, batch, chosen)
+        failpoints.step("train.updated", train_step=step)
         clock.lap("train")
         sync = self._sync(step, memory, clock)
 
@@ -153,22 +175,69 @@ class TrainingRun:
         )
         return checkpoint.RunState(self.learner.state.params, self.learner.state.opt_state, progress)
 
+    @property
+    def position(self) -> int:
+        """Position of the last group taken."""
+        return self._rollouts.position
+
     def saved(self) -> None:
         """Call after `state` is on disk. The gateway may then forget rollouts taken before the oldest checkpoint kept."""
         self._saved.append(self._rollouts.position)
         if len(self._saved) == self._saved.maxlen:
             self._rollouts.saved(self._saved[0])
 
-    def _diagnose(self, step: int, batch: Batch, chosen: StepBatch, clock: Stopwatch) -> str:
-        """Compare the trainer's logprobs with the engines', every `diagnose_every` steps; empty in the others."""
+    def _check_finite(self, step: int, metrics: UpdateMetrics, batch: Batch, chosen: StepBatch) -> None:
+        """Stop, or warn of, updates whose loss or gradient is not finite. The weights are what they were before them."""
+        is_lost = metrics.num_skipped == self._config.algorithm.num_updates
+        self._steps_lost = self._steps_lost + 1 if is_lost else 0
+        if not metrics.num_skipped:
+            return
+        text = (
+            f"step {step}: loss or gradient is not finite in {metrics.num_skipped} of "
+            f"{self._config.algorithm.num_updates} updates (loss {metrics.loss:.3g}, gradient norm "
+            f"{metrics.gradient_norm:.3g}); the weights did not change. {self._worst(batch, chosen)}"
+        )
+        if self._config.on_nonfinite == "stop" or self._steps_lost >= MAX_STEPS_LOST:
+            raise UpdateNotFinite(
+                f"{text} Lower the learning rate, or resume with on_nonfinite = 'skip' to leave such updates out"
+            )
+        log.warning("%s", text)
+
+    def _worst(self, batch: Batch, chosen: StepBatch) -> str:
+        """Name the completions that trainer and engines disagree about most."""
+        gaps = np.abs(self.learner.logprobs(batch, self._config.algorithm.temperature) - batch.logprobs)
+        gaps = np.where(np.asarray(batch.mask) > 0, np.nan_to_num(gaps, nan=np.inf), 0.0).max(axis=1)
+        ids = [group.id for group in chosen.groups for _ in group.completions]
+        rows = [
+            f"prompt {ids[row]!r}, sample {completion.sample_index}, engine {completion.engine!r} ({gaps[row]:.3g} nats)"
+            for row in np.argsort(-gaps)[:WORST]
+            for completion in [chosen.completions[row]]
+        ]
+        return f"Trainer and engine differ most about {'; '.join(rows)}."
+
+    def _diagnose(self, step: int, batch: Batch, chosen: StepBatch, clock: Stopwatch) -> tuple[str, Batch]:
+        """Compare the trainer's logprobs with the engines', every `diagnose_every` steps; empty in the others. Have engines
+        that stand out quarantined, and return the batch without their completions."""
         if not self._config.diagnose_every or step % self._config.diagnose_every:
-            return ""
+            return "", batch
         self._fleet.finish_sync()
         trainer = self.learner.logprobs(batch, temperature=1.0)
         engine = engine_logprobs(chosen.completions, max(chosen.versions), trainer.shape[1])
+        names = [completion.engine for completion in chosen.completions]
+        for name, reason in disagreeing_engines(trainer, engine, names, dtype=self._dtype).items():
+            self._report(name, reason, since=max(chosen.versions))
+            is_kept = np.array([[other != name] for other in names], np.float32)
+            batch = batch._replace(mask=batch.mask * is_kept, advantages=batch.advantages * is_kept)
         diagnosis = self._watch.see(trainer, engine.processed, engine.raw, np.asarray(batch.ages), engine.mask)
         clock.lap("diagnose")
-        return diagnosis.sentence
+        return diagnosis.sentence, batch
+
+    def _report(self, engine: str, reason: str, since: int) -> None:
+        """Have an engine quarantined. Best effort: its completions of this step are left out in any case."""
+        try:
+            self._bridge.quarantine(engine, f"its logprobs differ from the trainer's. {reason}", since)
+        except SlipstreamError as error:
+            log.warning("engine %s disagrees with the trainer (%s) and stays in use: %s", engine, reason, error)
 
     def _sleep_engines(self, clock: Stopwatch) -> dict[str, int]:
         """With `take_turns`, free the engines' memory for the update. Returns the bytes in use before and after."""

@@ -17,10 +17,12 @@ from slipstream.deploy import fleet
 from slipstream.errors import ConfigError
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.rl.config import TrainConfig
+from slipstream.rl.data.tasks import task_named
 from slipstream.rl.reporting import loggers
 from slipstream.rl.reporting.records import Evaluation, Record, Saved, StepRecord
 from slipstream.rl.trainer import resume
 from slipstream.rl.trainer.loop import training_loop
+from slipstream.runtime.private_files import private_directory
 
 VLLM_START_SECONDS = 300.0
 """vLLM compiles when it starts: one to two minutes on a GPU."""
@@ -83,6 +85,8 @@ class TrainSession:
         self._model_dir = Path(config.model) if config.model else self.result.run_dir / "model"
         self._bridges = ExitStack()
         loggers.check(config.logging)
+        task_named(config.task, size=1)  # raises if there is no such task
+        private_directory(self.result.run_dir, "run_dir")
         for record in resume.earlier(config, self.result.run_dir):
             self.result.add(record)
         if not config.model:
