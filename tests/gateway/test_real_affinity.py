@@ -53,8 +53,8 @@ async def test_groups_and_conversations_find_what_was_computed(address, fleet):
         assert (hits - hits_before) / (looked_up - before) > 0.7
         for _ in range(200):  # the gateway's own requests count too
             status = await fleet.status()
-            reported = {(e.looked_up_tokens, e.hit_tokens) for e in status.engines}
-            if reported == {(e.stats()["looked_up_tokens"], e.stats()["hit_tokens"]) for e in found}:
+            reported = sorted((e.looked_up_tokens, e.hit_tokens) for e in status.engines)
+            if reported == sorted((e.stats()["looked_up_tokens"], e.stats()["hit_tokens"]) for e in found):
                 return
             await asyncio.sleep(0.05)
         raise AssertionError(f"the fleet's status does not show what the engines counted: {status}")
