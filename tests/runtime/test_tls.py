@@ -6,9 +6,11 @@ import contextlib
 import json
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -159,6 +161,17 @@ def test_tls_against_a_gateway_without(files):
                 assert type(error) is TlsError and f"{address} does not use TLS" in str(error)
 
     event_loop.run(main())
+
+
+def test_a_gateway_that_dies_during_the_handshake_is_not_one_without_tls(files):
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        diagnosis = pool.submit(tls.diagnose_tls, address, files.ca)
+        peer, _ = listening.accept()
+        listening.close()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
+        peer.close()
+        assert diagnosis.result(timeout=60) is None
 
 
 def test_a_certificate_for_another_name(tmp_path):

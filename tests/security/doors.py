@@ -26,8 +26,8 @@ async def http_door(fleet: Any, **config: Any) -> AsyncIterator[tuple[str, int]]
 def exchange(where: tuple[str, int], sent: bytes) -> bytes:
     """Send bytes as they are and return the whole answer. The peer may close the connection while it is written to."""
     answer = b""
-    with socket.create_connection(where, timeout=30) as peer, contextlib.suppress(ConnectionError):
-        with contextlib.suppress(ConnectionError):
+    with socket.create_connection(where, timeout=30) as peer, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a closed peer is ENOTCONN too, which is no ConnectionError
             peer.sendall(sent)
             peer.shutdown(socket.SHUT_WR)
         while data := peer.recv(1 << 16):
