@@ -11,8 +11,8 @@ INSTALL := tools/install.sh $(VENV)
 demo: $(VENV)/.installed
 	$(BIN)/slipstream demo
 
-# TESTS=tests/weights runs a part of them.
-test: $(VENV)/.installed-test
+# TESTS=tests/weights runs a part of them. Without it, tools/test.sh also installs what the tests need.
+test: $(VENV)/.installed$(if $(TESTS),-test)
 	$(if $(TESTS),$(BIN)/python -m pytest $(TESTS),tools/test.sh $(VENV) $(VLLM_VENV))
 
 # Without vLLM, Ray, Tunix, TRL and everything marked slow.

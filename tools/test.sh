@@ -1,16 +1,16 @@
 #!/bin/sh
 # Run all tests, for `make test`: tools/test.sh VENV VLLM_VENV
 #
-# The environment with real vLLM is created in the background, and its tests run beside the others. If it cannot be
-# created, the summary lists the tests that did not run. Environment variables:
+# The environment with real vLLM is created while the requirements of the tests are installed, and its tests run beside the
+# others. If it cannot be created, the summary lists the tests that did not run. Environment variables:
 #   SLIPSTREAM_REQUIRE_VLLM=1     fail if the vLLM environment cannot be created
 #   SLIPSTREAM_REQUIRE_NETNS=1    fail if network namespaces, which the multi-host tests need, are unavailable
-#   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 2)
+#   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 3, since many tests wait for processes)
 set -u
 venv=$1 vllm=$2
 log=$vllm.log
-report=$(mktemp)
-trap 'rm -f "$report"' EXIT
+report=$(mktemp) determinism_log=$(mktemp)
+trap 'rm -f "$report" "$determinism_log"' EXIT
 line="=================================================================================================="
 
 # Run a command with a time limit: pytest may wait forever for children of a crashed test process.
@@ -26,19 +26,24 @@ within() {
 
 vllm_tests() {
     "$venv/bin/slipstream" setup vllm --cpu --into "$vllm" || return 200
+    until test -e "$venv/.installed-test"; do sleep 1; done
     SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python" within 30m "$venv/bin/python" -m pytest tests/vllm
 }
 vllm_tests > "$log" 2>&1 &
 vllm_job=$!
-within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
-    -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --junitxml="$report"
-other_tests=$?
+make VENV="$venv" "$venv/.installed-test" || { kill "$vllm_job"; exit 1; }
 # Determinism is tested with the optimizations that users get.
-SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py
+SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py \
+    > "$determinism_log" 2>&1 &
+determinism_job=$!
+within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
+    -n "${SLIPSTREAM_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --junitxml="$report"
+other_tests=$?
+wait "$determinism_job"
 determinism=$?
 wait "$vllm_job"
 vllm_tests=$?
-tail -n 40 "$log"
+tail -n 40 "$determinism_log" "$log"
 if test "$vllm_tests" -eq 200; then
     echo "$line"
     echo "NOT RUN: the tests against real vLLM (tests/vllm): the vLLM environment could not be created, see above."

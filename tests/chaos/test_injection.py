@@ -32,6 +32,7 @@ CONFIG = f"""
 steps = {STEPS_OF_RUN}
 warmup_steps = 5
 eval_every = {STEPS_OF_RUN}
+eval_prompts = 4
 save_every = 4
 mode = "async"
 max_staleness = {BOUND}

@@ -155,46 +155,54 @@ STEPS = {"begin": "offer", "stage": "manifests", "commit": "in_flight"}
 """Steps of an update, with the field of `UpdateSteps` for each."""
 
 
-@pytest.mark.parametrize("phase", ["begin", "begun", "stage", "commit"])
-def test_an_engine_killed_at_a_phase_boundary(model, tmp_path, monkeypatch, phase):
-    with slipstream.launch(model[0], engines=2, engine=OPTIONS, run_dir=tmp_path, timeout=10) as bridge:
-        bridge.sync(model[1](1))
-        before, victim = tokens(bridge), next(e.info for e in bridge.status().engines if e.info.name == "engine-1")
-        send_steps, receive_reports = GatewayFleet.send_steps, GatewayFleet.receive_reports
-
-        async def killing_before_step(fleet, steps, drop_failed=False):
-            if all(getattr(engine_steps, STEPS[phase]) is not None for engine_steps in steps.values()):
-                os.kill(victim.pid, signal.SIGKILL)
-                monkeypatch.undo()  # once
-                while (
-                    phase == "begin" and len((await fleet.status()).present) == 2
-                ):  # wait until the gateway has noticed
-                    await asyncio.sleep(0.02)
-            await send_steps(fleet, steps, drop_failed)
-
-        async def killing_after_reports(fleet):
-            reports = await receive_reports(fleet)
-            os.kill(victim.pid, signal.SIGKILL)
-            return reports
-
-        if phase == "begun":
-            monkeypatch.setattr(GatewayFleet, "receive_reports", killing_after_reports)
-        else:
-            monkeypatch.setattr(GatewayFleet, "send_steps", killing_before_step)
-        if phase in ("begun", "stage"):
-            with pytest.raises(EngineLost, match="'engine-1'"):
-                bridge.sync(model[1](2))
-            assert tokens(bridge) == before and bridge.version == 1
-        else:  # before the update the fleet is refreshed; once all have staged, the others commit
-            report = bridge.sync(model[1](2))
-            assert report.lost == (("engine-1",) if phase == "commit" else ())
-            assert [e.engine for e in report.engines] == ["engine-0"]
-            assert tokens(bridge) != before and bridge.version == 2
-        monkeypatch.undo()
-        assert {e.info.name: e.state for e in bridge.status().engines} == {"engine-0": "ready", "engine-1": "lost"}
-        bridge.sync(model[1](3))
+def test_engines_killed_at_the_phase_boundaries(model, tmp_path, monkeypatch):
+    """Each phase kills another engine of the fleet."""
+    victims = {"begin": "engine-1", "begun": "engine-2", "stage": "engine-3", "commit": "engine-4"}
+    with slipstream.launch(model[0], engines=5, engine=OPTIONS, run_dir=tmp_path, timeout=10) as bridge:
+        for seed, (phase, name) in enumerate(victims.items(), start=1):
+            bridge.sync(model[1](2 * seed - 1))
+            before, version = tokens(bridge), bridge.version
+            others = {e.info.name for e in bridge.status().present} - {name}
+            kill_at(monkeypatch, phase, next(e.info.pid for e in bridge.status().present if e.info.name == name))
+            bridge._publisher.close()  # reconnect, so that each step is a message of its own
+            if phase in ("begun", "stage"):
+                with pytest.raises(EngineLost, match=f"{name!r}"):
+                    bridge.sync(model[1](2 * seed))
+                assert tokens(bridge) == before and bridge.version == version
+            else:  # before the update the fleet is refreshed; once all have staged, the others commit
+                report = bridge.sync(model[1](2 * seed))
+                assert report.lost == ((name,) if phase == "commit" else ())
+                assert {e.engine for e in report.engines} == others
+                assert tokens(bridge) != before and bridge.version == version + 1
+            monkeypatch.undo()
+            assert {e.info.name: e.state for e in bridge.status().present} == dict.fromkeys(others, "ready")
+        bridge.sync(model[1](9))
         assert len(tokens(bridge)) == 4
     assert segments() == []
+
+
+def kill_at(monkeypatch, phase, pid):
+    """Kill a process when the next update reaches a phase: before its steps are sent, or (`begun`) after its first reports."""
+    send_steps, receive_reports = GatewayFleet.send_steps, GatewayFleet.receive_reports
+
+    async def killing_before_step(fleet, steps, drop_failed=False):
+        if all(getattr(engine_steps, STEPS[phase]) is not None for engine_steps in steps.values()):
+            os.kill(pid, signal.SIGKILL)
+            monkeypatch.undo()  # once
+            while phase == "begin" and pid in {e.info.pid for e in (await fleet.status()).present}:
+                await asyncio.sleep(0.02)  # until the gateway has noticed
+        await send_steps(fleet, steps, drop_failed)
+
+    async def killing_after_reports(fleet):
+        reports = await receive_reports(fleet)
+        os.kill(pid, signal.SIGKILL)
+        monkeypatch.undo()
+        return reports
+
+    if phase == "begun":
+        monkeypatch.setattr(GatewayFleet, "receive_reports", killing_after_reports)
+    else:
+        monkeypatch.setattr(GatewayFleet, "send_steps", killing_before_step)
 
 
 TRAINER = """

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(900)
 """135 million parameters in float32: seconds of work each, and minutes where the cores are shared."""
 
 PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "Once upon a time, in 1984, there was")
-NEW_TOKENS = 24
+NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +128,8 @@ def test_the_engine_continues_as_transformers_does(engine: Any, reference: Refer
         np.testing.assert_allclose(completion.raw_logprobs, expected, atol=1e-4)
 
 
-def test_the_engine_scores_as_transformers_does(engine: Any, reference: Reference) -> None:
-    sequences = [prompt + completion for prompt, completion in zip(reference.prompts, reference.completions)]
-    for index, score in enumerate(engine[1].run(engine[0].score(sequences))):
-        np.testing.assert_allclose(score.logprobs, reference.logprobs(index), atol=1e-4)
-
-
 def test_it_answers_a_question_put_by_its_chat_template(engine: Any, reference: Reference) -> None:
     chat = [{"role": "user", "content": "What is 2+3?"}]
     prompt = reference.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    (answer,) = generate(engine, [prompt], max_tokens=NEW_TOKENS)
+    (answer,) = generate(engine, [prompt], max_tokens=24)
     assert answer.finish_reason == "stop" and "5" in answer.text, answer.text

@@ -26,7 +26,7 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ", "8"))
+EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ", "4"))
 """Requests per endpoint and mode."""
 MAXIMUM = {"n": 3, "max_tokens": 8, "max_completion_tokens": 8, "min_tokens": 4}
 

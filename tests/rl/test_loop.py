@@ -27,15 +27,18 @@ from slipstream.types import Completion, SamplingParams, VersionSpan
 from tests.gateway.history import check
 
 CONFIG = TrainConfig(
-    steps=30,
+    steps=20,
     warmup_steps=20,
-    eval_every=15,
+    eval_every=10,
+    eval_prompts=48,
     seed=3,
     engines=0,
     task=TaskConfig(digits=2),
     algorithm=AlgorithmConfig(prompts=16, group=8, max_tokens=4),
     engine=EmbeddedConfig(max_num_seqs=128, max_model_len=16),
 )
+SHORT = CONFIG.replace(warmup_steps=1, eval_prompts=4)
+"""For tests that say how many steps they take, and do not learn."""
 
 
 def records_of(config, model_dir, run_dir):
@@ -86,7 +89,7 @@ def test_records_come_in_order_and_are_logged(run):
     records, run_dir = run
     kinds = [type(r) for r in records]
     assert kinds == (
-        [WarmupRecord] * 20 + [Evaluation] + ([StepRecord] * 15 + [Evaluation]) * 2 + [Saved]
+        [WarmupRecord] * 20 + [Evaluation] + ([StepRecord] * 10 + [Evaluation]) * 2 + [Saved]
     )  # the last evaluation is not repeated
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line.pop("kind") for line in lines] == [kind.__name__ for kind in kinds]
@@ -103,7 +106,7 @@ def test_the_checkpoint_is_the_policy_that_was_evaluated_last(run):
 
 
 def test_runs_of_the_same_config_have_the_same_records(run, model_dir, tmp_path):
-    short = CONFIG.replace(steps=2, eval_every=1)
+    short = CONFIG.replace(steps=2, eval_every=1, eval_prompts=4)
     other = short.replace(seed=4)
 
     def facts(records):
@@ -124,7 +127,7 @@ def test_runs_of_the_same_config_have_the_same_records(run, model_dir, tmp_path)
 
 
 def test_a_target_that_is_not_reached_runs_all_the_steps(model_dir, tmp_path):
-    config = CONFIG.replace(warmup_steps=0, steps=2, target_accuracy=0.5)
+    config = SHORT.replace(steps=2, target_accuracy=0.5)
     records = records_of(config, model_dir, tmp_path)
     assert len(of_kind(StepRecord, records)) == 2 and of_kind(Evaluation, records)[-1].step == 2
 
@@ -141,7 +144,7 @@ def test_training_starts_from_the_weights_in_the_model_directory(run, tmp_path):
 @pytest.mark.parametrize("kind", ["dr_grpo", "dapo", "ppo", "reinforce++"])
 def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
     algorithm = AlgorithmConfig(kind=kind, prompts=16, group=8, max_tokens=4, micro_batches=2, kl=KlConfig(weight=0.05))
-    config = CONFIG.replace(warmup_steps=20, steps=2, algorithm=algorithm)
+    config = SHORT.replace(warmup_steps=20, steps=2, algorithm=algorithm)
     records = records_of(config, model_dir, tmp_path)
     first, second = (step.metrics for step in of_kind(StepRecord, records))
     assert first.ratio == pytest.approx(1, abs=1e-4) and first.gradient_norm > 0
@@ -153,7 +156,7 @@ def test_every_algorithm_runs_on_policy(kind, model_dir, tmp_path):
 def test_packed_rows_on_two_devices_give_the_same_run(model_dir, tmp_path):
     """With several updates per step, each of them packed and sharded."""
     algorithm = CONFIG.algorithm.replace(epochs=2, minibatches=2, correction=CorrectionConfig(kind="tis"))
-    plain = CONFIG.replace(steps=2, algorithm=algorithm)
+    plain = SHORT.replace(warmup_steps=20, steps=2, algorithm=algorithm)
     packed = plain.replace(devices=2, algorithm=algorithm.replace(row_tokens=32))
     expected, found = (
         of_kind(StepRecord, records_of(config, model_dir, tmp_path / name))
@@ -186,7 +189,7 @@ def test_tokens_of_another_version_are_rejected():
 
 def test_a_failed_rollout_ends_the_run(model_dir, tmp_path):
     task = TaskConfig(name="add", digits=9)  # too long for max_model_len
-    config = CONFIG.replace(task=task, warmup_steps=1)
+    config = SHORT.replace(task=task)
     with pytest.raises(InvalidPrompt, match="prompt 0 of"):
         records_of(config, model_dir, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -208,7 +211,9 @@ def test_dapo_replaces_uninformative_groups(mode, bound, model_dir, tmp_path, mo
     update = Learner.update
     monkeypatch.setattr(Learner, "update", lambda self, step, batch: learned.append(batch) or update(self, step, batch))
     algorithm = AlgorithmConfig(kind="dapo", prompts=8, group=4, max_tokens=4)
-    config = CONFIG.replace(mode=mode, max_staleness=2, steps=4, eval_every=4, diagnose_every=3, algorithm=algorithm)
+    config = SHORT.replace(
+        mode=mode, max_staleness=2, warmup_steps=20, steps=4, diagnose_every=3, algorithm=algorithm
+    )
     with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
         steps = of_kind(StepRecord, training_loop(config, bridge, model_dir, tmp_path))
     assert all(s.num_resampled in (0, 8, 16, 24) for s in steps) and any(s.num_resampled for s in steps)
@@ -246,7 +251,7 @@ def test_the_overlong_penalty_is_not_part_of_the_recorded_reward(model_dir, tmp_
 
 @pytest.mark.parametrize(("mode", "bound"), [("async", 3)])
 def test_engines_run_ahead_up_to_the_bound(mode, bound, model_dir, tmp_path):
-    config = CONFIG.replace(mode=mode, max_staleness=3, steps=12, eval_every=12, diagnose_every=6)
+    config = SHORT.replace(mode=mode, max_staleness=3, steps=12, diagnose_every=6)
     steps = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
     assert [s.step for s in steps] == list(range(1, 13)) and [s.version for s in steps] == list(range(12))
     ages = {int(age) for s in steps for age in s.staleness}
@@ -256,7 +261,7 @@ def test_engines_run_ahead_up_to_the_bound(mode, bound, model_dir, tmp_path):
 
 
 def test_every_prompt_is_trained_on_once_in_any_mode(model_dir, tmp_path):
-    config = CONFIG.replace(mode="async", steps=8, eval_every=8)
+    config = SHORT.replace(mode="async", steps=8)
     with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
         list(training_loop(config, bridge, model_dir, tmp_path))
     journal = Journal(tmp_path / "journal.sqlite")
@@ -286,7 +291,7 @@ def nan(prompt, completion):
 
 def with_reward(name, **settings):
     functions = {f"tests.rl.test_loop:{name}": 1.0}
-    return CONFIG.replace(warmup_steps=1, steps=1, reward=RewardConfig(functions=functions, **settings))
+    return SHORT.replace(steps=1, reward=RewardConfig(functions=functions, **settings))
 
 
 def test_custom_rewards(model_dir, tmp_path):
@@ -364,7 +369,7 @@ def test_conflicting_settings_are_rejected(settings, text):
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_an_update_that_is_not_finite_never_reaches_the_weights(model_dir, tmp_path, monkeypatch, on_nonfinite):
-    config = CONFIG.replace(steps=3, warmup_steps=1, eval_every=3, eval_prompts=4, on_nonfinite=on_nonfinite)
+    config = SHORT.replace(steps=3, on_nonfinite=on_nonfinite)
     prepare, step = Learner.prepare, 0
 
     def poisoned(self, batch, *arguments):
@@ -388,7 +393,7 @@ def test_an_update_that_is_not_finite_never_reaches_the_weights(model_dir, tmp_p
 
 
 def test_an_engine_that_disagrees_with_the_trainer_is_reported_and_not_learned_from(model_dir, tmp_path, monkeypatch):
-    config = CONFIG.replace(steps=1, warmup_steps=1, eval_every=1, eval_prompts=4, diagnose_every=1)
+    config = SHORT.replace(steps=1, diagnose_every=1)
     reported = []
     monkeypatch.setattr(trainer_run, "disagreeing_engines", lambda *_, **__: {"inprocess": "Wrong weights."})
     monkeypatch.setattr(slipstream.Bridge, "quarantine", lambda _, *report: reported.append(report))

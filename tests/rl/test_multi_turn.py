@@ -21,6 +21,7 @@ def test_engines_sleep_while_the_trainer_trains_and_the_records_are_the_same(tmp
             steps=3,
             warmup_steps=2,
             eval_every=3,
+            eval_prompts=4,
             take_turns=turns,
             algorithm=AlgorithmConfig(prompts=4, group=2),
             engine=EmbeddedConfig(max_num_seqs=8),

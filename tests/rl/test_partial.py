@@ -23,6 +23,7 @@ CONFIG = TrainConfig(
     steps=2,
     warmup_steps=1,
     eval_every=9,
+    eval_prompts=2,
     save_every=0,
     diagnose_every=0,
     mode="partial",

@@ -26,6 +26,7 @@ CONFIG = TrainConfig(
     steps=3,
     warmup_steps=20,
     eval_every=9,
+    eval_prompts=2,
     save_every=0,
     seed=3,
     engines=0,

@@ -81,7 +81,7 @@ class UpdateHeader:
     sent: frozenset[int]
     direct: frozenset[int]
     checksums: Mapping[int, int] = field(default_factory=dict)
-    """Of the moves that are sent, see `device_checksum`; empty if they are not to be compared."""
+    """Checksums of the moves that are sent (`device_checksum`); empty if they are not to be compared."""
 
     _FIXED = struct.Struct("<8sqqI?")
     _MAGIC = b"slipncc2"
