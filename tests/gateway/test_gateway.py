@@ -473,6 +473,21 @@ async def test_an_engine_that_hangs_is_named_within_the_deadline(address, fleet)
 
 
 @on_the_loop
+async def test_requests_of_an_engine_that_hangs_move_when_it_is_left_behind(address, fleet):
+    async with pair(address) as (a, b):
+        a.gate.clear()
+        b.gate.clear()
+        running = asyncio.create_task(collect(fleet.generate([request("0"), request("1")])))
+        while not (a.seen and b.seen):
+            await asyncio.sleep(0.01)
+        b.hang_stage = True
+        await fleet.refresh()
+        assert set(await update(fleet, 1, ["a", "b"], drop_failed=True)) == {"a"}
+        a.gate.set()
+        assert {c.engine for c in await running} == {"a"}
+
+
+@on_the_loop
 async def test_an_engine_that_does_not_commit_is_stale_until_the_next_update(address, fleet):
     async with pair(address) as (_, b):
         b.hang_commit = True

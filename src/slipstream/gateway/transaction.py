@@ -107,6 +107,7 @@ class FleetUpdate:
             raise self._not_done(version, failed)
         for name, error in failed.items():
             log.warning("engine %s did not commit version %d: %s", name, version, error)
+        self._move_requests(failed)
         is_new = version != self._registry.version  # a repair brings the present version to engines that lack it
         self._registry.commit(version, committed)
         if is_new and self._on_commit is not None:
@@ -120,7 +121,15 @@ class FleetUpdate:
             raise self._not_done(version, failed)
         log.warning("%s", combined_error(failed, f"version {version} continues without {', '.join(failed)}"))
         self._engines = remaining
+        self._move_requests(failed)
         await self._roll_back(version, failed)
+
+    def _move_requests(self, failed: Mapping[str, SlipstreamError]) -> None:
+        """Give the requests of engines that did not answer in time to the others: a rank may be frozen while its engine's
+        connection lives."""
+        for name, error in failed.items():
+            if isinstance(error, DeadlineExceeded):
+                self._links[name].interrupt(error)
 
     async def rollback(self) -> None:
         """Roll back the update in progress on every engine that answers; do nothing if there is none."""
