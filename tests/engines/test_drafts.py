@@ -220,9 +220,7 @@ def accept(which: Callable[[int], int]) -> Callable[..., Any]:
     return wrong
 
 
-def test_a_wrong_rule_is_caught(
-    speculative: Subject, exact: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_rule_is_caught(speculative: Subject, exact: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """One draft token is accepted without verification in every fourth row."""
     programs = speculative.engine._compute._executor._programs  # type: ignore[attr-defined]
     monkeypatch.setattr(programs, "verify", accept(lambda row: int(row % 4 == 0))(programs.verify))

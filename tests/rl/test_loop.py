@@ -211,9 +211,7 @@ def test_dapo_replaces_uninformative_groups(mode, bound, model_dir, tmp_path, mo
     update = Learner.update
     monkeypatch.setattr(Learner, "update", lambda self, step, batch: learned.append(batch) or update(self, step, batch))
     algorithm = AlgorithmConfig(kind="dapo", prompts=8, group=4, max_tokens=4)
-    config = SHORT.replace(
-        mode=mode, max_staleness=2, warmup_steps=20, steps=4, diagnose_every=3, algorithm=algorithm
-    )
+    config = SHORT.replace(mode=mode, max_staleness=2, warmup_steps=20, steps=4, diagnose_every=3, algorithm=algorithm)
     with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
         steps = of_kind(StepRecord, training_loop(config, bridge, model_dir, tmp_path))
     assert all(s.num_resampled in (0, 8, 16, 24) for s in steps) and any(s.num_resampled for s in steps)

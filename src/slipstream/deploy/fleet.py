@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SYNC_SECONDS = 120.0
 START_SECONDS = 120.0
 FOLLOW_SECONDS, RESTART_SECONDS = 3.0, 300.0
-"""How long an engine waits for a lost gateway: without and with a restart. On a busy cluster, Ray takes over a minute for one."""
+"""How long an engine waits for a lost gateway: without and with a restart, which takes Ray over a minute on a busy machine."""
 
 
 def launch(

@@ -99,7 +99,7 @@ def check_dialable(what: str, host: str) -> None:
 def diagnose_tls(address: str, ca: str, identity: Identity = ANONYMOUS) -> TlsError | None:
     """Diagnose why a gateway does not answer: return an error if TLS is the reason. Probes the address for a few seconds.
 
-    A gateway that dies during the handshake looks like one without TLS. The second probe then finds nobody, or its successor."""
+    A gateway that dies during the handshake looks like one without TLS; the second probe finds nobody, or its successor."""
     return _probe(address, ca, identity) and _probe(address, ca, identity)
 
 
