@@ -30,7 +30,9 @@ STOP_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 ENDING_SECONDS = 5.0
 MAX_FAILURES = 3
-"""How often a process that exited with an error is restarted."""
+"""How often in a row a process that exited with an error is restarted."""
+STEADY_SECONDS = 30.0
+"""A process that has run for this long has started well; its earlier failures do not count."""
 LOG_LINES = 30
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
 
@@ -49,6 +51,7 @@ class ProcessGroup:
         self._lock = threading.Lock()
         self._restarts = self._is_up = False
         self._failures: Counter[str] = Counter()
+        self._spawned_at: dict[str, float] = {}
         private_directory(run_dir, "the run directory")
         self._wait_for_earlier_gateway()
         shm.sweep()
@@ -122,10 +125,12 @@ class ProcessGroup:
                         self._spawn(name)
 
     def _may_restart(self, name: str, code: int) -> bool:
-        """Return whether to restart a process. One that was killed always; one that exited by itself only a few times, and only
-        once the fleet has been up: before that it would fail again."""
+        """Return whether to restart a process. One that was killed always; one that exited by itself only a few times in a row,
+        and only once the fleet has been up: before that it would fail again."""
         if code < 0:
             return True
+        if time.monotonic() - self._spawned_at[name] > STEADY_SECONDS:
+            self._failures[name] = 0
         self._failures[name] += 1
         return self._is_up and self._failures[name] <= MAX_FAILURES
 
@@ -159,6 +164,7 @@ class ProcessGroup:
         self._spawn(name)
 
     def _spawn(self, name: str) -> None:
+        self._spawned_at[name] = time.monotonic()
         with open(self.run_dir / f"{name}.log", "ab") as output:
             # A new session: Ctrl-C reaches only this process, which then stops the others in order.
             self._processes[name] = subprocess.Popen(
