@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.errors import EngineLost, MappingError
+from slipstream.errors import ChecksumMismatch, EngineLost, MappingError, SlipstreamError, TransferError
 from slipstream.rl.trainer.recovery import RecoveringBridge
 
 
@@ -59,9 +59,12 @@ def test_an_earlier_sync_finishes_first(bridge: Bridge, fleet: RecoveringBridge)
     assert [params for params, _ in bridge.begun] == ["one", "two"] and bridge.synced == ["three"]
 
 
-def test_a_sync_that_lost_an_engine_is_retried(bridge: Bridge, fleet: RecoveringBridge) -> None:
+@pytest.mark.parametrize("error", [EngineLost, ChecksumMismatch, TransferError])
+def test_a_sync_that_lost_an_engine_or_bytes_is_retried(
+    bridge: Bridge, fleet: RecoveringBridge, error: type[SlipstreamError]
+) -> None:
     fleet.start_sync("one")
-    bridge.begun[0][1].set_exception(EngineLost("it died"))
+    bridge.begun[0][1].set_exception(error("it died"))
     assert fleet.finish_sync() == "report of one" and bridge.synced == ["one"]  # type: ignore[comparison-overlap]
 
 

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.rollouts import Rollouts
 from slipstream.errors import (
+    ChecksumMismatch,
     DeadlineExceeded,
     JournalUnavailable,
     NotReady,
     PeerError,
     SlipstreamError,
+    TransferError,
     UpdateInProgress,
 )
 from slipstream.types import InFlight, RolloutGroup, SyncReport
@@ -28,8 +30,9 @@ T = TypeVar("T")
 RETRY_SECONDS = 0.2
 REPAIR_SECONDS = 2.0
 """How often the fleet is repaired while no rollouts arrive."""
-TRANSIENT = (PeerError, NotReady, UpdateInProgress, JournalUnavailable)
-"""Errors worth a retry. `UpdateInProgress`: the gateway has not yet noticed that the trainer's old connection is gone."""
+TRANSIENT = (PeerError, NotReady, UpdateInProgress, JournalUnavailable, ChecksumMismatch, TransferError)
+"""Errors worth a retry. `UpdateInProgress`: the gateway has not yet noticed that the trainer's old connection is gone. Bytes
+that were damaged, or found no room, are sent again to other memory."""
 
 
 class RecoveringBridge:
