@@ -13,6 +13,7 @@ from slipstream.rl.config import TrainConfig
 from slipstream.rl.reporting.plot import write_curve
 from slipstream.rl.reporting.progress import training_display
 from slipstream.rl.trainer.session import TrainResult, TrainSession
+from slipstream.runtime.compilation_cache import enable_compilation_cache
 
 DEMO_ACCURACY = 0.9
 """Sampled accuracy on training prompts that the demo must reach to succeed."""
@@ -75,6 +76,7 @@ def run_train(config: TrainConfig, console: Console | None = None) -> int:
 
 def _execute(config: TrainConfig, console: Console) -> TrainResult | None:
     """Train and print a summary; return None if the user interrupted the run."""
+    enable_compilation_cache()  # a trainer that is restarted after a crash continues sooner
     session = TrainSession(config)
     result = session.result
     engines = f"{config.engines} {config.engine.kind} engine process(es)" if config.engines else "an in-process engine"

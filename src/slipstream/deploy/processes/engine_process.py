@@ -12,6 +12,7 @@ from slipstream.config import MAX_MESSAGE_BYTES, EngineConfig
 from slipstream.engines.contract import EngineBackend
 from slipstream.gateway.channels import Token
 from slipstream.gateway.engine_stream import check_access, serve_engine
+from slipstream.runtime.compilation_cache import enable_compilation_cache
 from slipstream.runtime.failpoints import step
 from slipstream.runtime.garbage_collection import freeze_loaded_objects
 from slipstream.runtime.tls import ANONYMOUS, Identity
@@ -70,15 +71,5 @@ async def _start(model: Path, name: str, options: EngineConfig) -> tuple[EngineB
         return remote, remote.ended
     from slipstream.engines.embedded.engine import EmbeddedEngine
 
-    _enable_compilation_cache()
+    enable_compilation_cache()
     return EmbeddedEngine.from_directory(model, name=name, options=options), asyncio.Event()
-
-
-def _enable_compilation_cache() -> None:
-    """Enable JAX's persistent compilation cache, unless the user has configured it."""
-    import jax
-
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "slipstream" / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
