@@ -17,6 +17,7 @@ from slipstream.errors import GatewayLost
 from slipstream.gateway import channels
 from slipstream.gateway.client import GatewayFleet
 from slipstream.runtime import event_loop
+from slipstream.runtime.failpoints import VARIABLE
 from tests.gateway.scripted import ScriptedEngine, attached
 from tests.gateway.test_gateway import collect, request
 
@@ -117,3 +118,21 @@ def test_a_frozen_gateway_is_noticed_by_a_call_in_progress(gateway, monkeypatch)
         await fleet.close()
 
     event_loop.run(main())
+
+
+def test_a_gateway_that_fails_in_the_place_of_a_killed_one_leaves_address_and_token(gateway, tmp_path):
+    process, run_dir = gateway
+    files = [run_dir / "gateway.json", run_dir / "token"]
+    left = [file.read_text() for file in files]
+    process.kill()
+    process.wait()
+    (tmp_path / "chaos" / "armed").mkdir(parents=True)
+    (tmp_path / "chaos" / "armed" / "launch.gateway").write_text("error")
+    failed = subprocess.run(
+        [sys.executable, "-m", "slipstream.cli", "gateway", "--run-dir", str(run_dir)],
+        env={**os.environ, VARIABLE: str(tmp_path / "chaos")},
+        capture_output=True,
+        timeout=60,
+    )
+    assert failed.returncode and b"a fault was injected at launch.gateway" in failed.stderr
+    assert [file.read_text() for file in files] == left  # engines and trainers know them

@@ -350,6 +350,11 @@ class RolloutRun:
         """Last version that the fleet served according to the journal; -1 if none."""
         return int(self._journal.fact("version") or -1)
 
+    @property
+    def position(self) -> int:
+        """Position of the last group that was taken."""
+        return self._journal.last_position()
+
     def queue(self, bound: RolloutBound, version: int) -> RolloutQueue:
         """Return the queue, with this bound from now on. `version` is what the fleet serves."""
         if self._queue is None:

@@ -162,8 +162,8 @@ async def serve(
     """Run until `stop` is set. The address and the token are files in the run directory, deleted at the end. `facts` are
     further entries of gateway.json.
 
-    A gateway that is killed leaves them behind. The next one continues with the same address and token, so that engines and
-    trainers find it again."""
+    A gateway that is killed leaves them behind, and so does one that fails in its place. The next one continues with the same
+    address and token, so that engines and trainers find it again."""
     private_directory(run_dir, "the run directory")
     token_file, address_file = run_dir / RUN_TOKEN, run_dir / "gateway.json"
     token, port, previous = _left_behind(token_file, address_file, config.host)
@@ -173,6 +173,7 @@ async def serve(
         config = config.replace(port=port if is_free(config.host, port) else 0)
     tokens = TokenTable(token, run_dir)
     service = Service(config.lease_seconds, private_file(run_dir / "journal.sqlite"), _admission(config))
+    is_expected = False  # whether engines and trainers wait for the next gateway under this address
     try:
         async with contextlib.AsyncExitStack() as stack:
             address = await stack.enter_async_context(running(config, tokens, service))
@@ -184,14 +185,18 @@ async def serve(
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             freeze_loaded_objects()
-            step("launch.gateway")
+            step("launch.gateway", position=service.position)
             own = {"address": address, "pid": os.getpid(), **(facts or {})}
             write_private(address_file, json.dumps(own | entries))
             log.info("gateway listening on %s", address)
             await stop.wait()
+    except Exception:
+        is_expected = bool(previous)
+        raise
     finally:
-        address_file.unlink(missing_ok=True)
-        token_file.unlink(missing_ok=True)
+        if not is_expected:
+            address_file.unlink(missing_ok=True)
+            token_file.unlink(missing_ok=True)
 
 
 def _admission(config: GatewayConfig) -> Admission:

@@ -63,6 +63,11 @@ class Service(GatewayServicer):
         self._num_completions = self._num_retried = 0
         self._started = time.monotonic()
 
+    @property
+    def position(self) -> int:
+        """Position of the last group that the journal knows to be taken."""
+        return self._rollouts.position
+
     async def watch_leases(self) -> None:
         seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
         while True:
