@@ -28,7 +28,8 @@ def group(position: int, version: int, spans: list[list[int]]) -> dict[str, Any]
 
 
 def good() -> list[list[Any]]:
-    """`[pid, step, facts]`: two versions on two engines, and three groups, of which a restarted trainer takes one again."""
+    """`[pid, step, facts]`: two versions on two engines, and three groups, of which a restarted trainer takes one again. Then
+    the gateway restarts."""
     events: list[list[Any]] = []
     for version in (0, 1):
         events.append([TRAINER, "sync.call", {"version": version}])
@@ -41,6 +42,7 @@ def good() -> list[list[Any]]:
     events.append([TRAINER, "rollout.taken", {"after": 0, "groups": taken}])
     again = [copy.deepcopy(taken[1]), group(3, 1, [[0, 4, 1]])]
     events.append([9, "rollout.taken", {"after": 1, "groups": again}])
+    events.append([GATEWAY, "launch.gateway", {"position": 3}])
     return events
 
 
@@ -83,6 +85,7 @@ BROKEN: list[tuple[Callable[[list[list[Any]]], None], str]] = [
     (put(13, "groups", 0, "tokens", "other"), "position 2 held group p2, and later p2 or other tokens"),
     (put(13, "groups", 1, "id", "p1"), "prompt p1 was taken at positions 1 and 3"),
     (put(13, "after", 2), "came at position 2, expected 3"),
+    (put(14, "position", 2), "the trainer had taken 3 groups, and a gateway that started later .* knew of 2"),
 ]
 
 

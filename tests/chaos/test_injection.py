@@ -8,7 +8,6 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from slipstream.chaos.history import read_history
@@ -19,21 +18,23 @@ from slipstream.runtime.failpoints import STEPS
 
 FAULTS = int(os.environ.get("SLIPSTREAM_CHAOS_FAULTS", "0"))
 MUST = [
-    Injection("gateway.taken", "kill"),
-    Injection("engine.staged", "kill"),
-    Injection("gateway.committed", "kill"),
-    Injection("train.updated", "kill"),
-    Injection("engine.commit", "freeze"),
+    Injection("engine.stage", "delay"),  # finds a commit before all engines have staged
+    Injection("gateway.start", "clock jump"),
+    Injection("engine.verify", "corrupt"),
+    Injection("rollout.taken", "kill gateway"),  # finds a take that is acknowledged before it is on disk
+    Injection("engine.allocate", "shm full"),
+    Injection("train.update", "kill"),  # finds a staleness bound that is off by one
+    Injection("engine.sample", "partition"),
 ]
 PROMPTS, BOUND = 8, 2
-STEPS_OF_RUN = 24 + 12 * FAULTS
+STEPS_OF_RUN = 20 + 12 * FAULTS
 
 CONFIG = f"""
 steps = {STEPS_OF_RUN}
 warmup_steps = 5
 eval_every = {STEPS_OF_RUN}
 eval_prompts = 4
-save_every = 4
+save_every = 2
 mode = "async"
 max_staleness = {BOUND}
 diagnose_every = 0
@@ -54,34 +55,28 @@ max_model_len = 16
 """
 
 
-@pytest.mark.timeout(300 + 60 * FAULTS)
+@pytest.mark.timeout(900 + 60 * FAULTS)
 def test_a_run_under_faults_keeps_every_promise(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
     run = ChaosRun(tmp_path / "run.toml", tmp_path / "chaos", seed=0)
     try:
         done = run.run([*MUST, *drawn(FAULTS, seed=0)], print)
-        assert run.finish(time.monotonic() + 150), (tmp_path / "chaos" / "train.log").read_text()[-6000:]
+        assert run.finish(time.monotonic() + 600), (tmp_path / "chaos" / "train.log").read_text()[-6000:]
     finally:
         run.close()
     assert run.problems(BOUND) == []
-    assert {i.outcome for i in done} <= {"recovered", "not reached"}, done
-    assert sum(i.outcome == "recovered" for i in done) >= len(MUST) - 1, done
+    assert [(i.step, i.outcome) for i in done[: len(MUST)]] == [(i.step, "recovered") for i in MUST]
     steps = [r for r in read_records(tmp_path / "chaos" / "run" / resume.LOG) if isinstance(r, StepRecord)]
     assert [record.step for record in steps] == list(range(1, STEPS_OF_RUN + 1))
-    groups = [g["id"] for e in read_history(tmp_path / "chaos").of("rollout.taken") for g in e.facts["groups"]]
+    history = read_history(tmp_path / "chaos")
+    groups = [group["id"] for event in history.of("rollout.taken") for group in event.facts["groups"]]
     assert set(groups) == {f"{step}/{i}" for step in range(1, STEPS_OF_RUN + 1) for i in range(PROMPTS)}
-    for process in psutil.process_iter(["cmdline"]):
-        assert str(tmp_path) not in " ".join(process.info["cmdline"] or ()), process
+    assert {event.step for event in history} == set(STEPS.split())  # so faults can be injected at each of them
 
 
-def test_every_step_is_reached(tmp_path: Path) -> None:
-    """By a training run without faults, so that every one of them can be injected."""
-    (tmp_path / "run.toml").write_text(CONFIG.replace(f"steps = {STEPS_OF_RUN}", "steps = 5"))
-    run = ChaosRun(tmp_path / "run.toml", tmp_path / "chaos", seed=0)
-    try:
-        assert run.finish(time.monotonic() + 150), (tmp_path / "chaos" / "train.log").read_text()[-6000:]
-    finally:
-        run.close()
-    assert {event.step for event in read_history(tmp_path / "chaos")} == set(STEPS.split())
-    assert {i.step for i in exhaustive()} == set(STEPS.split())
+def test_which_faults_are_injected() -> None:
+    assert {injection.step for injection in exhaustive()} == set(STEPS.split())
     assert drawn(50, seed=7) == drawn(50, seed=7) != drawn(50, seed=8)
+    assert {"corrupt", "shm full", "disk full", "clock jump", "partition", "out of memory", "slow", "kill gateway"} <= {
+        injection.kind for injection in drawn(1000, seed=0)
+    }

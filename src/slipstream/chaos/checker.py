@@ -8,7 +8,8 @@ It knows only the promises, not the code that keeps them:
 - Every token names a version that its engine had committed, and a completion's versions only rise.
 - No group is older than the staleness bound when it is taken.
 - A position in the order of taking always holds the same group with the same tokens, also for a restarted trainer.
-- The trainer takes every position once, counted from where its last checkpoint was; no prompt is at two positions."""
+- The trainer takes every position once, counted from where its last checkpoint was; no prompt is at two positions.
+- A gateway that starts knows every position that a trainer has taken: nothing is acknowledged before it is on disk."""
 
 from __future__ import annotations
 
@@ -21,25 +22,38 @@ from slipstream.chaos.history import History
 
 def check(history: History, max_staleness: int) -> list[str]:
     """Return the promises that were broken; empty if none was."""
-    return [*_updates(history), *_versions(history), *_groups(history, max_staleness), *_positions(history)]
+    return [
+        *_updates(history),
+        *_versions(history),
+        *_groups(history, max_staleness),
+        *_positions(history),
+        *_durability(history),
+    ]
 
 
 def _updates(history: History) -> Iterator[str]:
-    staged: dict[tuple[int, str], float] = {}
-    first_commit: dict[int, float] = {}
-    for event in history.of("engine.staged", "engine.committed"):
+    called: dict[int, float] = {}
+    """By trainer: when it last called sync."""
+    staged: dict[tuple[int, str], list[float]] = defaultdict(list)
+    committed: dict[int, list[float]] = defaultdict(list)
+    for event in history.of("sync.call", "engine.staged", "engine.committed", "sync.done"):
         version = event.facts["version"]
-        if event.step == "engine.staged":
-            staged.setdefault((version, event.facts["engine"]), event.at)
-        else:
-            first_commit.setdefault(version, event.at)
-    for event in history.of("sync.done"):
-        version = event.facts["version"]
-        for engine in event.facts["engines"]:
-            if version not in first_commit:
-                yield f"a sync acknowledged version {version}, which no engine committed"
-            elif staged.get((version, engine), float("inf")) > first_commit[version]:
-                yield f"version {version} was committed on an engine before {engine} had staged it"
+        match event.step:
+            case "sync.call":
+                called[event.pid] = event.at
+            case "engine.staged":
+                staged[version, event.facts["engine"]].append(event.at)
+            case "engine.committed":
+                committed[version].append(event.at)
+            case _:
+                since = called.get(event.pid, 0.0)
+                first = min((at for at in committed[version] if at > since), default=None)
+                if first is None:
+                    yield f"a sync acknowledged version {version}, which no engine committed"
+                    continue
+                for engine in event.facts["engines"]:
+                    if not any(since < at < first for at in staged[version, engine]):
+                        yield f"version {version} was committed on an engine before {engine} had staged it"
 
 
 def _versions(history: History) -> Iterator[str]:
@@ -111,6 +125,18 @@ def _positions(history: History) -> Iterator[str]:
             if held.setdefault(number, found) != found:
                 yield f"position {number} held group {held[number][0]}, and later {group['id']} or other tokens"
     yield from _repeated({position: id for position, (id, _) in held.items()})
+
+
+def _durability(history: History) -> Iterator[str]:
+    taken = 0
+    for event in history.of("rollout.taken", "launch.gateway"):
+        if event.step == "rollout.taken":
+            taken = max(taken, event.facts["after"] + len(event.facts["groups"]))
+        elif event.facts["position"] < taken:
+            yield (
+                f"the trainer had taken {taken} groups, and a gateway that started later (pid {event.pid}) knew of "
+                f"{event.facts['position']}"
+            )
 
 
 def _repeated(ids: dict[int, Any]) -> Iterator[str]:

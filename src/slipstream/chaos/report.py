@@ -17,12 +17,11 @@ def table(injections: Sequence[Injection]) -> str:
         rows[injection.step].append(injection)
     lines = ["| step | process | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 2) + "|"]
     for step, found in rows.items():
-        process = step.partition(".")[2] if step.startswith("any.") else role_of(step)
         cells = []
         for kind in kinds:
             counts = Counter(i.outcome for i in found if i.kind == kind)
             cells.append(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-        lines.append(f"| {step} | {process} | " + " | ".join(cells) + " |")
+        lines.append(f"| {step} | {role_of(step)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -31,8 +30,7 @@ def recovery(injections: Sequence[Injection]) -> str:
     by_fault = defaultdict(list)
     for injection in injections:
         if injection.outcome == "recovered":
-            process = injection.step.partition(".")[2] if injection.step.startswith("any.") else role_of(injection.step)
-            by_fault[process, injection.kind].append(injection.seconds)
+            by_fault[injection.role, injection.kind.removesuffix(f" {injection.role}")].append(injection.seconds)
     lines = ["| process | fault | count | p50 | p99 |", "|---|---|---|---|---|"]
     for (process, kind), seconds in sorted(by_fault.items()):
         ordered = sorted(seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.chaos.injection import ChaosRun, Injection
@@ -14,39 +14,49 @@ FINISH_SECONDS = 600.0
 
 
 def run_rounds(
-    config: Path, overrides: Sequence[str], max_staleness: int, injections: Sequence[Injection], seed: int, out: Path
+    config: Path,
+    overrides: Sequence[str],
+    max_staleness: int,
+    plan: Callable[[int, int], Sequence[Injection]],
+    total: int,
+    seed: int,
+    out: Path,
+    minutes: float = float("inf"),
 ) -> int:
-    """Inject the faults, starting another training run whenever one has finished. Prints and writes a report; returns the
-    exit code."""
+    """Inject `total` faults, starting another training run whenever one has finished or is stuck. `plan` returns the faults for
+    a run, given its number and how many faults are done. Prints and writes a report; returns the exit code."""
     started, done, problems, rounds, restarts = time.monotonic(), list[Injection](), list[str](), 0, 0
-    while len(done) < len(injections) and not problems:
-        directory = out.resolve() / f"round-{rounds}"
-        run = ChaosRun(config, directory, seed + rounds, overrides)
+    until = started + 60 * minutes
+    while len(done) < total and time.monotonic() < until:
+        run = ChaosRun(config, out.resolve() / f"round-{rounds}", seed + rounds, overrides)
         try:
-            found = run.run(injections[len(done) :], lambda injection: _show(injection, len(injections)))
-            done += found
-            problems += [
-                f"{i.step}: {i.kind}: no groups after {i.seconds:.0f} s" for i in found if i.outcome == "stuck"
-            ]
-            if not problems and not run.finish(time.monotonic() + FINISH_SECONDS):
-                problems.append(f"the run did not finish within {FINISH_SECONDS:g} s after its last fault")
+            found = run.run(plan(rounds, len(done)), _show, until)
+            broken = [f"{i.step}: {i.kind}: no groups after {i.seconds:.0f} s" for i in found if i.outcome == "stuck"]
+            if not broken and not run.finish(time.monotonic() + FINISH_SECONDS):
+                broken.append(f"the run did not finish within {FINISH_SECONDS:g} s after its last fault")
         finally:
             run.close()
-        restarts += run.restarts
-        problems += [f"round {rounds}: {problem}" for problem in run.problems(max_staleness)]
-        rounds += 1
-        if not found:
-            problems.append(f"round {rounds - 1}: the run ended before a fault could be injected; give it more steps")
+        broken += run.problems(max_staleness)
+        problems += [f"run {rounds} (seed {seed + rounds}, {len(found)} faults): {problem}" for problem in broken]
+        restarts, rounds, done = restarts + run.restarts, rounds + 1, done + found
+        if not found and time.monotonic() < until:
+            problems.append(f"run {rounds - 1} ended before a fault could be injected; give it more steps")
+            break
     report = "\n".join(
         [
-            f"{len(done)} faults, seed {seed}, {rounds} runs, {restarts} trainer restarts, "
+            f"{len(done)} faults, seeds {seed} to {seed + rounds - 1}, {rounds} runs, {restarts} trainer restarts, "
             f"{time.monotonic() - started:.0f} s on {platform.node()} ({platform.machine()})",
             "",
             table(done),
             "",
             recovery(done),
             "",
-            *([f"BROKEN: {problem}" for problem in problems] or ["every promise was kept"]),
+            *(
+                [f"BROKEN: {problem}" for problem in problems]
+                or ["Every promise was kept, and nothing was left behind."]
+            ),
+            "",
+            f"Run `slipstream chaos {config.name} --seed SEED --faults COUNT` injects the faults of one run again.",
             "",
         ]
     )
@@ -55,5 +65,5 @@ def run_rounds(
     return bool(problems)
 
 
-def _show(injection: Injection, total: int) -> None:
-    print(f"{injection.step:20} {injection.kind:10} {injection.outcome} {injection.seconds:6.2f} s", flush=True)
+def _show(injection: Injection) -> None:
+    print(f"{injection.step:20} {injection.kind:14} {injection.outcome} {injection.seconds:6.2f} s", flush=True)

@@ -18,20 +18,31 @@ def chaos(
     every_step: Annotated[
         bool, typer.Option("--every-step", help="Every fault at every step, instead of a random draw.")
     ] = False,
+    at: Annotated[str, typer.Option(metavar="TEXT", help="Only faults at steps whose name contains this.")] = "",
+    minutes: Annotated[float, typer.Option(help="Inject no more faults after this time.")] = float("inf"),
     out: Annotated[Path, typer.Option(help="Directory for runs, histories and the report.")] = Path("chaos"),
 ) -> None:
     """Inject faults into a training run and check its promises.
 
-    Processes are killed, frozen, slowed and made to fail at named steps of
-    updates, rollouts and launches. An independent checker then reads the
-    history: every group is taken once, none is too old, one version is one
-    set of weights. The exit code is 1 if a promise was broken.
+    Processes are killed, frozen, slowed, cut off and made to fail at named
+    steps of updates, rollouts and launches. An independent checker then reads
+    the history: every group is taken once, none is too old, one version is one
+    set of weights, nothing is left behind. The exit code is 1 if a promise was
+    broken.
     """
-    from slipstream.chaos.injection import drawn, exhaustive
+    from slipstream.chaos.injection import Injection, drawn, exhaustive
     from slipstream.chaos.rounds import run_rounds
     from slipstream.config import load
     from slipstream.rl.config import TrainConfig
 
     settings = load(TrainConfig, config, overrides or [])
-    injections = exhaustive() if every_step else drawn(faults, seed)
-    raise typer.Exit(run_rounds(config, overrides or [], settings.bound, injections, seed, out))
+    every = [injection for injection in exhaustive() if at in injection.step]
+    total = len(every) if every_step else faults
+
+    def plan(round: int, done: int) -> list[Injection]:
+        """Return the faults for a run. Drawn ones depend on its seed alone, so that it can be replayed by itself."""
+        if every_step:
+            return every[done:]
+        return [injection for injection in drawn(total * 100, seed + round) if at in injection.step][: total - done]
+
+    raise typer.Exit(run_rounds(config, overrides or [], settings.bound, plan, total, seed, out, minutes))

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.errors import ChecksumMismatch, PlanMismatch, UnknownVersion, UpdateInProgress, VersionError
+from slipstream.runtime.failpoints import step
 from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.dlpack import DLPackView
 from slipstream.types import Destinations, Offer, Parameter, StageReport
@@ -308,6 +309,8 @@ class Inbox(UpdateReceiver):
         for slot, receiver in self._ranks[rank].receivers.items():
             in_slot = {i: c for i, c in expected.items() if update.slots[moves[i].parameter] == slot}
             self._ranks[rank].writers[slot].update(moves[i].sender for i in in_slot)
+            if in_slot:
+                step("engine.verify", memory=self._ranks[rank].pieces[slot][min(in_slot)], version=update.version)
             for index, received in receiver.checksums(in_slot).items():
                 if update.hashed and received != in_slot[index]:
                     raise ChecksumMismatch(

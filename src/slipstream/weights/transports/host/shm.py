@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.errors import TransferError
+from slipstream.runtime.failpoints import step
 from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.rank_image import align_up
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
@@ -46,6 +47,7 @@ class ShmReceiver(InPlaceReceiver):
         nonce, start = secrets.token_bytes(_NONCE_BYTES), _image_start(num_pieces)
         fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
+            step("engine.allocate", bytes=start + size)
             # Allocate the pages now. With a sparse file, running out of shared memory is a SIGBUS during a copy.
             os.posix_fallocate(fd, 0, start + size)
             memory = mmap.mmap(fd, start + size)
@@ -106,13 +108,16 @@ def _image_start(num_pieces: int) -> int:
 
 def sweep() -> list[Path]:
     """Remove segments whose owner is dead and return their paths. Safe at any time, in any process."""
-    removed = []
-    for path in directory().glob(f"slipstream-{os.getuid()}-{_pid_namespace()}-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and process_start_time(int(match["pid"])) != int(match["started"]):
-            path.unlink(missing_ok=True)
-            removed.append(path)
-    return removed
+    dead = [path for path, pid, started in segments() if process_start_time(pid) != started]
+    for path in dead:
+        path.unlink(missing_ok=True)
+    return dead
+
+
+def segments() -> list[tuple[Path, int, int]]:
+    """Return the segments of this user: path, and pid and start time of the owner."""
+    paths = directory().glob(f"slipstream-{os.getuid()}-{_pid_namespace()}-*")
+    return [(p, int(match["pid"]), int(match["started"])) for p in paths if (match := _NAME.fullmatch(p.name))]
 
 
 def _pid_namespace() -> int:
