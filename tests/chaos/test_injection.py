@@ -19,6 +19,7 @@ from slipstream.runtime.failpoints import STEPS
 FAULTS = int(os.environ.get("SLIPSTREAM_CHAOS_FAULTS", "0"))
 MUST = [
     Injection("engine.stage", "delay"),  # finds a commit before all engines have staged
+    Injection("gateway.committed", "error"),  # finds a version that is made twice
     Injection("gateway.start", "clock jump"),
     Injection("engine.verify", "corrupt"),
     Injection("rollout.taken", "kill gateway"),  # finds a take that is acknowledged before it is on disk

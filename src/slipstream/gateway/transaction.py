@@ -99,17 +99,18 @@ class FleetUpdate:
 
     async def _finish_commit(self, version: int, done: Iterable[str], failed: Mapping[str, SlipstreamError]) -> None:
         """Record a commit. Engines that failed it become stale; they must roll back to accept a later update."""
+        committed = list(done)
+        is_new = version != self._registry.version  # a repair brings the present version to engines that lack it
+        if committed:  # first of all: whatever fails from here on, engines serve this version
+            self._registry.commit(version, committed)
         answering = [name for name, error in failed.items() if not isinstance(error, DeadlineExceeded)]
         await self._roll_back(version, answering)
-        committed = list(done)
         failpoints.step("gateway.committed", version=version, engines=committed)
         if not committed:
             raise self._not_done(version, failed)
         for name, error in failed.items():
             log.warning("engine %s did not commit version %d: %s", name, version, error)
         self._move_requests(failed)
-        is_new = version != self._registry.version  # a repair brings the present version to engines that lack it
-        self._registry.commit(version, committed)
         if is_new and self._on_commit is not None:
             self._on_commit(version)
         failpoints.step("gateway.recorded", version=version, engines=committed)
