@@ -18,9 +18,11 @@ from slipstream.runtime.failpoints import STEPS
 
 FAULTS = int(os.environ.get("SLIPSTREAM_CHAOS_FAULTS", "0"))
 MUST = [
-    Injection("engine.stage", "delay"),  # finds a commit before all engines have staged
-    Injection("gateway.committed", "error"),  # finds a version that is made twice
     Injection("gateway.start", "clock jump"),
+    Injection("train.save", "delay"),
+    Injection("train.saved", "delay"),
+    Injection("engine.stage", "delay"),  # finds a commit before all engines have staged; needs a few quiet syncs before it
+    Injection("gateway.committed", "error"),  # finds a version that is made twice
     Injection("engine.verify", "corrupt"),
     Injection("rollout.taken", "kill gateway"),  # finds a take that is acknowledged before it is on disk
     Injection("engine.allocate", "shm full"),
@@ -49,6 +51,7 @@ digits = 2
 prompts = {PROMPTS}
 group = 4
 max_tokens = 4
+entropy_weight = 0.01  # every update changes the weights, whatever the rewards are
 
 [engine]
 max_num_seqs = 64
@@ -72,6 +75,7 @@ def test_a_run_under_faults_keeps_every_promise(tmp_path: Path) -> None:
     history = read_history(tmp_path / "chaos")
     groups = [group["id"] for event in history.of("rollout.taken") for group in event.facts["groups"]]
     assert set(groups) == {f"{step}/{i}" for step in range(1, STEPS_OF_RUN + 1) for i in range(PROMPTS)}
+    assert len({event.facts["digest"] for event in history.of("engine.committed")}) >= STEPS_OF_RUN
     assert {event.step for event in history} == set(STEPS.split())  # so faults can be injected at each of them
 
 
