@@ -54,6 +54,14 @@ def test_a_history_that_keeps_every_promise() -> None:
     assert check(history(good()), 1) == []
 
 
+def test_a_take_that_failed_is_repeated() -> None:
+    events = good()
+    events[13:13] = [[TRAINER, "rollout.taken", {"fault": "error"}], copy.deepcopy(events[12])]
+    assert check(history(events), 1) == []
+    del events[13]
+    assert check(history(events), 1) == [f"the trainer (pid {TRAINER}) took from position 0 after it had reached 2"]
+
+
 def swap(first: int, second: int) -> Callable[[list[list[Any]]], None]:
     def change(events: list[list[Any]]) -> None:
         events[first], events[second] = events[second], events[first]

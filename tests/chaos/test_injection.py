@@ -21,7 +21,9 @@ MUST = [
     Injection("gateway.start", "clock jump"),
     Injection("train.save", "delay"),
     Injection("train.saved", "delay"),
-    Injection("engine.stage", "delay"),  # finds a commit before all engines have staged; needs a few quiet syncs before it
+    Injection(
+        "engine.stage", "delay"
+    ),  # finds a commit before all engines have staged; needs a few quiet syncs before it
     Injection("gateway.committed", "error"),  # finds a version that is made twice
     Injection("engine.verify", "corrupt"),
     Injection("rollout.taken", "kill gateway"),  # finds a take that is acknowledged before it is on disk

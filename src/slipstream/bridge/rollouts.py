@@ -103,9 +103,9 @@ class Rollouts:
             except (DeadlineExceeded, NotReady):
                 self._version = 0  # its sync may have failed: next time take for the version that serves
                 raise
-        self.position = groups[-1].position
         if is_recording():
             step("rollout.taken", after=after, groups=[_facts(group) for group in groups])
+        self.position = groups[-1].position  # last: a call that fails has taken nothing
         return groups
 
     def expect(self, version: int, count: int | None = None) -> None:

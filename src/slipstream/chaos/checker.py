@@ -110,8 +110,14 @@ def _spans(name: str, spans: list[list[int]], length: int) -> Iterator[str]:
 def _positions(history: History) -> Iterator[str]:
     held: dict[int, tuple[str, str]] = {}
     """By position: id and tokens of the group that was taken there first."""
-    trainer, reached = 0, 0
-    for event in history.of("rollout.taken"):
+    trainer = reached = after = 0
+    for event in history:
+        if event.step != "rollout.taken":
+            continue
+        if event.is_fault:
+            if event.facts["fault"] == "error":  # the call has failed and taken nothing
+                reached = after
+            continue
         after, groups = event.facts["after"], event.facts["groups"]
         if event.pid == trainer and after != reached:
             yield f"the trainer (pid {trainer}) took from position {after} after it had reached {reached}"
