@@ -455,6 +455,8 @@ def test_what_the_trainer_has_saved_is_not_kept(tmp_path: Path) -> None:
         assert len(again.taken(4, 10)) == 2 and again.accept(prompts("a")) == []  # it was, and stays, accepted
         size = again._db.execute("SELECT count(*) FROM samples").fetchone()
         assert size == (4,)
+        kept = [id for (id,) in again._db.execute("SELECT id FROM groups WHERE length(request) ORDER BY number")]
+        assert kept == ["e", "f"]
 
     asyncio.run(main())
 

@@ -7,7 +7,7 @@
     rollouts.expect(bridge.version + 1)            request the next groups while that version is being synced
     bridge.sync(params)
     position = rollouts.position                   save it; after a crash, continue behind it
-    rollouts.saved(position)                       earlier completions may be deleted
+    rollouts.saved(position)                       earlier prompts and completions may be deleted
 
 `submit` and `take` are idempotent, and `expect` is optional. While the gateway is gone, calls wait for it; its journal keeps
 what it accepted."""
@@ -142,7 +142,7 @@ class Rollouts:
             self._cancel_expected()
 
     def saved(self, position: int) -> None:
-        """Promise never to continue from before this position. The next `take` deletes the completions up to it."""
+        """Promise never to continue from before this position. The next `take` deletes prompts and completions up to it."""
         if position > self.position:
             raise RolloutError(f"position {position} is not taken yet; the last taken position is {self.position}")
         self._saved = max(self._saved, position)

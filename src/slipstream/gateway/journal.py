@@ -201,7 +201,7 @@ class Journal:
             number = self.num_groups()
             for id, (request, num_samples) in requests.items():
                 rows = self._rows("SELECT request FROM groups WHERE id = ?", id)
-                if rows and rows[0][0] != request:
+                if rows and rows[0][0] not in (request, b""):  # empty if forgotten
                     raise RequestError(
                         f"a prompt with id {id!r} was accepted before with other tokens or sampling params; give every prompt "
                         "its own id"
@@ -374,11 +374,14 @@ class Journal:
         return int(self.fact("forgotten") or 0)
 
     def forget(self, position: int) -> None:
-        """Delete completions up to a position that the trainer has saved. The history keeps their events."""
-        if position <= self.forgotten:
+        """Delete prompts and completions up to a position that the trainer has saved. The history keeps their events."""
+        if position <= (forgotten := self.forgotten):
             return
         with self._transaction():
-            self._run("DELETE FROM samples WHERE number IN (SELECT number FROM takes WHERE position <= ?)", position)
+            taken = "number IN (SELECT number FROM takes WHERE position > ? AND position <= ?)"
+            self._run(f"DELETE FROM samples WHERE {taken}", forgotten, position)
+            for row in self._groups(f"WHERE {taken}", forgotten, position):
+                self._update(row, request=b"")
             self._set_fact("forgotten", str(position))
 
     def restore(self, rows: Mapping[str, Iterable[Sequence[Any]]], losses: str) -> None:
@@ -428,7 +431,8 @@ class Journal:
     def _update(self, row: _GroupRow, **changes: Any) -> _GroupRow:
         row = row._replace(**changes)
         self._run(
-            "UPDATE groups SET attempt = ?, state = ?, error = ?, checksum = ? WHERE number = ?",
+            "UPDATE groups SET request = ?, attempt = ?, state = ?, error = ?, checksum = ? WHERE number = ?",
+            row.request,
             row.attempt,
             row.state,
             row.error,
