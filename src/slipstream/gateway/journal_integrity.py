@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,19 +112,26 @@ def find_damage(db: sqlite3.Connection, mark: Mark | None, history: bool = False
     return problems
 
 
+def checked_rows(table: str, rows: Iterable[Sequence[Any]]) -> Iterator[tuple[list[Any], bool]]:
+    """Yield the values of each row, and whether its checksum, which is the last of them, matches the others."""
+    previous = 0
+    for *values, checksum in rows:
+        covered = (previous, *values) if table == "events" else values
+        yield values, seal(*covered) == checksum
+        previous = checksum
+
+
 def _intact(db: sqlite3.Connection, table: str, problems: list[str]) -> list[tuple[Any, ...]]:
     """Return a table's rows, with sizes in place of blobs, and add the damaged ones to `problems`."""
     columns, title = COLUMNS[table], _TITLES[table]
     rows: list[tuple[Any, ...]] = []
-    num_damaged = previous = 0
+    num_damaged = 0
     try:
-        for *values, checksum in db.execute(f"SELECT {', '.join(columns)}, checksum FROM {table} ORDER BY 1, 2"):
-            covered = (previous, *values) if table == "events" else values
-            if seal(*covered) != checksum:
-                num_damaged += 1
-                if num_damaged <= MAX_SHOWN:
-                    problems.append(f"{title.format(*values)} does not match its checksum")
-            previous = checksum
+        query = f"SELECT {', '.join(columns)}, checksum FROM {table} ORDER BY 1, 2"
+        for values, is_intact in checked_rows(table, db.execute(query)):
+            num_damaged += not is_intact
+            if not is_intact and num_damaged <= MAX_SHOWN:
+                problems.append(f"{title.format(*values)} does not match its checksum")
             if table != "events":
                 rows.append(tuple(len(value) if isinstance(value, bytes) else value for value in values))
     except sqlite3.Error as error:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from slipstream.errors import ConfigError, JournalDamaged
 from slipstream.gateway.journal import Journal
-from slipstream.gateway.journal_integrity import COLUMNS, Mark, find_damage, mark_path, open_for_reading, seal
+from slipstream.gateway.journal_integrity import COLUMNS, Mark, checked_rows, find_damage, mark_path, open_for_reading
 
 FILE = "journal.sqlite"
 
@@ -83,12 +83,9 @@ def _intact_rows(db: sqlite3.Connection, table: str) -> Iterator[_Row]:
                 found[rowid] = tuple(row)
         except sqlite3.Error:
             continue
-    previous = 0
-    for _, (*values, checksum) in sorted(found.items()):
-        covered = (previous, *values) if table == "events" else values
-        if seal(*covered) == checksum:
+    for values, is_intact in checked_rows(table, (found[rowid] for rowid in sorted(found))):
+        if is_intact:
             yield tuple(values)
-        previous = checksum
 
 
 def _without_gaps(rows: dict[str, list[_Row]], mark: Mark) -> list[str]:
