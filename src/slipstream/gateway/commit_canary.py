@@ -6,12 +6,11 @@ two engines, all of them are reported as suspect and stay in use."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
 from slipstream.engines import canary
-from slipstream.errors import EngineFailure, SlipstreamError
+from slipstream.errors import SlipstreamError
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.engine_watch import EngineWatch
@@ -39,8 +38,8 @@ class CommitCanary:
     def _members(self) -> list[Member]:
         """The engines that can answer at once. One that has generated nothing yet would first compile its programs, and hold up
         the next update meanwhile; it is asked after its first requests."""
-        ready = [m for m in self._registry.alive() if self._registry.state(m) == "ready" and not m.is_paused]
-        return [m for m in ready if m.info.vocab_size and self._links[m.info.name].has_answered]
+        members = self._registry.answering()
+        return [m for m in members if m.info.vocab_size and self._links[m.info.name].has_answered]
 
     def _is_due(self) -> bool:
         members, version = self._members(), self._registry.version
@@ -88,13 +87,7 @@ class CommitCanary:
             sampling=[pb.Sampling(max_tokens=1, temperature=0, top_p=1, n=1, ignore_eos=True)],
             requests=[pb.Request(id="canary", tokens=pb.TokenIds(ids=prompt))],
         )
-        async with contextlib.aclosing(self._links[engine].results(request)) as batches:
-            async for results in batches:
-                if results.completions:
-                    return results.completions[0]
-                if results.failures:
-                    raise EngineFailure(results.failures[0].error.message)
-        raise EngineFailure("it ended the call without an answer")
+        return await self._links[engine].completion(request)
 
     async def close(self) -> None:
         if self._task is not None:

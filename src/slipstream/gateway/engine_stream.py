@@ -22,6 +22,7 @@ import grpc
 
 from slipstream.errors import (
     DeadlineExceeded,
+    EngineFailure,
     EngineLost,
     GatewayLost,
     NameInUse,
@@ -95,6 +96,18 @@ class EngineLink:
                 self._generating.discard(message.call)
                 if not done and self._lost is None:
                     self.outgoing.put_nowait(pb.ToEngine(call=message.call, cancel=pb.Cancel()))
+
+    async def completion(self, request: pb.GenerateRequest) -> pb.Completion:
+        """Return the completion of a request for one sample. Raises `EngineFailure` if it fails."""
+        rows: list[pb.Completion] = []
+        async with contextlib.aclosing(self.results(request)) as batches:
+            async for results in batches:
+                if results.failures:
+                    raise EngineFailure(results.failures[0].error.message)
+                rows += results.completions
+        if len(rows) != 1:
+            raise EngineFailure(f"it answered with {len(rows)} completions")
+        return rows[0]
 
     def interrupt(self, error: SlipstreamError) -> None:
         """End all generations with an error, here and on the engine."""

@@ -12,7 +12,6 @@ finished with that version and no trainer has taken. It still takes part in upda
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -164,11 +163,8 @@ class EngineWatch:
 
     def _judges(self, engine: str) -> Sequence[str]:
         """Return the least loaded engines that can give an opinion on another's results."""
-        names = [m.info.name for m in self._registry.alive() if m.info.name != engine and self._can_answer(m)]
+        names = [m.info.name for m in self._registry.answering() if m.info.name != engine]
         return sorted(names, key=lambda name: self._links[name].load)[:JUDGES]
-
-    def _can_answer(self, member: Member) -> bool:
-        return self._registry.state(member) == "ready" and not member.is_paused
 
     async def _opinion(self, judge: str, row: pb.Completion) -> _Opinion | None:
         """Compare a completion with an engine's scores of its tokens; None if that says nothing about it."""
@@ -213,7 +209,7 @@ class EngineWatch:
         name, quarantine = member.info.name, member.quarantine
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                fault = await self._canary(name)
+                fault = await self._probe_fault(name)
         except TimeoutError:
             fault = f"it did not answer a probe within {PROBE_SECONDS:g} s"
         except SlipstreamError as error:
@@ -229,7 +225,7 @@ class EngineWatch:
             self._decide("release", name, f"it passed a probe. It was quarantined: {quarantine.reason}")
             quarantine.passed(time.monotonic())
 
-    async def _canary(self, engine: str) -> str:
+    async def _probe_fault(self, engine: str) -> str:
         """Have an engine generate a few tokens, and others score them. Return what is wrong with them."""
         info = self._registry.get(engine).info
         limit = info.vocab_size - 1 if info.vocab_size else max(PROBE_PROMPT)
@@ -238,18 +234,11 @@ class EngineWatch:
             requests=[pb.Request(id="probe", seed=PROBE_SEED)],
         )
         request.requests[0].tokens.ids.extend(min(token, limit) for token in PROBE_PROMPT)
-        rows: list[pb.Completion] = []
-        async with contextlib.aclosing(self._links[engine].results(request)) as batches:
-            async for results in batches:
-                if results.failures:
-                    return f"it failed a probe: {results.failures[0].error.message}"
-                rows += results.completions
-        if len(rows) != 1:
-            return f"it answered a probe with {len(rows)} completions"
-        if fault := fault_in_completion(rows[0], info.vocab_size):
+        row = await self._links[engine].completion(request)
+        if fault := fault_in_completion(row, info.vocab_size):
             return f"it answered a probe with {fault}"
         for judge in (engine, *self._judges(engine)):
-            opinion = await self._opinion(judge, rows[0])
+            opinion = await self._opinion(judge, row)
             if opinion is not None and opinion.reason:
                 return f"it answered a probe with {opinion.reason} (scored by {judge!r})"
         return ""

@@ -165,6 +165,10 @@ class Registry:
     def alive(self) -> list[Member]:
         return [m for m in self._members.values() if not m.lost]
 
+    def answering(self) -> list[Member]:
+        """Return the engines that answer at once."""
+        return [m for m in self.alive() if self.state(m) == "ready" and not m.is_paused]
+
     def available(self, only: str = "") -> list[Member]:
         """Return the engines that can take requests, of all or of one.
 
