@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
 import grpc
 
@@ -282,7 +282,7 @@ class GatewayFleet:
         await self._channel.close()
 
     @contextlib.contextmanager
-    def _errors(self, doing: str):  # type: ignore[no-untyped-def]
+    def _errors(self, doing: str) -> Iterator[None]:
         if self._is_closed:
             raise BridgeClosed(f"{doing}: the connection to the gateway at {self.address} was closed; connect again")
         try:

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -128,7 +128,7 @@ class EngineLink:
                 answers.put_nowait(self._lost)
 
     @contextlib.contextmanager
-    def _call(self, message: pb.ToEngine):  # type: ignore[no-untyped-def]
+    def _call(self, message: pb.ToEngine) -> Iterator[asyncio.Queue[pb.FromEngine]]:
         message.call = next(self._call_ids)
         answers = self._calls[message.call] = asyncio.Queue()
         if self._lost is not None:
