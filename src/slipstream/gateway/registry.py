@@ -87,9 +87,8 @@ class Registry:
                     f"{other.info.model}; one gateway serves one model"
                 )
         member = Member(info, now, quarantine=Quarantine(self._quarantined.pop(info.name, "")))
-        if (
-            present is not None
-        ):  # kept, for an engine that its requests kill, or that does not become sound by restarting
+        if present is not None:
+            # An engine that its requests kill, or whose results are wrong, does not become sound by restarting.
             member.breaker, member.quarantine = present.breaker, present.quarantine
             if is_same:
                 member.is_paused = present.is_paused
@@ -225,12 +224,9 @@ class Registry:
             state, speed = self.state(member), speeds.get(member.info.name, 0.0)
             notes["asleep"] = f"asleep: {' and '.join(member.asleep)} released; bridge.wake brings them back"
             notes["quarantined"] = member.quarantine.note(now)
-            slow = (
-                f"slow: {speed:.0%} of the speed of its peers, and as much of the work"
-                if member.is_slow and speed
-                else ""
-            )
-            note = member.lost or notes.get(state, "") or member.breaker.note(now) or slow
+            note = member.lost or notes.get(state, "") or member.breaker.note(now)
+            if not note and member.is_slow and speed:
+                note = f"slow: {speed:.0%} of the speed of its peers, and as much of the work"
             rows.append(
                 EngineStatus(
                     info=member.info,
