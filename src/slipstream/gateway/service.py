@@ -76,7 +76,7 @@ class Service(GatewayServicer):
             if time.monotonic() > due + seconds:
                 continue  # this process was stopped or busy: heartbeats have arrived that were not read yet
             for name in self._registry.expire(time.monotonic()):
-                self._lose(name, f"no heartbeat for {self._registry.lease_seconds:g} s")
+                self._lose(name, self._registry.get(name).lost)
             for name in self._registry.forget(time.monotonic()):
                 self._links.pop(name, None)
             self._watch.start_probes()
