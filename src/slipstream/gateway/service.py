@@ -99,7 +99,7 @@ class Service(GatewayServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.Results]:
-        async with _typed_errors(context), contextlib.aclosing(self.generate(request, context.peer())) as batches:
+        async with _TypedErrors(context), contextlib.aclosing(self.generate(request, context.peer())) as batches:
             async for results in batches:
                 yield results
 
@@ -112,21 +112,20 @@ class Service(GatewayServicer):
                     yield results
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
-        async with _typed_errors(context):
+        async with _TypedErrors(context):
             with self._admission.ticket(context.peer()) as ticket:
                 ticket.take(len(request.sequences), request.ByteSize())
                 return await score(self._registry, self._links, self._watch, request, SCORE_SECONDS)
-        raise AssertionError("aborted above")
 
     async def Control(self, request: pb.ControlRequest, context: grpc.aio.ServicerContext) -> pb.ControlReply:
-        async with _typed_errors(context):
-            names = [request.engine] if request.engine else [m.info.name for m in self._registry.alive()]
-            if not names:
+        async with _TypedErrors(context):
+            members = [self._registry.get(request.engine)] if request.engine else self._registry.alive()
+            if not members:
                 raise self._registry.not_ready()
-            links = {name: self._links[self._registry.get(name).info.name] for name in names}
+            links = {member.info.name: self._links[member.info.name] for member in members}
             seconds, verb = request.timeout_seconds, request.control.WhichOneof("verb")
             if verb == "pause":  # before the answers: an engine that does not answer may have paused
-                self._registry.set_paused(names, True)
+                self._registry.set_paused(links, True)
 
             def on_done(names: Collection[str]) -> None:
                 if verb == "resume":
@@ -134,14 +133,12 @@ class Service(GatewayServicer):
 
             timeout = seconds if 0 < seconds < MAX_STEP_SECONDS else MAX_STEP_SECONDS
             return await control(links, request.control, timeout, on_done)
-        raise AssertionError("aborted above")
 
     async def Quarantine(self, request: pb.QuarantineRequest, context: grpc.aio.ServicerContext) -> pb.QuarantineReply:
-        async with _typed_errors(context):
+        async with _TypedErrors(context):
             since = request.since if request.HasField("since") else None
             self._watch.quarantine(request.engine, request.reason or "no reason given", since, needs_weights=True)
             return pb.QuarantineReply()
-        raise AssertionError("aborted above")
 
     async def Update(self, messages: AsyncIterator[pb.UpdateMessage], context: grpc.aio.ServicerContext) -> None:
         try:
@@ -154,7 +151,7 @@ class Service(GatewayServicer):
                 await context.write(pb.UpdateReply(error=convert.error_to_pb(refused)))
             return
         try:
-            async with _typed_errors(context):
+            async with _TypedErrors(context):
                 async for message in messages:
                     await context.write(await group.handle(process.index, message))
         finally:
@@ -186,13 +183,12 @@ class Service(GatewayServicer):
     # --- rollouts ---
 
     async def Submit(self, request: pb.SubmitRequest, context: grpc.aio.ServicerContext) -> pb.SubmitReply:
-        async with _typed_errors(context):
+        async with _TypedErrors(context):
             queue = self._queue(request.bound)
             return pb.SubmitReply(num_new=queue.submit(prompts_by_id(convert.requests_from_pb(request.prompts))))
-        raise AssertionError("aborted above")
 
     async def Take(self, request: pb.TakeRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TakenGroup]:
-        async with _typed_errors(context):
+        async with _TypedErrors(context):
             queue = self._queue(request.bound)
             timeout = min(request.timeout_seconds, MAX_TAKE_SECONDS)
             groups = await queue.take(
@@ -237,7 +233,7 @@ class Service(GatewayServicer):
     # --- engines ---
 
     async def Attach(self, messages: AsyncIterator[pb.FromEngine], context: grpc.aio.ServicerContext) -> None:
-        async with _typed_errors(context):
+        async with _TypedErrors(context):
             first = await anext(messages, None)
             if first is None or not first.HasField("register"):
                 raise ProtocolMismatch("an engine's first message must register it")
@@ -266,12 +262,9 @@ class Service(GatewayServicer):
                         if part.HasField("memory"):
                             self._registry.set_asleep(info.name, convert.memory_from_pb(part.memory).asleep)
                         elif part.HasField("heartbeat"):
-                            heartbeat = part.heartbeat
-                            member.looked_up_tokens, member.hit_tokens = (
-                                heartbeat.looked_up_tokens,
-                                heartbeat.hit_tokens,
-                            )
-                            if heartbeat.version < 0:
+                            member.looked_up_tokens = part.heartbeat.looked_up_tokens
+                            member.hit_tokens = part.heartbeat.hit_tokens
+                            if part.heartbeat.version < 0:
                                 self._registry.set_empty(info.name)
                         link.deliver(part)
             finally:
@@ -307,13 +300,16 @@ async def _write(link: EngineLink, context: grpc.aio.ServicerContext) -> None:
         await context.write(message)
 
 
-@contextlib.asynccontextmanager
-async def _typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """End the call with the class and text of a Slipstream error. Any other exception is a bug and becomes INTERNAL."""
-    try:
-        yield
-    except SlipstreamError as error:
-        await context.abort(*channels.status_of(error))
-    except OSError as error:
-        unavailable = JournalUnavailable(f"the gateway cannot write to its disk: {error.strerror}; is it full?")
-        await context.abort(*channels.status_of(unavailable))
+class _TypedErrors:
+    """Ends the call with the class and text of a Slipstream error. Any other exception is a bug and becomes INTERNAL."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, SlipstreamError):
+            error = JournalUnavailable(f"the gateway cannot write to its disk: {error.strerror}; is it full?")
+        if isinstance(error, SlipstreamError):
+            await self._context.abort(*channels.status_of(error))
