@@ -16,6 +16,7 @@ from slipstream.rl.algorithm.sharding import mesh_over
 from slipstream.rl.algorithm.train_step import TrainStep, init_state, make_train_step
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimizerConfig, TrainConfig
 from slipstream.rl.data.prompts import SHUFFLE_STREAM
+from slipstream.rl.trainer import checkpoint
 from slipstream.rl.trainer.learner import Learner
 from tests.rl.batches import completion
 from tests.tiny import random_params, tiny_config
@@ -211,3 +212,16 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(batch):
     assert metrics.num_skipped == 1 and np.isfinite(astuple(metrics)).all()
     changed = [not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(state.policy), jax.tree.leaves(PARAMS))]
     assert any(changed) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_a_resumed_learner_runs_the_same_program(batch, tmp_path):
+    """It finds the program in the compilation cache, instead of compiling another one."""
+    learner = Learner(CONFIG, MODEL, PARAMS, SEED)
+
+    def program():
+        return learner._train_step.update.lower(*learner.state, learner.prepare(batch, REWARDS)).as_text()
+
+    before = program()
+    progress = checkpoint.RunProgress(step=1, cursor=1, seed=SEED, version=1, journal=8, recent=(), evaluated=0)
+    learner.load(checkpoint.save(tmp_path, checkpoint.RunState(*learner.state, progress), {}))
+    assert program() == before

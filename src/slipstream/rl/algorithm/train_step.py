@@ -70,10 +70,16 @@ def init_state(policy: Params, model: ModelConfig, config: AlgorithmConfig, mesh
     params = TrainableParams(policy, init_critic(model) if config.recipe.critic else None)
     optimizer = make_optimizer(config.optimizer)
     if mesh is None:
-        return TrainState(params, optimizer.init(params))
+        # Committed to their device, as those of a checkpoint are: otherwise a resumed run compiles another program.
+        return jax.tree.map(_committed, TrainState(params, optimizer.init(params)))
     mesh = sharding.automatic(mesh)
     params = sharding.shard(params, mesh)
     return TrainState(params, sharding.shard(optimizer.init(params), mesh))
+
+
+def _committed(leaf: Any) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return jax.device_put(array, array.sharding)
 
 
 @functools.cache
