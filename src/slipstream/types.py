@@ -9,7 +9,7 @@ import operator
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from slipstream.errors import InvalidPrompt, InvalidSampling, NotReady, SlipstreamError
 
@@ -80,10 +80,14 @@ class SamplingParams:
     """Also return raw logprobs of this many most likely tokens at each position; at most 20."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in bias))
+        object.__setattr__(self, "stop_token_ids", _tuple_of("stop_token_ids", self.stop_token_ids, "token ids"))
+        stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple_of("stop", stop, "texts"))
+        bias: Any = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        pairs = _tuple_of("logit_bias", bias, "pairs of a token id and a number")
+        if any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs):
+            raise InvalidSampling(f"logit_bias maps token ids to finite numbers, got {reprlib.repr(self.logit_bias)}")
+        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in pairs))
         for name, (low, high, advice) in _LIMITS.items():
             value = getattr(self, name)
             if isinstance(low, int):
@@ -137,6 +141,13 @@ class SamplingParams:
             object.__setattr__(other, name, getattr(self, name))
         object.__setattr__(other, "seed", seed)
         return other
+
+
+def _tuple_of(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise InvalidSampling(f"{name} must be a sequence of {what}, got {value!r}; write ({value!r},)") from None
 
 
 MAX_SAMPLES, MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS = 4096, 64, 16, 20
@@ -542,8 +553,6 @@ class SyncReport:
     engines: tuple[EngineSync, ...]
     lost: tuple[str, ...] = ()
     """Engines without the new version: they died before the commit, or failed and were dropped (`drop_failed`)."""
-    best_bytes_per_second: float = 0.0
-    """Speed of the fastest transfer of this bridge so far: an estimate of the link's capacity."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -552,11 +561,6 @@ class SyncReport:
         late = any(engine.transport in ("vllm-nccl", "sglang-gloo") for engine in self.engines)
         seconds = self.send_seconds + self.stage_seconds + (self.commit_seconds if late else 0.0)
         return self.num_bytes / max(seconds, 1e-9)
-
-    @property
-    def link_share(self) -> float:
-        """Speed of this transfer relative to the fastest; 1 if nothing was sent."""
-        return self.bytes_per_second / self.best_bytes_per_second if self.num_bytes else 1.0
 
     @property
     def pause_seconds(self) -> float:

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 def scenario(parameters=1e9, trainer=1, engines=1, tp=1, **work):
     size = int(2 * parameters)
-    found = SyncCost(int(parameters), size, size // tp, size * engines // trainer, 1, 1, size * engines, size // tp)
+    found = SyncCost(int(parameters), size, size // tp, size * engines // trainer, 1, 1, size * engines)
     return Scenario(found, TrainerMesh(trainer), FleetShape(engines, tp), Workload(**work))
 
 

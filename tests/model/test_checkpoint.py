@@ -156,6 +156,14 @@ def test_an_unreadable_file_and_an_empty_directory_say_so(tmp_path: Path) -> Non
         hf_weights.load(tmp_path, config)
 
 
+def test_a_tensor_of_a_type_that_numpy_lacks_is_named(tmp_path: Path) -> None:
+    config, file = tiny_config(), tmp_path / "model.safetensors"
+    header = json.dumps({"lm_head.weight": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: the tensor lm_head\.weight cannot be read"):
+        hf_weights.read_arrays(tmp_path, config)
+
+
 def test_flatten_and_unflatten_are_inverse() -> None:
     tree = {"model": {"layers": [{"w": 1}, {"w": 2}], "norm": 3}, "lm_head": 4}
     flat = {"model.layers.0.w": 1, "model.layers.1.w": 2, "model.norm": 3, "lm_head": 4}

@@ -102,7 +102,6 @@ def _table(title: str, cost: SyncCost, speeds: Sequence[float], choice: Recommen
         ("in buckets of 256 MiB", f"{cost.buckets_per_engine_rank:,}"),
         ("a trainer rank sends", f"{cost.trainer_rank_bytes / 1e9:,.3f} GB"),
         ("total", f"{cost.total_bytes / 1e9:,.1f} GB"),
-        ("an engine rank's extra memory", f"{cost.engine_extra_bytes / 1e9:,.3f} GB"),
         *((f"seconds at {speed:g} GB/s per rank", f"{cost.seconds(speed):,.3f}") for speed in speeds),
     ):
         table.add_row(label, value)

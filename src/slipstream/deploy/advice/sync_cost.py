@@ -59,14 +59,12 @@ class SyncCost:
     model_bytes: int
     """Size of one copy of the model in the engine's dtype."""
     engine_rank_bytes: int
-    """Bytes received by an engine rank: exactly what it holds."""
+    """Bytes received by an engine rank: exactly what it holds. The incoming version needs as much memory again."""
     trainer_rank_bytes: int
     """Bytes sent by a trainer rank to all replicas."""
     moves_per_engine_rank: int
     buckets_per_engine_rank: int
     total_bytes: int
-    engine_extra_bytes: int
-    """Memory for the incoming version, in addition to the weights in use."""
 
     def seconds(self, gigabytes_per_second: float) -> float:
         """Return the duration at this speed per rank and direction, with all ranks transferring at once."""
@@ -106,7 +104,6 @@ def estimate(kinds: Mapping[TensorKind, int], trainer: TrainerMesh, fleet: Fleet
         moves_per_engine_rank=round(max(moves)),
         buckets_per_engine_rank=-(-most // BUCKET_BYTES),
         total_bytes=sent * fleet.replicas,
-        engine_extra_bytes=most,
     )
 
 

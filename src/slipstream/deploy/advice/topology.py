@@ -150,7 +150,7 @@ class Scenario:
         is_mapped = (
             self.work.device == "gpu" and self.work.hosts == 1 and (self.work.engine == "vllm" or self.is_shared)
         )
-        return self.cost.engine_rank_bytes + (0 if is_mapped else self.cost.engine_extra_bytes)
+        return self.cost.engine_rank_bytes * (1 if is_mapped else 2)
 
     @property
     def fits_together(self) -> bool:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from slipstream.errors import MappingError
+from slipstream.errors import ConfigError, MappingError
 from slipstream.model.checkpoints.hf_config import read_config, to_hf
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import family_of, tensors
@@ -62,11 +63,19 @@ def read_arrays(directory: str | Path, config: ModelConfig) -> dict[str, np.ndar
             for stored_name in file.keys():  # noqa: SIM118
                 name = family_of(config).stored_name(stored_name)
                 if name is not None and not is_buffer(name):
-                    stored[name] = file.get_tensor(stored_name)
+                    stored[name] = _read(file, stored_name, path)
     if config.tie_word_embeddings and HEAD in stored:
         _drop_tied_head(stored, directory)
     check_shapes({name: array.shape for name, array in stored.items()}, config, f"the checkpoint {directory}")
     return {spec.name: stored[spec.name] for spec in tensors(config)}
+
+
+def _read(file: Any, name: str, path: Path) -> np.ndarray:
+    try:
+        array: np.ndarray = file.get_tensor(name)
+        return array
+    except (SafetensorError, OSError, AttributeError, TypeError, ValueError) as error:  # also types that numpy lacks
+        raise ConfigError(f"{path}: the tensor {name} cannot be read: {error}") from None
 
 
 def _drop_tied_head(stored: dict[str, np.ndarray], directory: str | Path) -> None:

@@ -118,8 +118,12 @@ def latest(run_dir: Path) -> Path | None:
 def read(directory: Path) -> tuple[RunProgress, dict[str, Any]]:
     """Read the progress and the config of a checkpoint. `CheckpointError` if it is incomplete."""
     described = _complete(directory)
+    return _progress(described), described["config"]
+
+
+def _progress(described: Mapping[str, Any]) -> RunProgress:
     fields = {field.name: described[field.name] for field in dataclasses.fields(RunProgress)}
-    return RunProgress(**fields | {"recent": tuple(fields["recent"])}), described["config"]
+    return RunProgress(**fields | {"recent": tuple(fields["recent"])})
 
 
 def load(directory: Path, params: Any, opt_state: OptState) -> RunState:
@@ -128,7 +132,6 @@ def load(directory: Path, params: Any, opt_state: OptState) -> RunState:
     `params` and `opt_state` are arrays of the same shapes and dtypes, whose values are ignored. The loaded arrays get their
     shardings, which may differ from those at the time of saving."""
     _require_one_process()
-    progress, _ = read(directory)
     described = _complete(directory)
     for name, (_, digest) in described["files"].items():
         if _hash(directory / name) != digest:
@@ -147,7 +150,7 @@ def load(directory: Path, params: Any, opt_state: OptState) -> RunState:
     with _checkpointer() as checkpointer:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted)
         restored = checkpointer.restore((directory / _ARRAYS).absolute(), like)
-    return RunState(restored["params"], restored["opt_state"], progress)
+    return RunState(restored["params"], restored["opt_state"], _progress(described))
 
 
 # --- contents ---------------------------------------------------------------------------------------------------------

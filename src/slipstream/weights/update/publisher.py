@@ -305,7 +305,6 @@ class Publisher:
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._routes: dict[str, _Route] = {}
         self._describe = named_tensors.DescriptionCache(self._options.process_index)
-        self._best_bytes_per_second = 0.0
         # What the routes were made for:
         self._sources: dict[str, SourceTensor] = {}
         self._engines: Sequence[EngineInfo] = ()
@@ -341,7 +340,7 @@ class Publisher:
             routes[name].committed(update.unchanged[name])
         lost = [engine.name for engine in engines if engine.name not in update.commits]
         self._drop(*lost)
-        report = SyncReport(
+        return SyncReport(
             version=version,
             num_bytes=update.num_bytes,
             plan_seconds=planned - start,
@@ -359,8 +358,6 @@ class Publisher:
             ),
             lost=tuple(lost),
         )
-        self._best_bytes_per_second = max(self._best_bytes_per_second, report.bytes_per_second)
-        return replace(report, best_bytes_per_second=self._best_bytes_per_second)
 
     async def verify(self, params: Any, engines: Sequence[EngineInfo], draft: Any = None) -> VerifyReport:
         """Compare the engines' weights with `params`. Raise `Unsupported` if no engine can report its weights."""
