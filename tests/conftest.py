@@ -58,7 +58,7 @@ def few_mappings() -> Iterator[None]:
 
 
 SLOW = """
-    chaos cli/test_cli cli/test_demo deploy/test_fanout deploy/test_faults deploy/test_hosts deploy/test_kill
+    chaos cli/test_cli cli/test_demo deploy/test_elastic deploy/test_fanout deploy/test_faults deploy/test_hosts deploy/test_kill
     deploy/test_lan deploy/test_launch deploy/test_ray deploy/test_rollouts deploy/test_shared_weights
     deploy/test_trainer_group engines/test_attention engines/test_attention_gpu engines/test_determinism
     engines/test_drafts engines/test_embedded engines/test_sampling engines/test_sglang engines/test_smollm2

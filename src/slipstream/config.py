@@ -35,6 +35,10 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_REQUESTS, MAX_BUFFERED_BYTES = 65_536, 1 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WILDCARDS = ("", "0.0.0.0", "::", "*")
+Snapshot: TypeAlias = Literal["reference", "copy", "none"]
+"""What a bridge keeps of a sync, to send it to engines that start or come back before the next one. `reference`: the arrays
+themselves, if they are JAX arrays; donated ones are lost. `copy`: a copy in host memory, made in each sync. `none`: nothing."""
+
 TRANSPORT_NAMES = ("memory", "shm", "tcp", "disk", "cuda", "nccl", "vllm-nccl", "sglang-gloo")
 """Data planes of weights, by the names that a trainer can ask for."""
 
@@ -340,8 +344,12 @@ class SyncOptions:
     """Index of this trainer process, as `jax.process_index()`."""
     process_count: int = 1
     """Number of trainer processes that take part in every sync, as `jax.process_count()`."""
+    snapshot: Snapshot = "reference"
+    """What is kept of a sync for engines that start later."""
 
     def __post_init__(self) -> None:
+        if self.snapshot not in get_args(Snapshot):
+            raise ConfigError(f"snapshot must be one of {', '.join(get_args(Snapshot))}, got {self.snapshot!r}")
         if self.transport is not None:
             name, _, where = checked(self.transport, str, "transport").partition(":")
             if name not in TRANSPORT_NAMES:

@@ -1,4 +1,4 @@
-"""`RecoveringBridge`: pending syncs, retries and repair."""
+"""`RecoveringBridge`: pending syncs and retries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Bridge:
     def __init__(self) -> None:
         self.begun: list[tuple[str, Future[Any]]] = []
         self.synced: list[str] = []
-        self.repaired: list[str] = []
 
     def start_sync(self, params: str, in_flight: str) -> Future[Any]:
         assert all(future.done() for _, future in self.begun), "one at a time"
@@ -28,9 +27,6 @@ class Bridge:
         assert all(future.done() for _, future in self.begun)
         self.synced.append(params)
         return f"report of {params}"
-
-    def repair(self, params: str) -> None:
-        self.repaired.append(params)
 
 
 @pytest.fixture
@@ -76,9 +72,9 @@ def test_permanent_errors_of_a_sync_are_raised(bridge: Bridge, fleet: Recovering
     assert fleet.finish_sync() is None and not bridge.synced
 
 
-def test_repair_uses_the_weights_of_the_pending_sync(bridge: Bridge, fleet: RecoveringBridge) -> None:
+def test_a_started_sync_is_finished_before_a_retry(bridge: Bridge, fleet: RecoveringBridge) -> None:
     fleet.start_sync("one")
-    bridge.begun[0][1].set_result("report of one")
+    bridge.begun[0][1].set_exception(EngineLost("it died"))
     calls = iter([EngineLost("it died"), None])
 
     def call() -> str:
@@ -86,4 +82,4 @@ def test_repair_uses_the_weights_of_the_pending_sync(bridge: Bridge, fleet: Reco
             raise error
         return "done"
 
-    assert fleet.retry(call) == "done" and bridge.repaired == ["one"]
+    assert fleet.retry(call) == "done" and bridge.synced == ["one"]

@@ -12,11 +12,11 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, get_args
 
+from slipstream.bridge.background_repair import BackgroundRepair, UpdateLock
 from slipstream.bridge.fleet import Fleet, with_engines
 from slipstream.bridge.rollouts import Rollouts, Sampling, make_request, per_prompt
 from slipstream.bridge.shared_weights import SharedWeights
@@ -32,7 +32,6 @@ from slipstream.errors import (
     RequestError,
     SlipstreamError,
     Unsupported,
-    UpdateInProgress,
 )
 from slipstream.gateway.staleness import Late, RolloutBound
 from slipstream.runtime import event_loop
@@ -76,7 +75,8 @@ class Bridge:
         self._publisher = Publisher(fleet, self._options)
         self._known_fleet: tuple[tuple[EngineInfo, ...], int] | None = None
         """Engines and version after the last sync, if nothing has questioned them since."""
-        self._syncing = threading.Lock()
+        self._syncing = UpdateLock()
+        self._background = BackgroundRepair(self._is_repair_needed, self._repair_kept, self._syncing)
         self._version = -1
         try:
             self._version = event_loop.run(fleet.refresh())[1]
@@ -102,7 +102,8 @@ class Bridge:
         """Make `params` the policy of every engine, as the next version. Returns once the new version serves.
 
         All engines stage and verify the version before any engine uses it. If one fails, all keep the version they have and
-        the error says why. Tensors that did not change are not sent.
+        the error says why. Tensors that did not change are not sent. An engine that starts or comes back later gets the same
+        version without another call, also during a training step (`SyncOptions.snapshot`).
 
         Args:
             params: A pytree whose leaf paths, joined by dots, are the checkpoint's tensor names.
@@ -134,7 +135,7 @@ class Bridge:
         Until the future is done, `params` must be neither donated nor written to, and no other sync can start. Closing the
         bridge cancels the sync."""
         check_in_flight(in_flight)
-        self._acquire_sync("another sync of this bridge is in progress; run one at a time")
+        self._syncing.acquire("another sync of this bridge is in progress; run one at a time")
         known, self._known_fleet = self._known_fleet, None  # set again on success
 
         async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
@@ -142,6 +143,8 @@ class Bridge:
             expected = None if canary is None else await asyncio.to_thread(TrainerCanary, engines[0], canary)
             report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed, draft)
             self._version = report.version
+            if self._fleet.is_elastic and self._publisher.kept is not None:
+                self._background.start()
             step("sync.done", version=report.version, engines=[sync.engine for sync in report.engines])
             if not report.lost:
                 self._known_fleet = (engines, report.version)
@@ -149,14 +152,9 @@ class Bridge:
 
         return event_loop.start_then(with_engines(self._fleet, publish, "to sync to", known), self._syncing.release)
 
-    def _acquire_sync(self, error: str) -> None:
-        """Keep syncs from starting until `_syncing` is released. Raises `UpdateInProgress` if one is running."""
-        if not self._syncing.acquire(blocking=False):
-            raise UpdateInProgress(error)
-
     @contextlib.contextmanager
     def _without_syncs(self, error: str) -> Iterator[None]:
-        self._acquire_sync(error)
+        self._syncing.acquire(error)
         try:
             yield
         finally:
@@ -176,29 +174,51 @@ class Bridge:
         return shared
 
     def _on_shared_commit(self, version: int) -> None:
-        self._version, self._known_fleet = version, None
+        self._version, self._known_fleet, self._publisher.kept = version, None, None
 
     def repair(self, params: Any) -> SyncReport | None:
         """Send the fleet's version to engines that lack it, because they missed an update or have just started.
 
-        `params` must be the weights of that version. Returns None if every engine has it. The version number stays, so no
-        rollout becomes older. Raises `NotReady` if the fleet serves no version."""
+        The bridge does so by itself, with what it keeps of the last sync (`SyncOptions.snapshot`). This is for weights that it
+        cannot keep, and for trainers of several processes, all of which must call it. `params` must be the weights of that
+        version. Returns None if every engine has it. The version number stays, so no rollout becomes older. Raises `NotReady`
+        if the fleet serves no version."""
         with self._without_syncs("another sync of this bridge is in progress; run one at a time"):
             return event_loop.run(self._repair(params))
 
-    async def _repair(self, params: Any) -> SyncReport | None:
+    async def _repair(self, params: Any, kept: int = -1) -> SyncReport | None:
+        """Send the fleet's version to engines that lack it. `kept` is the version of weights that the bridge has kept. If all
+        engines and the gateway were restarted, the fleet gets it back. If another trainer synced a later one, none is sent."""
         engines, version = await self._fleet.refresh()
         self._known_fleet = None  # repaired engines get new links
-        if version < 0:
+        if kept < 0 and version < 0:
             raise NotReady("the fleet serves no version yet; sync one first")
-        behind = tuple(engine for engine in engines if engine.version < version)
-        if not behind:
+        target = version if kept < 0 else kept
+        behind = tuple(engine for engine in engines if engine.version < target)
+        if not behind or target < version:
             return None
-        publisher = Publisher(self._fleet, self._options)
+        # The trainer does not know of a repair in the background, and may donate an array that another process reads.
+        publisher = Publisher(self._fleet, self._options, through_host=kept >= 0)
         try:
-            return await publisher.publish(params, behind, version)
+            return await publisher.publish(params, behind, target, drop_failed=kept >= 0)
         finally:
             publisher.close()
+
+    async def _is_repair_needed(self) -> bool:
+        if (kept := self._publisher.kept) is None:
+            return False
+        status = await self._fleet.status()
+        return status.version <= kept.version and any(e.info.version < kept.version for e in status.present)
+
+    async def _repair_kept(self) -> SyncReport | None:
+        if (kept := self._publisher.kept) is None:
+            return None
+        if kept.are_donated:
+            raise NotReady(
+                f"the arrays of version {kept.version} were donated, so engines without it wait for the next sync; with "
+                "snapshot='copy' the bridge keeps a copy"
+            )
+        return await self._repair(kept.tensors, kept.version)
 
     def verify(self, params: Any, *, draft: Any = None) -> VerifyReport:
         """Compare the engines' weights with `params`, byte for byte in each engine's dtype; report the tensors that differ.
@@ -404,6 +424,8 @@ class Bridge:
 
     def close(self) -> None:
         """Close the connection and stop the processes or the engine started for this bridge. May be called twice."""
+        self._background.close()
+        self._publisher.kept = None
         self._publisher.close()
         self._known_fleet = None
         try:

@@ -29,6 +29,9 @@ T = TypeVar("T")
 class Fleet(UpdateClient, Protocol):
     """Implemented by `gateway.client.GatewayFleet` and `bridge.in_process.LocalFleet`."""
 
+    is_elastic: bool
+    """Whether engines may join and leave."""
+
     async def status(self) -> FleetStatus: ...
 
     async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:

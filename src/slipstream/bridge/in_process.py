@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 class LocalFleet:
+    is_elastic = False
+
     def __init__(self, engine: EngineBackend, journal: Path | None = None) -> None:
         """`journal` is a file, with which versions continue where the last process ended; None keeps it in memory."""
         self._engine, self._started, self._journal = engine, time.monotonic(), journal

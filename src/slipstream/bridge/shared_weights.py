@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from slipstream.bridge.background_repair import UpdateLock
 from slipstream.bridge.fleet import Fleet, with_engines
 from slipstream.config import SyncOptions
-from slipstream.errors import Unsupported, UpdateInProgress, VersionError
+from slipstream.errors import Unsupported, VersionError
 from slipstream.runtime import event_loop
 from slipstream.types import EngineInfo, InFlight, SyncReport
 from slipstream.weights.checksum import ScanOptions
@@ -34,7 +34,7 @@ class SharedWeights:
     attaches again with the next update."""
 
     def __init__(
-        self, fleet: Fleet, updates: threading.Lock, on_commit: Callable[[int], None], options: SyncOptions
+        self, fleet: Fleet, updates: UpdateLock, on_commit: Callable[[int], None], options: SyncOptions
     ) -> None:
         """`updates` is held during an update, so that the bridge starts no other."""
         self._fleet, self._updates, self._on_commit = fleet, updates, on_commit
@@ -114,10 +114,7 @@ class SharedWeights:
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         """Acquire the bridge's update lock; release it only if the block raises."""
-        if not self._updates.acquire(blocking=False):
-            raise UpdateInProgress(
-                "an update is in progress; end it (notify_update or bridge.sync) before the next one"
-            )
+        self._updates.acquire("an update is in progress; end it (notify_update or bridge.sync) before the next one")
         try:
             yield
         except BaseException:

@@ -21,6 +21,7 @@ from slipstream.config import (
     HttpConfig,
     RayConfig,
     RemoteConfig,
+    Snapshot,
     SyncOptions,
     checked,
     engine_config,
@@ -55,6 +56,7 @@ def launch(
     check_finite: bool = True,
     process_index: int = 0,
     process_count: int = 1,
+    snapshot: Snapshot = "reference",
     timeout: float = SYNC_SECONDS,
     start_timeout: float = START_SECONDS,
     keep_alive: bool = False,
@@ -80,9 +82,11 @@ def launch(
         process_index: `jax.process_index()` of a trainer with several processes. One process launches, the others
             `connect`, and all call `sync`.
         process_count: `jax.process_count()` of the trainer.
+        snapshot: What is kept of a sync for engines that start or come back before the next one: "reference" keeps JAX arrays
+            as they are, "copy" makes a copy, for trainers that donate or overwrite them, "none" keeps nothing.
         timeout: Time limit in seconds for each step of a sync and for each score.
         start_timeout: Time limit in seconds for the fleet to start.
-        keep_alive: Restart a gateway or engine that dies (see `bridge.rollouts` and `bridge.repair`).
+        keep_alive: Restart a gateway or engine that dies. The bridge sends a restarted engine the version that it lacks.
         http: Serve HTTP at `bridge.http_url`: OpenAI's API and vLLM's calls for RL (docs/http.md).
         cluster: "ray" or a `RayConfig` runs gateway and engines as Ray actors, which are always restarted (docs/ray.md).
 
@@ -91,7 +95,7 @@ def launch(
             bridge.sync(params)
             completions = bridge.generate(["Hello"])
     """
-    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count)
+    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot)
     configs = _configs(engine, engines)
     gateway = GatewayConfig() if gateway is None else checked(gateway, GatewayConfig, "gateway")
     front = _http_config(http, Path(model))
@@ -133,11 +137,12 @@ def connect(
     check_finite: bool = True,
     process_index: int = 0,
     process_count: int = 1,
+    snapshot: Snapshot = "reference",
     timeout: float = SYNC_SECONDS,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Bridge:
-    """Connect to a running fleet. `transport`, `checksums`, `check_finite`, `process_index`, `process_count` and `timeout` are
-    as for `launch`.
+    """Connect to a running fleet. `transport`, `checksums`, `check_finite`, `process_index`, `process_count`,
+    `snapshot` and `timeout` are as for `launch`.
 
     Args:
         target: The fleet's run directory, or the gateway's address (`127.0.0.1:8471`). Default: SLIPSTREAM_RUN_DIR.
@@ -152,7 +157,7 @@ def connect(
     Example:
         bridge = slipstream.connect("runs/fleet", process_index=jax.process_index(), process_count=jax.process_count())
     """
-    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count)
+    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot)
     target = target if target is not None else os.environ.get("SLIPSTREAM_RUN_DIR", "")
     if target and Path(target).is_dir():
         return _join_run(Path(target), sync, timeout, max_message_bytes, token, ca, certificate, key)

@@ -49,6 +49,8 @@ GRACE_SECONDS = 5.0
 class GatewayFleet:
     """The engines behind a gateway. All methods run on the event loop that created it."""
 
+    is_elastic = True
+
     def __init__(
         self,
         address: str,

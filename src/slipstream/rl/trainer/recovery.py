@@ -1,4 +1,5 @@
-"""A bridge that survives the loss of fleet processes: wait for a restart, resend the weights, retry, up to a time limit."""
+"""A bridge that survives the loss of fleet processes: wait for a restart and retry, up to a time limit. The bridge itself sends
+restarted engines the weights (`bridge/background_repair.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ from slipstream.errors import (
     JournalUnavailable,
     NotReady,
     PeerError,
-    SlipstreamError,
     TransferError,
     UpdateInProgress,
 )
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_SECONDS = 0.2
-REPAIR_SECONDS = 2.0
-"""How often the fleet is repaired while no rollouts arrive."""
+LOOK_SECONDS = 2.0
+"""How often a started sync is looked at while no rollouts arrive; they may wait for its version."""
 TRANSIENT = (PeerError, NotReady, UpdateInProgress, JournalUnavailable, ChecksumMismatch, TransferError)
 """Errors worth a retry. `UpdateInProgress`: the gateway has not yet noticed that the trainer's old connection is gone. Bytes
 that were damaged, or found no room, are sent again to other memory."""
@@ -40,18 +40,14 @@ class RecoveringBridge:
         """`patience` is how many seconds the fleet may be unavailable; 0 raises at once. `in_flight` says what a sync does
         with running requests."""
         self._bridge, self._patience, self._in_flight = bridge, patience, in_flight
-        self._serving: Any = None
-        """The weights that the fleet serves."""
         self._pending: tuple[Any, Future[SyncReport]] | None = None
         """A started sync and its weights."""
         self.last_sync: SyncReport
         """The report of the last sync that finished."""
 
-    def sync(self, params: Any, kept: Any = None) -> SyncReport:
-        """`kept` is a copy of `params` for later repairs, for callers that want `params` freed."""
+    def sync(self, params: Any) -> SyncReport:
         self.finish_sync()
-        self.last_sync = self._retry(lambda: self._bridge.sync(params, in_flight=self._in_flight), repair=False)
-        self._serving = params if kept is None else kept
+        self.last_sync = self._retry(lambda: self._bridge.sync(params, in_flight=self._in_flight))
         return self.last_sync
 
     def start_sync(self, params: Any) -> None:
@@ -69,12 +65,11 @@ class RecoveringBridge:
         except TRANSIENT as error:
             log.warning("%s; retrying", error)
             return self.sync(params)
-        self._serving = params
         return self.last_sync
 
     def retry(self, call: Callable[[], T]) -> T:
         """Call `call`, again from its beginning after a transient error."""
-        return self._retry(call, repair=True)
+        return self._retry(call, self.finish_sync)
 
     def take(self, rollouts: Rollouts, timeout: float, *, more: bool = False) -> list[RolloutGroup]:
         """Take the next groups; `more` if this is not the first batch since the last sync. Raises the error of a group that
@@ -82,19 +77,19 @@ class RecoveringBridge:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                wait = min(REPAIR_SECONDS, max(0.1, deadline - time.monotonic()))
+                wait = min(LOOK_SECONDS, max(0.1, deadline - time.monotonic()))
                 groups = self.retry(partial(rollouts.take, timeout=wait, more=more))
                 break
             except DeadlineExceeded:
                 if time.monotonic() >= deadline:
                     raise
-                self._repair()
+                self.finish_sync()
         for group in groups:
             if group.error is not None:
                 raise type(group.error)(f"prompt {group.id}: {group.error}")
         return groups
 
-    def _retry(self, call: Callable[[], T], repair: bool) -> T:
+    def _retry(self, call: Callable[[], T], meanwhile: Callable[[], object] = lambda: None) -> T:
         deadline = time.monotonic() + self._patience
         while True:
             try:
@@ -104,21 +99,4 @@ class RecoveringBridge:
                     raise
                 log.warning("%s; retrying", error)
                 time.sleep(RETRY_SECONDS)
-            if repair:
-                self._repair()
-
-    def _repair(self) -> None:
-        """Send the current weights to restarted engines, which get no requests before they have them. Best effort: failures
-        are logged, not raised."""
-        self.finish_sync()
-        if self._serving is None:
-            return
-        try:
-            try:
-                report = self._bridge.repair(self._serving)
-            except NotReady:  # gateway and engines all restarted, before any version was in the gateway's journal
-                report = self._bridge.sync(self._serving, in_flight=self._in_flight)
-            if report is not None:
-                log.warning("sent version %d to %s", report.version, ", ".join(e.engine for e in report.engines))
-        except SlipstreamError as error:
-            log.info("not repaired yet: %s", error)
+            meanwhile()

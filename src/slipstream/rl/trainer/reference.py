@@ -1,13 +1,12 @@
 """The KL reference policy, served by a fleet of its own.
 
-The trainer's devices then hold one policy less and make one forward pass less per batch. The host keeps a copy of the
-weights for engines that restart."""
+The trainer's devices then hold one policy less and make one forward pass less per batch. The bridge keeps a copy of the
+weights in host memory, for engines that restart (`rl/trainer/session.py`)."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import jax
 import numpy as np
 
 from slipstream.bridge.bridge import Bridge
@@ -22,7 +21,7 @@ class Reference:
 
     def __init__(self, bridge: Bridge, policy: Params, patience: float) -> None:
         self._bridge, self._fleet = bridge, RecoveringBridge(bridge, patience)
-        self._fleet.sync(policy, kept=jax.device_get(policy))
+        self._fleet.sync(policy)
 
     def add_logprobs(self, batch: Batch) -> Batch:
         """Set `reference` of an unpacked batch to the engines' raw logprobs (temperature 1)."""

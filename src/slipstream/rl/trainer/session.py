@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from slipstream.bridge.bridge import Bridge
-from slipstream.config import EmbeddedConfig
+from slipstream.config import EmbeddedConfig, Snapshot
 from slipstream.deploy import fleet
 from slipstream.errors import ConfigError
 from slipstream.model.checkpoints.sample_model import write_sample_config
@@ -118,7 +118,7 @@ class TrainSession:
             yield record
 
 
-def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path) -> Bridge:
+def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path, snapshot: Snapshot = "reference") -> Bridge:
     if config.engines == 0:
         assert isinstance(config.engine, EmbeddedConfig)  # TrainConfig checks it
         return fleet.inprocess(model_dir, engine=config.engine, run_dir=run_dir)
@@ -127,6 +127,7 @@ def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path) -> Bridge:
         engines=config.engines,
         engine=config.engine,
         run_dir=run_dir,
+        snapshot=snapshot,
         keep_alive=config.patience > 0,
         start_timeout=VLLM_START_SECONDS if config.engine.kind == "vllm" else fleet.START_SECONDS,
     )
@@ -141,4 +142,4 @@ def open_reference(config: TrainConfig, model_dir: Path, run_dir: Path) -> Abstr
             f"kl.scored_by = 'engine' needs a second fleet, but {config.engine.url} is one server, which serves the policy; "
             "use 'trainer', or call `training_loop` with a bridge to another server as `reference`"
         )
-    return _open_bridge(config.replace(engines=min(config.engines, 1)), model_dir, run_dir)
+    return _open_bridge(config.replace(engines=min(config.engines, 1)), model_dir, run_dir, snapshot="copy")

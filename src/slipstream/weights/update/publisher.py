@@ -39,7 +39,7 @@ from slipstream.weights.plan import Plan, SourceTensor, make_plan
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.sources.named_tensors import Tensor
 from slipstream.weights.transports.device import DEVICE_TRANSPORTS, are_ready, on_accelerator
-from slipstream.weights.update import transport_choice
+from slipstream.weights.update import snapshot, transport_choice
 from slipstream.weights.update.device_outbox import DeviceOutbox
 from slipstream.weights.update.transfer import Outbox
 from slipstream.weights.update.unchanged import HeldTensors
@@ -300,8 +300,12 @@ def _identity(engine: EngineInfo) -> tuple[object, ...]:
 class Publisher:
     """Sends weights to engines. Keeps plans and connections from update to update; runs one update at a time."""
 
-    def __init__(self, client: UpdateClient, options: SyncOptions | None = None) -> None:
-        self._client, self._options = client, options or SyncOptions()
+    def __init__(self, client: UpdateClient, options: SyncOptions | None = None, *, through_host: bool = False) -> None:
+        """`through_host`: use no transport that reads a GPU's memory from another process."""
+        self._client, self._options, self._through_host = client, options or SyncOptions(), through_host
+        self.kept: snapshot.KeptWeights | None = None
+        """The weights of the last update, if they could be kept. A trainer of several processes keeps none: all of them
+        would have to send at the same time."""
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._routes: dict[str, _Route] = {}
         self._describe = named_tensors.DescriptionCache(self._options.process_index)
@@ -340,6 +344,10 @@ class Publisher:
             routes[name].committed(update.unchanged[name])
         lost = [engine.name for engine in engines if engine.name not in update.commits]
         self._drop(*lost)
+        if self._options.process_count == 1:
+            facts = (self._options.snapshot, version, tensors, self.kept, partial)
+            is_copied = self._options.snapshot == "copy"
+            self.kept = await asyncio.to_thread(snapshot.keep, *facts) if is_copied else snapshot.keep(*facts)
         return SyncReport(
             version=version,
             num_bytes=update.num_bytes,
@@ -393,7 +401,7 @@ class Publisher:
         is_same = self._engines is engines and self._partial == partial and self._sources == sources
         if is_same and len(self._routes) == len(engines):
             return dict(self._routes)
-        options, on_gpu = self._options, on_accelerator(tensors)
+        options, on_gpu = self._options, not self._through_host and on_accelerator(tensors)
         routes = {}
         for engine in engines:
             plan = self._plan(sources, engine, partial)

@@ -1,0 +1,95 @@
+"""Engines that join, leave and come back while the trainer is in the middle of a step: they get the version by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import slipstream
+from slipstream.config import GatewayConfig
+from slipstream.types import SamplingParams
+from tests.tiny import random_params, tiny_config, write_config
+
+CONFIG = tiny_config("llama")
+SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
+
+
+def in_python() -> None:
+    sum(i * i for i in range(100_000))
+
+
+def in_jax() -> None:
+    jnp.linalg.matrix_power(jnp.eye(300), 200).block_until_ready()
+
+
+@contextlib.contextmanager
+def training_step(work: Callable[[], None]) -> Iterator[None]:
+    """A trainer's thread that computes and calls nothing of ours."""
+    is_done = threading.Event()
+
+    def run() -> None:
+        while not is_done.is_set():
+            work()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def engine_by_hand(run_dir: str, model: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = (sys.executable, "-m", "slipstream.cli", "engine", "--model", model, "--run-dir", run_dir, "--name", name)
+    with (Path(run_dir) / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(command, stderr=log)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def served_by(observer: Any, engine: str) -> int:
+    """The version that an engine serves, once it serves one."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return observer.generate([(5, 6, 7)], SAMPLING, engine=engine)[0].version
+        except slipstream.SlipstreamError:
+            assert time.monotonic() < deadline, observer.status()
+            time.sleep(0.1)
+
+
+def test_engines_join_and_return_during_a_training_step(tmp_path: Path) -> None:
+    model, gateway = write_config(tmp_path / "model", CONFIG), GatewayConfig(lease_seconds=5.0)
+    params = [jax.tree.map(jnp.asarray, random_params(CONFIG, seed)) for seed in (0, 1, 2)]
+    with (
+        slipstream.launch(model, run_dir=tmp_path / "run", gateway=gateway, timeout=60, keep_alive=True) as bridge,
+        slipstream.connect(tmp_path / "run") as observer,
+    ):
+        bridge.sync(params[0])
+        bridge.sync(params[1])
+        with training_step(in_python), engine_by_hand(bridge.run_dir, model, "late") as late:
+            assert served_by(observer, "late") == 1
+            expected, found = (observer.score([(5, 6, 7)], engine=name)[0].logprobs for name in ("engine-0", "late"))
+            assert found == expected
+            late.kill()
+            os.kill(observer.status().engines[0].info.pid, signal.SIGKILL)
+        with training_step(in_jax):
+            assert served_by(observer, "engine-0") == 1
+            assert observer.score([(5, 6, 7)], engine="engine-0")[0].logprobs == expected
+        assert bridge.sync(params[2]).version == 2 and served_by(observer, "engine-0") == 2
