@@ -34,6 +34,7 @@
     ├── PeerError [ConnectionError]
     │   ├── EngineLost                    an engine died or stopped responding
     │   ├── EngineQuarantined             an engine returned wrong results; it gets no requests until it passes a probe
+    │   ├── EngineDrained                 an engine that is taken out of use gave a request back
     │   ├── GatewayLost                   the gateway died or is unreachable
     │   ├── LaunchFailed                  a process did not start; includes the end of its log
     │   └── InjectedFault                 from `slipstream chaos`
@@ -159,6 +160,9 @@ class EngineLost(PeerError): ...
 
 
 class EngineQuarantined(PeerError): ...
+
+
+class EngineDrained(PeerError): ...
 
 
 class GatewayLost(PeerError): ...

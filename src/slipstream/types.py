@@ -637,11 +637,12 @@ class VerifyReport:
 
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
-EngineState: TypeAlias = Literal["empty", "ready", "asleep", "stale", "quarantined", "lost"]
+EngineState: TypeAlias = Literal["empty", "ready", "asleep", "stale", "quarantined", "draining", "drained", "lost"]
 """`empty`: has no weights yet. `ready`: serves the committed version. `asleep`: has released memory; receives no requests while
 another engine is awake, but takes part in updates. `stale`: missed an update; receives no requests until it is synced.
-`quarantined`: returned wrong results; receives no requests until it passes a probe, but takes part in updates. `lost`: its
-lease expired or its connection broke."""
+`quarantined`: returned wrong results, or is far slower than its peers; receives no requests until it passes a probe, but takes
+part in updates. `draining`, `drained`: taken out of use by an operator, with and without unfinished requests; takes part in
+updates. `lost`: its lease expired or its connection broke."""
 
 Circuit: TypeAlias = Literal["closed", "open", "half-open"]
 """State of an engine's circuit breaker. `closed`: it receives requests. `open`: it failed several times in a row and receives
@@ -676,7 +677,7 @@ class Decision:
     """What the gateway decided about an engine."""
 
     kind: str
-    """`suspect`, `quarantine`, `probe`, `release` or `slow`; see `gateway/quarantine.py`."""
+    """`suspect`, `quarantine`, `probe`, `release`, `slow`, `not slow`, `drain` or `undrain`; see `gateway/quarantine.py`."""
     engine: str
     reason: str
     version: int

@@ -21,6 +21,8 @@ class Computing(ScriptedEngine):
     """Says what vocabulary it has, and computes `logprob` for every token."""
 
     logprob = -1.0
+    stale_prompt = ()
+    """A prompt for which it uses old keys and values."""
     answers_as = None
     """The version that its answers carry, if it is another than its own."""
 
@@ -32,6 +34,9 @@ class Computing(ScriptedEngine):
     def describe(self):
         return replace(super().describe(), vocab_size=100)
 
+    def computed(self, prompt):
+        return -2.0 if tuple(prompt) == self.stale_prompt else self.logprob
+
     async def generate(self, requests):
         if requests[0].id == "canary":
             self.asked.append(self.version)
@@ -41,7 +46,7 @@ class Computing(ScriptedEngine):
         await self.gate.wait()
         yield [
             Completion(
-                *(r.id, 0, r.prompt, (7,), "", (self.logprob,), (self.logprob,), "length"),
+                *(r.id, 0, r.prompt, (7,), "", *((self.computed(r.prompt),),) * 2, "length"),
                 (VersionSpan(self.version if self.answers_as is None else self.answers_as, 0, 1),),
                 self.name,
             )
@@ -103,6 +108,19 @@ async def test_an_engine_that_computes_something_else_is_quarantined_until_its_n
 
 
 @on_the_loop
+async def test_an_engine_with_stale_keys_and_values_for_what_it_served_is_not_let_back(address, fleet):
+    async with engines(address, fleet, "abc") as (a, b, c):
+        await until(lambda: answered((a, b, c), 0))
+        c.stale_prompt = (1, 2)  # which all of them have served
+        await update(fleet, 1, "abc")
+        await until(lambda: in_state(fleet, "c", "quarantined"))
+        await fleet.refresh()
+        await update(fleet, 2, "abc")
+        await until(lambda: is_decided(fleet, 2))
+        assert await decisions(fleet) == [("quarantine", "c"), ("probe", "c")], "a prompt of its own shows nothing"
+
+
+@on_the_loop
 async def test_a_real_engine_with_other_weights_is_noticed(address, fleet):
     async with contextlib.AsyncExitStack() as stack:
         for seed, name in enumerate("ab"):
@@ -115,8 +133,8 @@ async def test_a_real_engine_with_other_weights_is_noticed(address, fleet):
         assert await decisions(fleet) == [("suspect", "a"), ("suspect", "b")]
 
 
-async def answered(engines, version, count=canary.NUM_PROMPTS):
-    """Whether the engines have answered all prompts of a version's canary, or `count` of them."""
+async def answered(engines, version, count=canary.NUM_PROMPTS + 1):
+    """Whether the engines have answered all prompts of a version's canary, the fixed ones and a served one, or `count`."""
     return all(engine.asked.count(version) >= count for engine in engines)
 
 

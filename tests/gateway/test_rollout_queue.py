@@ -147,6 +147,22 @@ def test_who_asks_for_more_than_a_batch_gets_more_of_the_same_version(tmp_path: 
     asyncio.run(main())
 
 
+def test_what_a_version_generated_is_not_taken_while_engines_are_checked(tmp_path: Path) -> None:
+    async def main() -> None:
+        engines, _, queue = await after_a_batch(tmp_path, RolloutBound(1, 2))
+        while queue.counts["finished"] < 2:
+            await asyncio.sleep(0.01)
+        sync(engines, queue)
+        queue.hold(1)
+        assert [t.id for t in await queue.take(2, 2, 5)] == ["c", "d"], "groups of the version before are sound"
+        with pytest.raises(DeadlineExceeded):
+            await queue.take(4, 2, 0.2, version=2)
+        queue.hold(None)
+        assert [t.id for t in await queue.take(4, 2, 5, version=2)] == ["e", "f"]
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_dies_makes_nothing_twice() -> None:
     async def main() -> None:
         engines = Engines()

@@ -1,6 +1,7 @@
-"""The speed of engines: measured against their peers, flagged when far below, and a share of the work in proportion."""
+"""The speed of engines: measured against their peers, a share of the work in proportion, and none when far below."""
 
 import asyncio
+import itertools
 import random
 import statistics
 
@@ -8,28 +9,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.gateway import speed
+from slipstream.gateway import quarantine
 from slipstream.gateway.router import route
 from slipstream.gateway.speed import LEAST, SLOW, VALID_SECONDS, SpeedMeter, relative_speeds, share_of_work
 from slipstream.types import Request, SamplingParams
-from tests.gateway.scripted import ScriptedEngine, attached
+from tests.gateway.scripted import attached
+from tests.gateway.test_engine_watch import LyingEngine, kinds
 from tests.gateway.test_gateway import TOKEN, collect, on_the_loop
 
 
-def measured(rates, seconds=1.0, start=0.0):
-    """A meter that has seen one second of answers at each of these rates, four at a time."""
-    meter, now = SpeedMeter(), start
+def measured(rates):
+    """A meter that has seen one window of answers at each of these rates, of 8 at a time that took a second each."""
+    meter, now = SpeedMeter(), 0.0
     for rate in rates:
-        for _ in range(5):
-            meter.add(now, 4 * rate * seconds, 4 * seconds, answers=4)
-            now += 0.3
+        meter.add(now, 4 * rate, 4.0, answers=4)
+        meter.add(now + 1, 4 * rate, 4.0, answers=4)
+        now += 1.5
     return meter
+
+
+def test_requests_that_one_stall_holds_up_are_one_window():
+    meter = measured([10.0] * 5)
+    for i in range(40):
+        meter.add(10.0 + i / 100, 10.0, 3.0)  # a second's work, and two of compilation
+    assert meter.rate(11.0) == pytest.approx(10.0)
 
 
 def test_a_speed_is_known_after_a_while_and_one_stall_does_not_change_it():
     assert measured([10.0, 10.0]).rate(9.0) is None
-    assert measured([10.0] * 4).rate(9.0) == pytest.approx(10.0)
-    assert measured([10.0] * 4).rate(9.0 + VALID_SECONDS) is None
+    assert measured([10.0] * 4).rate(6.0) == pytest.approx(10.0)
+    assert measured([10.0] * 4).rate(6.0 + VALID_SECONDS) is None
     assert measured([10.0, 10.0, 0.1, 10.0, 10.0]).rate(9.0) == pytest.approx(10.0)
     assert measured([10.0] * 5 + [1.0] * 5).rate(9.0) == pytest.approx(1.0)
 
@@ -65,32 +74,68 @@ def test_work_is_shared_out_in_proportion(share):
     assert len(routed["b"]) == pytest.approx(230 / total, abs=1.5)
 
 
-class SlowEngine(ScriptedEngine):
+class TimedEngine(LyingEngine):
+    """Tells the truth, in this time."""
+
+    seconds = 0.02
+
     async def generate(self, requests):
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(self.seconds)
         async for batch in super().generate(requests):
             yield batch
 
 
-def test_an_engine_that_is_far_slower_than_its_peers_is_flagged_and_gets_less(monkeypatch):
-    monkeypatch.setattr(speed, "WINDOW_SECONDS", 0.0)
+def prompts(count):
+    return [Request(f"p{i}", (i + 1,), SamplingParams(max_tokens=2, seed=i)) for i in range(count)]
 
-    def prompts(count):
-        return [Request(f"p{i}", (i + 1,), SamplingParams(max_tokens=2, seed=i)) for i in range(count)]
+
+async def generate_until(fleet, decision):
+    """Send eight requests at a time; return how many until the gateway decided something."""
+    async with asyncio.timeout(30):
+        for calls in itertools.count(1):
+            assert len(await collect(fleet.generate(prompts(8)))) == 8
+            if decision in await kinds(fleet):
+                return 8 * calls
+
+
+def test_an_engine_that_is_far_slower_than_its_peers_is_quarantined_until_it_is_not(monkeypatch):
+    monkeypatch.setattr(quarantine, "FIRST_SECONDS", 0.5)
 
     @on_the_loop
     async def test(address, fleet):
-        slow, quick = SlowEngine("slow"), ScriptedEngine("quick")
+        slow, quick = TimedEngine("slow"), TimedEngine("quick")
         async with attached(slow, address, TOKEN), attached(quick, address, TOKEN):
-            for _ in range(3):
-                assert len(await collect(fleet.generate(prompts(8)))) == 8
-            assert len(slow.seen) == 12
-            status = await fleet.status()
-            engine = {e.info.name: e for e in status.engines}["slow"]
-            assert engine.state == "ready" and 0 < engine.speed < SLOW and "slow: " in engine.note
-            assert [(d.kind, d.engine) for d in status.decisions] == [("slow", "slow")]
+            for _ in range(20):
+                await collect(fleet.generate(prompts(8)))
+            assert await kinds(fleet) == []
+            slow.seconds, before = 0.2, len(slow.seen)
+            await generate_until(fleet, ("slow", "slow"))
+            assert len(slow.seen) - before <= 64
+            status = {e.info.name: e for e in (await fleet.status()).engines}
+            assert status["slow"].state == "quarantined" and "of the speed of its peers" in status["slow"].note
             slow.seen.clear()
-            assert len(await collect(fleet.generate(prompts(40)))) == 40
-            assert 0 < len(slow.seen) <= 8
+            assert {c.engine for c in await collect(fleet.generate(prompts(8)))} == {"quick"} and not slow.seen
+        async with attached(slow, address, TOKEN):
+            assert len(await collect(fleet.generate(prompts(8)))) == 8, "an engine that is slow is better than none"
+        async with attached(quick, address, TOKEN), attached(slow, address, TOKEN):
+            slow.seconds = 0.02
+            await generate_until(fleet, ("not slow", "slow"))
+            assert {c.engine for c in await collect(fleet.generate(prompts(8)))} == {"quick", "slow"}
 
     test()
+
+
+@on_the_loop
+async def test_an_engine_whose_requests_are_slow_and_not_itself_is_used_on(address, fleet):
+    """It compiles, or has longer requests: it answers the canary as quickly as its peer."""
+
+    class Compiling(TimedEngine):
+        async def generate(self, requests):
+            self.seconds = 0.02 if requests[0].id == "probe" else 0.2
+            async for batch in super().generate(requests):
+                yield batch
+
+    async with attached(Compiling("a"), address, TOKEN), attached(TimedEngine("b"), address, TOKEN):
+        for _ in range(20):
+            assert len(await collect(fleet.generate(prompts(8)))) == 8
+        assert await kinds(fleet) == []

@@ -26,6 +26,7 @@ from slipstream.engines.frontend.checks import check_in_flight
 from slipstream.errors import (
     DeadlineExceeded,
     EngineFailure,
+    EngineLost,
     InvalidPrompt,
     InvalidSampling,
     NotReady,
@@ -57,6 +58,8 @@ from slipstream.weights.update.publisher import Publisher
 
 GENERATE_SECONDS = 3600.0
 """Longest time that a generation may take from one result to the next, unless the caller says otherwise."""
+DRAIN_SECONDS = 0.2
+"""Time between two looks at an engine that is drained."""
 
 
 class Bridge:
@@ -414,6 +417,44 @@ class Bridge:
         It gets no requests until it has new weights and passes a probe. What it generated with version `since` or later (by
         default the present one) and nobody has taken from `rollouts` is generated again by other engines."""
         event_loop.run(self._fleet.quarantine(engine, reason, since))
+
+    def drain(
+        self,
+        engine: str,
+        timeout: float = 600.0,
+        *,
+        force: bool = False,
+        on_progress: Callable[[int], None] = lambda num_requests: None,
+    ) -> int:
+        """Give an engine no new requests and wait until it has finished those that it has, so that it can be stopped.
+
+        After `timeout` seconds, other engines get the unfinished ones, and the same samples are generated there. Returns their
+        number. The engine takes part in syncs, and stays drained, also over a restart, until `undrain`. `on_progress` is called
+        with the number of unfinished requests when it changes. Unless `force` is set, raises `RequestError` if no other engine
+        takes requests; raises `EngineLost` if the engine dies meanwhile."""
+        return event_loop.run(self._drain(engine, timeout, force, on_progress))
+
+    async def _drain(self, engine: str, timeout: float, force: bool, on_progress: Callable[[int], None]) -> int:
+        await self._fleet.drain(engine, force=force)
+        clock, handed_back, last = asyncio.get_running_loop().time, 0, -1
+        deadline = clock() + timeout
+        while True:
+            found = next(e for e in (await self._fleet.status()).engines if e.info.name == engine)
+            if found.state == "lost":
+                raise EngineLost(f"engine {engine!r} was lost while it was drained ({found.note}); it stays drained")
+            if found.num_requests != last:
+                last = found.num_requests
+                on_progress(last)
+            if not last:
+                return handed_back
+            if clock() >= deadline:
+                handed_back, deadline = max(handed_back, last), clock() + timeout
+                await self._fleet.drain(engine, hand_back=True, force=force)
+            await asyncio.sleep(DRAIN_SECONDS)
+
+    def undrain(self, engine: str) -> None:
+        """Let a drained engine take requests again."""
+        event_loop.run(self._fleet.drain(engine, undo=True))
 
     def status(self) -> FleetStatus:
         return event_loop.run(self._fleet.status())

@@ -169,6 +169,9 @@ class LocalFleet:
     async def quarantine(self, engine: str, reason: str, since: int | None = None) -> None:
         raise Unsupported(f"engine {self._name!r} is the only one and runs in this process; sync good weights instead")
 
+    async def drain(self, engine: str, *, undo: bool = False, hand_back: bool = False, force: bool = False) -> None:
+        raise Unsupported(f"engine {self._name!r} is the only one and runs in this process; bridge.pause stops it")
+
     async def checksums(self, engine: str = "") -> dict[str, Checksums]:
         return {self._name: await self._checked(engine).checksums()}
 

@@ -1,4 +1,4 @@
-"""Commands that run and inspect a fleet: `launch`, `status`, `gateway` and `engine`."""
+"""Commands that run and inspect a fleet: `launch`, `status`, `drain`, `gateway` and `engine`."""
 
 from __future__ import annotations
 
@@ -109,6 +109,40 @@ def status(run_dir: JoinRunDir = None, gateway: JoinGateway = "") -> None:
     with connect(run_dir or gateway) as bridge:
         fleet = bridge.status()
     _print_status(fleet, Console())
+
+
+def drain(
+    engine: Annotated[str, typer.Argument(help="Name of the engine.")],
+    run_dir: JoinRunDir = None,
+    gateway: JoinGateway = "",
+    undo: Annotated[bool, typer.Option("--undo", help="Let the engine take requests again.")] = False,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="After this time, other engines get the requests that are not finished.")
+    ] = 600.0,
+    force: Annotated[bool, typer.Option("--force", help="Also drain the last engine that takes requests.")] = False,
+) -> None:
+    """Take an engine out of use for maintenance.
+
+    It gets no new requests and finishes those that it has; the command waits
+    for that. It keeps getting new weights, and stays drained, also over a
+    restart, until `slipstream drain ENGINE --undo`.
+    """
+    from slipstream.deploy.fleet import connect
+
+    if run_dir is None and not gateway:
+        raise ConfigError("no gateway given: pass --run-dir DIR or --gateway ADDRESS")
+    with connect(run_dir or gateway) as bridge:
+        if undo:
+            bridge.undrain(engine)
+            print(f"{engine} takes requests again")
+            return
+
+        def on_progress(num_requests: int) -> None:
+            print(f"{engine}: {num_requests} request(s) left", flush=True)
+
+        if handed_back := bridge.drain(engine, seconds, force=force, on_progress=on_progress):
+            print(f"{handed_back} request(s) were not finished within {seconds:g} s; other engines got them")
+    print(f"{engine} is drained; stop it, or let it take requests again with `slipstream drain {engine} --undo`")
 
 
 def _print_status(fleet: FleetStatus, console: Console) -> None:

@@ -21,7 +21,16 @@ app = typer.Typer(
 
 GROUPS = {
     "Train": (train.demo, train.train, chaos.chaos),
-    "Serve": (fleet.launch, fleet.status, fanout.fanout, fleet.gateway, fleet.engine, access.token, access.revoke),
+    "Serve": (
+        fleet.launch,
+        fleet.status,
+        fleet.drain,
+        fanout.fanout,
+        fleet.gateway,
+        fleet.engine,
+        access.token,
+        access.revoke,
+    ),
     "Models": (models.sample_model, models.fetch, models.convert),
     "Several machines": (plan.plan, hosts.certificates, hosts.slurm, hosts.role),
     "This machine": (machine.doctor, machine.setup, journal.journal),

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 from slipstream.errors import (
     ConfigError,
+    EngineDrained,
     EngineQuarantined,
     NotReady,
     Overloaded,
@@ -35,8 +36,8 @@ serve it now, another might. `engine`: the engine failed or is gone, another mig
 def blame(error: SlipstreamError) -> Blame:
     if isinstance(error, (RequestError, ConfigError, Overloaded)):
         return "client"
-    # Quarantine has its own rules for when an engine is used again.
-    return "moment" if isinstance(error, (NotReady, WeightsError, EngineQuarantined)) else "engine"
+    # Quarantine and drain have their own rules for when an engine is used again.
+    return "moment" if isinstance(error, (NotReady, WeightsError, EngineQuarantined, EngineDrained)) else "engine"
 
 
 class CircuitBreaker:

@@ -193,6 +193,11 @@ class GatewayFleet:
         with self._errors(f"quarantining engine {engine!r}"):
             await self._stub.Quarantine(request, timeout=CONTROL_SECONDS, metadata=self._metadata)
 
+    async def drain(self, engine: str, *, undo: bool = False, hand_back: bool = False, force: bool = False) -> None:
+        request = pb.DrainRequest(engine=engine, undo=undo, hand_back=hand_back, force=force)
+        with self._errors("draining an engine"):
+            await self._stub.Drain(request, timeout=CONTROL_SECONDS, metadata=self._metadata)
+
     async def checksums(self, engine: str = "") -> dict[str, Checksums]:
         reply = await self._ask(pb.Control(verify=pb.Verify()), engine)
         return {name: convert.checksums_from_pb(checksums) for name, checksums in reply.checksums.items()}

@@ -1,39 +1,55 @@
-"""After a commit, the engines answer the canary (`engines/canary.py`) while they serve, and are compared with each other.
+"""After a commit, the engines answer the canary (`canary_answers.py`) while they serve, and are compared with each other.
 
 An engine that the others disagree with is quarantined until it has new weights. If no majority tells which is right, as with
-two engines, all of them are reported as suspect and stay in use."""
+two engines, all of them are reported as suspect and stay in use. Until the answers are there, for a few seconds at most, no
+group with tokens of that version is taken: the trainer does not learn from an engine that is about to be quarantined."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from slipstream.engines import canary
-from slipstream.errors import SlipstreamError
-from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway import canary_answers
 from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.engine_watch import EngineWatch
 from slipstream.gateway.registry import Member, Registry
 
-log = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 60.0
-INTERVAL_SECONDS = 0.5
+INTERVAL_SECONDS = 0.1
 """Least time between two canaries. Of versions that follow each other faster, the last is checked."""
+HOLD_SECONDS = 5.0
+"""How long groups wait for the answers at most."""
 
 
 class CommitCanary:
-    def __init__(self, registry: Registry, links: Mapping[str, EngineLink], watch: EngineWatch) -> None:
-        self._registry, self._links, self._watch = registry, links, watch
+    def __init__(
+        self,
+        registry: Registry,
+        links: Mapping[str, EngineLink],
+        watch: EngineWatch,
+        hold: Callable[[int | None], None] = lambda version: None,
+    ) -> None:
+        """`hold(version)` keeps groups with tokens of this version or later from being taken, `hold(None)` none."""
+        self._registry, self._links, self._watch, self._hold = registry, links, watch, hold
         self._checked: dict[str, tuple[EngineLink, int]] = {}
         """By engine: its connection, and the version for which it was asked last."""
         self._task: asyncio.Task[None] | None = None
+        self._releasing: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Check the engines whose version is not checked yet, unless that is in progress. Cheap if there are none."""
-        if self._is_due() and (self._task is None or self._task.done()):
+        if not self._is_due():
+            return
+        self._release()
+        self._hold(self._registry.version)
+        self._releasing = asyncio.get_running_loop().call_later(HOLD_SECONDS, self._hold, None)
+        if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
+
+    def _release(self) -> None:
+        if self._releasing is not None:
+            self._releasing.cancel()
+            self._releasing = None
+        self._hold(None)
 
     def _members(self) -> list[Member]:
         """The engines that can answer at once. One that has generated nothing yet would first compile its programs, and hold up
@@ -48,18 +64,20 @@ class CommitCanary:
         )
 
     async def _run(self) -> None:
-        while self._is_due():
-            await self._check(self._members(), self._registry.version)
-            await asyncio.sleep(INTERVAL_SECONDS)
+        try:
+            while self._is_due():
+                await self._check(self._members(), self._registry.version)
+                if not self._is_due():
+                    self._release()
+                await asyncio.sleep(INTERVAL_SECONDS)
+        finally:
+            self._release()
 
     async def _check(self, members: list[Member], version: int) -> None:
-        names = [m.info.name for m in members]
-        self._checked = {name: (self._links[name], version) for name in names}
-        answers = dict(zip(names, await asyncio.gather(*(self._answer(m, version) for m in members))))
-        found = {name: answer for name, answer in answers.items() if answer is not None}
-        if self._registry.version != version or len(found) < 2:
+        self._checked = {m.info.name: (self._links[m.info.name], version) for m in members}
+        verdict = await canary_answers.compare(members, self._links, version)
+        if verdict is None:
             return
-        verdict = canary.judge(found, {m.info.name: m.info.dtype for m in members})
         for member in members:
             name = member.info.name
             if self._registry.get(name) is not member or member.lost:
@@ -68,26 +86,6 @@ class CommitCanary:
                 self._watch.quarantine(name, verdict.wrong[name], version, needs_weights=True)
             elif name in verdict.disputed:
                 self._watch.suspect(name, verdict.disputed[name])
-
-    async def _answer(self, member: Member, version: int) -> list[float] | None:
-        """Return an engine's logprobs; None if it has no answer, or one of another version."""
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                # One by one: together they might need programs of another size.
-                rows = [await self._completion(member.info.name, prompt) for prompt in canary.prompts(member.info)]
-        except (SlipstreamError, TimeoutError) as error:  # who fails openly is found out by its requests
-            log.info("engine %s did not answer the canary of version %d: %s", member.info.name, version, error)
-            return None
-        if {span.version for row in rows for span in row.spans} != {version}:
-            return None
-        return [sum(row.logprobs) for row in rows]
-
-    async def _completion(self, engine: str, prompt: Sequence[int]) -> pb.Completion:
-        request = pb.GenerateRequest(
-            sampling=[pb.Sampling(max_tokens=1, temperature=0, top_p=1, n=1, ignore_eos=True)],
-            requests=[pb.Request(id="canary", tokens=pb.TokenIds(ids=prompt))],
-        )
-        return await self._links[engine].completion(request)
 
     async def close(self) -> None:
         if self._task is not None:

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.errors import EngineLost, EngineQuarantined, NotReady, SlipstreamError, SuspectRequest
+from slipstream.errors import EngineDrained, EngineLost, EngineQuarantined, NotReady, SlipstreamError, SuspectRequest
 from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.admission import Ticket
 from slipstream.gateway.circuit_breaker import CircuitBreaker, blame
-from slipstream.gateway.engine_stream import EngineLink
+from slipstream.gateway.engine_stream import MAX_SERVED_TOKENS, EngineLink
 from slipstream.gateway.engine_watch import EngineWatch
 from slipstream.gateway.prefix_affinity import Prefix, PrefixAffinity, prefixes
 from slipstream.gateway.registry import Member, Registry
@@ -95,7 +95,7 @@ class Dispatch:
                 batch, event = await self._events.get()
                 if not isinstance(event, pb.Results):
                     results = self._on_ended(batch, event)
-                elif self._registry.get(batch.engine).quarantine.reason:
+                elif (trust := self._registry.get(batch.engine).quarantine).reason and not trust.is_slow:
                     results = pb.Results()  # it arrived before the engine was found to be wrong
                 else:
                     results = self._on_results(batch, event)
@@ -153,6 +153,8 @@ class Dispatch:
                     await self._watch.inspect(batch.engine, results, self._sampling_of)
                     self._judge(batch, results, member.breaker)
                     self._measure(batch, results, member)
+                    if results.completions:
+                        link.last_prompt = results.completions[-1].prompt_token_ids[:MAX_SERVED_TOKENS]
                     if self._ticket is not None:
                         self._ticket.take(num_bytes=results.ByteSize())
                     self._events.put_nowait((batch, results))
@@ -217,7 +219,7 @@ class Dispatch:
     def _may_retry(self, id: str, error: SlipstreamError) -> bool:
         if isinstance(error, EngineLost):
             return len(self._lost_engines[id]) < MAX_LOSSES
-        if isinstance(error, EngineQuarantined):
+        if isinstance(error, (EngineQuarantined, EngineDrained)):
             return True  # it ends when no engine is left
         return blame(error) != "client" and self._attempts[id] < MAX_TRIES
 

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 REGISTER_SECONDS = 10.0
 ORPHAN_SECONDS = 60.0
 RESULTS_PER_MESSAGE = 64
+MAX_SERVED_TOKENS = 256
+"""Tokens that are remembered of a prompt, for a canary."""
 
 
 # --- the gateway's half -----------------------------------------------------------------------------------------------
@@ -62,6 +64,8 @@ class EngineLink:
         """Tokens the engine was asked to generate and has not delivered."""
         self.has_answered = False
         """Whether it has generated anything, so that its programs are compiled."""
+        self.last_prompt: Sequence[int] = ()
+        """The beginning of a prompt that it served, which is probably in its prefix cache."""
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Queue[pb.FromEngine]] = {}
         self._generating: set[int] = set()

@@ -1,13 +1,14 @@
-"""Watches what engines return, and keeps those out of use that return wrong results.
+"""Watches what engines return, and keeps those out of use that return wrong results, or good ones far too late.
 
     wrong for certain (`output_check.py`)          quarantined at once
     suspect: one token over and over               quarantined if scores say that it was not sampled from the policy
     reported by the trainer or an operator         quarantined at once
-    far slower than its peers (`speed.py`)         reported, and given less work (`router.py`)
+    far slower than its peers (`speed.py`)         given less work (`router.py`), and quarantined if a canary confirms it
 
-The results of a quarantined engine are not delivered. What it was generating is generated elsewhere, and so is what it has
-finished with that version and no trainer has taken. It still takes part in updates, and is let back in by a probe
-(`quarantine.py`). Every decision is recorded, here and in the journal."""
+The results of an engine that is quarantined for wrong ones are not delivered. What it was generating is generated elsewhere,
+and so is what it has finished with that version and no trainer has taken. What a slow engine has finished is delivered. Both
+still take part in updates, and are let back in by a probe (`quarantine.py`). Every decision is recorded, here and in the
+journal."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slipstream.errors import EngineQuarantined, SlipstreamError
+from slipstream.gateway import canary_answers
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.output_check import fault_in, fault_in_completion, is_repetitive
 from slipstream.gateway.registry import Member, Registry
-from slipstream.gateway.speed import EVEN, SLOW
+from slipstream.gateway.speed import EVEN, SLOW, SpeedMeter
 from slipstream.types import MAX_TOP_LOGPROBS, Decision
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,11 @@ CLEARED = 4
 """After this many suspicions that proved wrong, an engine is not suspected again before the next version."""
 JUDGES = 2
 """Engines besides its own that score a suspect completion."""
+SPEED_TRIES = 4
+"""How often an engine answers the canary for its speed; the quickest answer counts. A program that must be compiled, or a sync,
+delays one of them."""
+SPEED_SECONDS = 10.0
+"""Least time between two such canaries of one engine."""
 SCORE_SECONDS, PROBE_SECONDS = 30.0, 60.0
 PROBE_PROMPT, PROBE_TOKENS, PROBE_SEED = tuple(range(1, 9)), 16, 7
 MAX_DECISIONS = 64
@@ -81,7 +88,8 @@ class EngineWatch:
     def decisions(self, now: float) -> tuple[Decision, ...]:
         return tuple(replace(decision, seconds_ago=now - at) for at, decision in self._decisions)
 
-    def _decide(self, kind: str, engine: str, reason: str) -> None:
+    def decide(self, kind: str, engine: str, reason: str) -> None:
+        """Record a decision."""
         log.warning("engine %s, %s: %s", engine, kind, reason)
         version = self._registry.version
         self._decisions.append((time.monotonic(), Decision(kind, engine, reason, version, 0.0)))
@@ -121,7 +129,7 @@ class EngineWatch:
         or later is generated again. With `needs_weights` it is not probed before it has new weights."""
         error = EngineQuarantined(f"engine {engine!r} is quarantined: {reason}")
         if self._registry.start_quarantine(engine, time.monotonic(), reason, needs_weights):
-            self._decide("quarantine", engine, reason)
+            self.decide("quarantine", engine, reason)
             self._links[engine].interrupt(error)
         self._drop(engine, self._registry.version if since is None else since, reason)
         return error
@@ -130,7 +138,7 @@ class EngineWatch:
 
     def suspect(self, engine: str, reason: str) -> None:
         """Report an engine that may be wrong, and go on using it."""
-        self._decide("suspect", engine, reason)
+        self.decide("suspect", engine, reason)
 
     def _is_suspect(self, engine: str, row: pb.Completion, sampling: pb.Sampling) -> bool:
         version, num_cleared = self._cleared.get(engine, (-1, 0))
@@ -156,7 +164,7 @@ class EngineWatch:
         if against and len(against) == len(others) >= JUDGES:
             return against[0]
         if against:  # one against one: either may be wrong
-            self._decide("suspect", engine, f"another engine disagrees with it: {against[0]}")
+            self.decide("suspect", engine, f"another engine disagrees with it: {against[0]}")
         version, count = self._cleared.get(engine, (-1, 0))
         self._cleared[engine] = (self._registry.version, count + 1 if version == self._registry.version else 1)
         return ""
@@ -201,32 +209,62 @@ class EngineWatch:
             can_answer = member.info.version == self._registry.version and not (member.asleep or member.is_paused)
             if can_answer and member.quarantine.wants_probe(time.monotonic()):
                 member.quarantine.probe_sent()
-                task = asyncio.create_task(self._probe(member))
-                self._probes.add(task)
-                task.add_done_callback(self._probes.discard)
+                self._start(self._probe(member))
 
     async def _probe(self, member: Member) -> None:
-        name, quarantine = member.info.name, member.quarantine
+        name, quarantine, speed = member.info.name, member.quarantine, 1.0
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 fault = await self._probe_fault(name)
+            if quarantine.is_slow and fault == "":
+                speed = await self._relative_speed(name)
         except TimeoutError:
             fault = f"it did not answer a probe within {PROBE_SECONDS:g} s"
         except SlipstreamError as error:
             fault = f"it failed a probe: {error}"
         finally:
             quarantine.probe_ended()
-        if member.lost or self._registry.get(name) is not member:
+        if fault is None or member.lost or self._registry.get(name) is not member:
             return
         if fault:
             quarantine.failed(time.monotonic(), fault)
-            self._decide("probe", name, fault)
+            self.decide("probe", name, fault)
+        elif speed < EVEN:
+            reason = f"it answers a canary with {speed:.0%} of the speed of its peers"
+            quarantine.failed(time.monotonic(), reason, is_slow=True)
+            self.decide("probe", name, reason)
         else:
-            self._decide("release", name, f"it passed a probe. It was quarantined: {quarantine.reason}")
+            kind = "not slow" if quarantine.is_slow else "release"
+            self.decide(kind, name, f"it passed a probe. It was quarantined: {quarantine.reason}")
             quarantine.passed(time.monotonic())
+            member.speed = SpeedMeter()
 
-    async def _probe_fault(self, engine: str) -> str:
-        """Have an engine generate a few tokens, and others score them. Return what is wrong with them."""
+    async def _probe_fault(self, engine: str) -> str | None:
+        """Have an engine generate a few tokens, and others score them. Return what is wrong with them; None if a sync came in
+        between, and nobody can tell."""
+        row = await self._probe_answer(engine)
+        if fault := fault_in_completion(row, self._registry.get(engine).info.vocab_size):
+            return f"it answered a probe with {fault}"
+        for judge in (engine, *self._judges(engine)):
+            opinion = await self._opinion(judge, row)
+            if opinion is not None and opinion.reason:
+                return f"it answered a probe with {opinion.reason} (scored by {judge!r})"
+        return await self._compared(engine)
+
+    async def _compared(self, engine: str) -> str | None:
+        """Return how an engine's answers to the canary differ from those of others; empty if they do not. What it was
+        quarantined for may show there and not in its probe."""
+        version = self._registry.version
+        members = [self._registry.get(name) for name in (engine, *self._judges(engine))]
+        if len(members) < 2 or not all(member.info.vocab_size for member in members):
+            return ""
+        verdict = await canary_answers.compare(members, self._links, version)
+        if verdict is None:
+            return "" if self._registry.version == version else None
+        return verdict.wrong.get(engine) or verdict.disputed.get(engine, "")
+
+    async def _probe_answer(self, engine: str) -> pb.Completion:
+        """Have an engine generate a few tokens."""
         info = self._registry.get(engine).info
         limit = info.vocab_size - 1 if info.vocab_size else max(PROBE_PROMPT)
         request = pb.GenerateRequest(
@@ -234,31 +272,61 @@ class EngineWatch:
             requests=[pb.Request(id="probe", seed=PROBE_SEED)],
         )
         request.requests[0].tokens.ids.extend(min(token, limit) for token in PROBE_PROMPT)
-        row = await self._links[engine].completion(request)
-        if fault := fault_in_completion(row, info.vocab_size):
-            return f"it answered a probe with {fault}"
-        for judge in (engine, *self._judges(engine)):
-            opinion = await self._opinion(judge, row)
-            if opinion is not None and opinion.reason:
-                return f"it answered a probe with {opinion.reason} (scored by {judge!r})"
-        return ""
+        return await self._links[engine].completion(request)
 
     # --- speed ---
 
     def measure(self, engine: str, now: float, work: float, seconds: float, answers: int) -> None:
-        """Count answers of an engine, and report it if it has become far slower than the others, or no longer is."""
+        """Count answers of an engine. One that seems far slower than the others is compared with one of them."""
         member = self._registry.get(engine)
-        before = member.speed.rate(now)
         member.speed.add(now, work, seconds, answers)
-        if member.speed.rate(now) == before:
+        is_due = now - member.speed_checked_at >= SPEED_SECONDS and not member.quarantine.reason
+        if is_due and self._registry.speeds(now).get(engine, 1.0) < SLOW:
+            member.speed_checked_at = now
+            self._start(self._check_speed(member))
+
+    async def _check_speed(self, member: Member) -> None:
+        """Quarantine an engine if it is as slow as it seems: its requests may be longer, or need programs that it compiles."""
+        name = member.info.name
+        speed = await self._relative_speed(name)
+        if member.lost or self._registry.get(name) is not member or member.quarantine.reason:
             return
-        speed = self._registry.speeds(now).get(engine)
-        if speed is not None and not member.is_slow and speed < SLOW:
-            member.is_slow = True
-            self._decide("slow", engine, f"it has {speed:.0%} of the speed of its peers")
-        elif speed is not None and member.is_slow and speed > EVEN:
-            member.is_slow = False
-            self._decide("not slow", engine, f"it has {speed:.0%} of the speed of its peers")
+        if speed >= SLOW:
+            log.info("engine %s seemed slow, and answers a canary with %.0f %% of a peer's speed", name, 100 * speed)
+            member.speed = SpeedMeter()
+            return
+        reason = f"it answers a canary with {speed:.0%} of the speed of its peers"
+        member.quarantine.start(time.monotonic(), reason, is_slow=True)
+        self.decide("slow", name, reason)
+        self._links[name].interrupt(EngineQuarantined(f"engine {name!r} is quarantined: {reason}"))
+
+    async def _relative_speed(self, engine: str) -> float:
+        """Return how fast an engine answers the same few tokens as a peer, relative to it; 1 if there is no peer."""
+        peers = [m for m in self._registry.answering() if m.info.name != engine]
+        rates = {m.info.name: m.speed.rate(time.monotonic()) or 0.0 for m in peers}
+        if not rates:
+            return 1.0
+        peer = sorted(rates, key=rates.__getitem__)[len(rates) // 2]
+        own, others = await asyncio.gather(self._answer_seconds(engine), self._answer_seconds(peer))
+        return 1.0 if others is None else 0.0 if own is None else others / own
+
+    async def _answer_seconds(self, engine: str) -> float | None:
+        """Return how long an engine takes for a few tokens, the best of several times; None if it does not answer."""
+        times = []
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                for _ in range(SPEED_TRIES):
+                    start = time.monotonic()
+                    await self._probe_answer(engine)
+                    times.append(time.monotonic() - start)
+        except (SlipstreamError, TimeoutError) as error:
+            log.info("engine %s did not answer a canary for its speed: %s", engine, error)
+        return min(times, default=None)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
 
     async def close(self) -> None:
         for task in self._probes:

@@ -67,7 +67,7 @@ CREATE TABLE events (
 """
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_CONSTRAINT)
 """SQLite's errors that repeating the call does not mend. The others come from the disk: full, read-only, failing."""
-_QUARANTINE = "quarantine of "
+_QUARANTINE, _DRAIN = "quarantine of ", "drain of "
 """Prefix of the names of facts about engines that are not trusted."""
 _SHOWN = 3
 """Problems in the error of a damaged journal; `slipstream journal` shows all."""
@@ -298,13 +298,22 @@ class Journal:
             self._event(kind, version=version, detail=f"{engine}: {reason}")
             if kind == "quarantine":
                 self._set_fact(f"{_QUARANTINE}{engine}", reason)
-            elif kind == "release":
-                self._run("DELETE FROM facts WHERE name = ?", f"{_QUARANTINE}{engine}")
+            elif kind == "drain":
+                self._set_fact(f"{_DRAIN}{engine}", reason)
+            elif kind in ("release", "undrain"):
+                self._run("DELETE FROM facts WHERE name = ?", f"{_QUARANTINE if kind == 'release' else _DRAIN}{engine}")
 
     def quarantined(self) -> dict[str, str]:
         """Return the engines that are not trusted, with the reasons."""
-        rows = self._rows("SELECT name, value FROM facts WHERE substr(name, 1, ?) = ?", len(_QUARANTINE), _QUARANTINE)
-        return {name.removeprefix(_QUARANTINE): value for name, value in rows}
+        return self._facts_of(_QUARANTINE)
+
+    def drained(self) -> set[str]:
+        """Return the engines that an operator has taken out of use."""
+        return set(self._facts_of(_DRAIN))
+
+    def _facts_of(self, prefix: str) -> dict[str, str]:
+        rows = self._rows("SELECT name, value FROM facts WHERE substr(name, 1, ?) = ?", len(prefix), prefix)
+        return {name.removeprefix(prefix): value for name, value in rows}
 
     # --- taking ---
 

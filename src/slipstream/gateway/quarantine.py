@@ -1,6 +1,7 @@
-"""Engines that returned wrong results: kept out of use until a probe shows that they are sound. Pure: the clock is an argument.
+"""Engines that returned wrong results, or are far slower than their peers: kept out of use until a probe shows that they are
+sound, and quick. Pure: the clock is an argument.
 
-                a wrong result               new weights, another process, or a cool-down
+             a wrong or late result          new weights, another process, or a cool-down
     trusted ─────────────────► quarantined ─────────────────────────────────────────────► probed
        ▲                            ▲                 a wrong answer: double cool-down       │
        │                            └──────────────────────────────────────────────────────┤
@@ -8,7 +9,8 @@
 
 An engine that was reported from outside, such as by the trainer whose logprobs disagree, is not probed before it has new
 weights or is another process: a probe may not see what the trainer saw. A circuit breaker (`circuit_breaker.py`) is for engines
-that fail openly; those are used if there is no other. A quarantined engine is never used."""
+that fail openly; those are used if there is no other. So are slow engines: their results are good. An engine that returned
+wrong results is never used."""
 
 from __future__ import annotations
 
@@ -25,17 +27,19 @@ class Quarantine:
         """With a reason it is quarantined already, until it is `renewed`."""
         self.reason = reason
         """Why it is quarantined; empty while it is trusted."""
+        self.is_slow = False
+        """It is quarantined because it is slow, and for no other reason."""
         self._needs_weights = bool(reason)
         self._cool_down = FIRST_SECONDS
         self._probe_at = self._trusted_at = 0.0
         self._is_renewed = self._is_probing = False
 
-    def start(self, now: float, reason: str, needs_weights: bool) -> None:
+    def start(self, now: float, reason: str, needs_weights: bool = False, is_slow: bool = False) -> None:
         """`needs_weights`: no probe before `renewed`."""
-        if not self.reason:
+        if not self.reason or (self.is_slow and not is_slow):
             is_again = self._trusted_at and now - self._trusted_at < FORGIVEN_SECONDS
             self._cool_down = min(2 * self._cool_down, MOST_SECONDS) if is_again else FIRST_SECONDS
-            self.reason, self._is_renewed = reason, False
+            self.reason, self.is_slow, self._is_renewed = reason, is_slow, False
         self._probe_at, self._needs_weights = now + self._cool_down, self._needs_weights or needs_weights
 
     def renewed(self) -> None:
@@ -51,10 +55,10 @@ class Quarantine:
         self._is_probing = True
 
     def passed(self, now: float) -> None:
-        self.reason, self._is_probing, self._trusted_at = "", False, now
+        self.reason, self.is_slow, self._is_probing, self._trusted_at = "", False, False, now
 
-    def failed(self, now: float, reason: str) -> None:
-        self.reason, self._is_probing, self._is_renewed = reason, False, False
+    def failed(self, now: float, reason: str, is_slow: bool = False) -> None:
+        self.reason, self.is_slow, self._is_probing, self._is_renewed = reason, is_slow, False, False
         self._cool_down = min(2 * self._cool_down, MOST_SECONDS)
         self._probe_at = now + self._cool_down
 

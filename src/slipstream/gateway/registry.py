@@ -9,12 +9,14 @@ register, no weights          register, version = fleet's
                                        stale ─────┘
  ready, with memory released ─► asleep
  policy half overwritten (shared weights) ─► empty
- wrong results, from any state ─► quarantined, until it passes a probe
+ wrong results, or far slower than its peers, from any state ─► quarantined, until it passes a probe
+ taken out of use by an operator, from any state ─► draining ─► drained, until the operator lets it back
  lease expired or connection broken, from any state ─► lost
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +46,8 @@ class Member:
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     quarantine: Quarantine = field(default_factory=Quarantine)
     speed: SpeedMeter = field(default_factory=SpeedMeter)
-    is_slow: bool = False
+    speed_checked_at: float = -math.inf
+    """When it was last compared with a peer because it seemed slow."""
     looked_up_tokens: int = 0
     """Prompt tokens, from its heartbeats."""
     hit_tokens: int = 0
@@ -56,10 +59,15 @@ class Member:
 class Registry:
     """The engines by name, the committed version, and an epoch that increases whenever an engine joins or leaves."""
 
-    def __init__(self, lease_seconds: float, quarantined: Mapping[str, str] | None = None) -> None:
-        """`quarantined` are the engines that an earlier gateway did not trust, with its reasons."""
+    def __init__(
+        self, lease_seconds: float, quarantined: Mapping[str, str] | None = None, drained: Iterable[str] = ()
+    ) -> None:
+        """`quarantined` are the engines that an earlier gateway did not trust, with its reasons, and `drained` those that were
+        taken out of use."""
         self.lease_seconds = lease_seconds
         self._quarantined = dict(quarantined or {})
+        self._drained = set(drained)
+        """By name: an engine that is restarted for maintenance stays out of use until the operator says so."""
         self.version = -1
         self.epoch = 0
         self._members: dict[str, Member] = {}
@@ -119,10 +127,30 @@ class Registry:
         member.num_stops += member.asleep != asleep
         member.asleep = asleep
 
+    def drain(self, name: str, force: bool = False) -> bool:
+        """Give an engine no more requests. Return whether it got them until now. Unless forced, raises `RequestError` if no
+        other engine takes requests."""
+        if self.get(name).info.name in self._drained:
+            return False
+        others = [self.state(m) for m in self.alive() if m.info.name != name]
+        if not force and not set(others) - {"quarantined", "draining", "drained"}:
+            raise RequestError(
+                f"no engine but {name!r} takes requests, so without it they fail or wait; start another engine first, or "
+                "drain it all the same with --force"
+            )
+        self._drained.add(name)
+        return True
+
+    def undrain(self, name: str) -> bool:
+        """Let an engine take requests again. Return whether it was drained."""
+        was_drained = self.get(name).info.name in self._drained
+        self._drained.discard(name)
+        return was_drained
+
     def start_quarantine(self, name: str, now: float, reason: str, needs_weights: bool) -> bool:
         """Use an engine no more; the next update sends it every tensor. Return whether it was trusted until now."""
         member = self.get(name)
-        is_new = not member.quarantine.reason
+        is_new = not member.quarantine.reason or member.quarantine.is_slow
         member.quarantine.start(now, reason, needs_weights)
         if is_new:
             member.info = replace(member.info, weights_epoch=member.info.weights_epoch + 1)
@@ -155,6 +183,8 @@ class Registry:
             return "lost"
         if member.quarantine.reason:
             return "quarantined"
+        if member.info.name in self._drained:
+            return "draining" if member.num_requests else "drained"
         if member.info.version < 0:
             return "empty"
         if member.info.version != self.version:
@@ -171,18 +201,24 @@ class Registry:
     def available(self, only: str = "") -> list[Member]:
         """Return the engines that can take requests, of all or of one.
 
-        If all of them sleep, return those: requests wait there, as they do without a gateway. If the others have lost their
-        policy, return those: they refuse requests with the reason. Raises `NotReady` if there are none."""
+        If all of them sleep, return those: requests wait there, as they do without a gateway. If all of them are slow, return
+        those. If the others have lost their policy, return those: they refuse requests with the reason. Raises `NotReady` if
+        there are none."""
         members = [self.get(only)] if only else self._members.values()
         current = [m for m in members if self.state(m) in ("ready", "asleep")]
+        current = current or [m for m in members if self._is_slow_but_sound(m)]
         current = current or [m for m in members if m.lost_policy and self.state(m) == "empty"]
         if not current:
             raise self.not_ready()
         return [m for m in current if not m.asleep] or current
 
+    def _is_slow_but_sound(self, member: Member) -> bool:
+        is_used = not member.lost and member.info.name not in self._drained
+        return is_used and member.quarantine.is_slow and member.info.version == self.version
+
     def speeds(self, now: float) -> dict[str, float]:
         """Return how fast engines are, relative to the others; only those that can be compared."""
-        return relative_speeds({m.info.name: m.speed.rate(now) for m in self.alive()})
+        return relative_speeds({m.info.name: m.speed.rate(now) for m in self.alive() if not m.quarantine.reason})
 
     def shares(self, now: float) -> dict[str, float]:
         """Return the weights with which work is shared out; an engine that is not there has 1."""
@@ -215,18 +251,23 @@ class Registry:
             return NotReady("no engine has registered yet; start one with `slipstream engine`")
         states = "; ".join(f"{s.info.name}: {s.state}{f' ({s.note})' if s.note else ''}" for s in self.statuses(0.0))
         hint = "sync weights first (bridge.sync)" if self.version < 0 else "sync again or start another engine"
+        if any(self.state(m) in ("draining", "drained") for m in self.alive()):
+            hint = "`slipstream drain ENGINE --undo` lets a drained one take requests again"
         return NotReady(f"no engine can take requests ({states}); {hint}")
 
     def statuses(self, now: float) -> tuple[EngineStatus, ...]:
-        notes = {"empty": "has no weights", "stale": "missed an update; the next sync brings it back"}
+        notes = {
+            "empty": "has no weights",
+            "stale": "missed an update; the next sync brings it back",
+            "draining": "finishes its requests and gets no others",
+            "drained": "gets no requests until `slipstream drain ENGINE --undo`",
+        }
         rows, speeds = [], self.speeds(now)
         for member in self._members.values():
             state, speed = self.state(member), speeds.get(member.info.name, 0.0)
             notes["asleep"] = f"asleep: {' and '.join(member.asleep)} released; bridge.wake brings them back"
             notes["quarantined"] = member.quarantine.note(now)
             note = member.lost or notes.get(state, "") or member.breaker.note(now)
-            if not note and member.is_slow and speed:
-                note = f"slow: {speed:.0%} of the speed of its peers, and as much of the work"
             rows.append(
                 EngineStatus(
                     info=member.info,

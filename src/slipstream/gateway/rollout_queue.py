@@ -77,6 +77,10 @@ class RolloutQueue:
         self._suspects = asyncio.Lock()
         self._finished: dict[int, int] = {}
         """By group: the version of its oldest token, -1 if it failed."""
+        self._newest: dict[int, int] = {}
+        """By group that finished since the queue was made: the version of its newest token."""
+        self._held: int | None = None
+        """Groups with tokens of this version or later are not taken at the moment."""
         self._changed = asyncio.Event()
         for number, oldest in journal.finished().items():
             self._finish(number, oldest)
@@ -141,6 +145,7 @@ class RolloutQueue:
             self._journal.take(numbers, at)
             for number in numbers:
                 del self._finished[number]
+                self._newest.pop(number, None)
                 self._staleness.take(number, at)
             self._advance()
             step("gateway.taken", after=after, groups=numbers)
@@ -164,7 +169,8 @@ class RolloutQueue:
                 return ready, at
             if not self._running and not self._finished and at == self._staleness.version:
                 self._staleness.check_can_take()
-            if not self._running and not self._waiting:
+            is_settled = not self._drops and self._held is None
+            if is_settled and not self._running and not self._waiting:
                 raise RolloutError(
                     f"take asked for {count} groups, but only {len(self._finished)} submitted prompts are left to take; "
                     "submit more prompts first"
@@ -176,7 +182,16 @@ class RolloutQueue:
         """Return the groups that can be taken for version `at`. Errors do not age."""
         if self._drops:  # which of them are to be generated again is not known yet
             return []
-        return [number for number, oldest in self._finished.items() if oldest < 0 or self._staleness.fits(number, at)]
+        return [number for number, oldest in self._finished.items() if oldest < 0 or self._may_take(number, at)]
+
+    def _may_take(self, number: int, at: int) -> bool:
+        is_held = self._held is not None and self._newest.get(number, -1) >= self._held
+        return not is_held and self._staleness.fits(number, at)
+
+    def hold(self, version: int | None) -> None:
+        """Let no group be taken that has tokens of this version or later, because engines are being checked. None lets all."""
+        self._held = version
+        self._changed.set()
 
     def _timed_out(self, missing: int, version: int, needed: int, timeout: float) -> DeadlineExceeded:
         if self._staleness.version < needed:
@@ -291,6 +306,7 @@ class RolloutQueue:
     def _store(self, group: Group, samples: Mapping[int, FinishedSample]) -> bool:
         step("gateway.finish", id=group.id)
         if (oldest := self._journal.finish(group, samples)) is not None:
+            self._newest[group.number] = max(sample.newest for sample in samples.values())
             self._finish(group.number, oldest)
         step("gateway.finished", id=group.id)
         return True
@@ -326,6 +342,7 @@ class RolloutQueue:
         if (task := self._running.pop(number, None)) is not None:
             task.cancel()
         self._finished.pop(number, None)
+        self._newest.pop(number, None)
         if group is not None:
             self._staleness.renew(number)
             self._renewed[number] = group
@@ -386,6 +403,11 @@ class RolloutRun:
             self._queue.drop(engine, since, reason)
         else:
             self._record(partial(self._journal.renew_all, engine, since, reason))
+
+    def hold(self, version: int | None) -> None:
+        """See `RolloutQueue.hold`."""
+        if self._queue is not None:
+            self._queue.hold(version)
 
     def _record(self, write: Callable[[], None]) -> None:
         self._unrecorded.append(write)

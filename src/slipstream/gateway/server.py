@@ -47,6 +47,7 @@ METHODS: Mapping[str, tuple[Role, ...]] = {
     "Take": ("trainer",),
     "Control": ("trainer",),
     "Quarantine": ("trainer",),
+    "Drain": ("trainer",),
     "Update": ("trainer",),
     "Attach": ("engine",),
 }

@@ -13,7 +13,14 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from slipstream.config import MAX_BUFFERED_BYTES, MAX_REQUESTS
-from slipstream.errors import EngineLost, JournalUnavailable, ProtocolMismatch, SlipstreamError, UpdateInProgress
+from slipstream.errors import (
+    EngineDrained,
+    EngineLost,
+    JournalUnavailable,
+    ProtocolMismatch,
+    SlipstreamError,
+    UpdateInProgress,
+)
 from slipstream.gateway import channels, convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.admission import Admission, Ticket
@@ -47,7 +54,7 @@ class Service(GatewayServicer):
     def __init__(self, lease_seconds: float, journal: Path | None = None, admission: Admission | None = None) -> None:
         """`journal` is the file of the rollout journal; without it the journal is kept in memory."""
         opened = Journal(journal)
-        self._registry = Registry(lease_seconds, opened.quarantined())
+        self._registry = Registry(lease_seconds, opened.quarantined(), opened.drained())
         self._admission = admission or Admission(MAX_REQUESTS, MAX_BUFFERED_BYTES, "the gateway")
         self._rollouts = RolloutRun(opened, self._generate)
         if opened.num_groups():
@@ -55,7 +62,7 @@ class Service(GatewayServicer):
             self._registry.version = self._rollouts.version
         self._links: dict[str, EngineLink] = {}
         self._watch = EngineWatch(self._registry, self._links, self._rollouts.on_decision, self._drop_results)
-        self._canary = CommitCanary(self._registry, self._links, self._watch)
+        self._canary = CommitCanary(self._registry, self._links, self._watch, self._rollouts.hold)
         self._trainers: TrainerGroup | None = None
         self._trainer_left = asyncio.Event()
         """Set whenever a trainer's stream ends."""
@@ -139,6 +146,18 @@ class Service(GatewayServicer):
             since = request.since if request.HasField("since") else None
             self._watch.quarantine(request.engine, request.reason or "no reason given", since, needs_weights=True)
             return pb.QuarantineReply()
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainReply:
+        async with _TypedErrors(context):
+            name = request.engine
+            if request.undo and self._registry.undrain(name):
+                self._watch.decide("undrain", name, "an operator lets it take requests again")
+            if not request.undo and self._registry.drain(name, request.force):
+                self._watch.decide("drain", name, "an operator gives it no more requests")
+                self._affinity.forget(name)
+            if request.hand_back and not request.undo:
+                self._links[name].interrupt(EngineDrained(f"engine {name!r} is drained and gave the request back"))
+            return pb.DrainReply()
 
     async def Update(self, messages: AsyncIterator[pb.UpdateMessage], context: grpc.aio.ServicerContext) -> None:
         try:

@@ -426,6 +426,22 @@ class QuarantineReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("engine", "undo", "hand_back", "force")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    HAND_BACK_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    undo: bool
+    hand_back: bool
+    force: bool
+    def __init__(self, engine: _Optional[str] = ..., undo: bool = ..., hand_back: bool = ..., force: bool = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Pause(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

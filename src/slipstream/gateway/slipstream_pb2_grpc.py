@@ -74,6 +74,11 @@ class GatewayStub(object):
                 request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.QuarantineRequest.SerializeToString,
                 response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.QuarantineReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/slipstream.v1.Gateway/Drain',
+                request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.DrainRequest.SerializeToString,
+                response_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.DrainReply.FromString,
+                _registered_method=True)
         self.Update = channel.stream_stream(
                 '/slipstream.v1.Gateway/Update',
                 request_serializer=slipstream_dot_gateway_dot_slipstream__pb2.UpdateMessage.SerializeToString,
@@ -142,6 +147,13 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Give an engine no new requests, for maintenance, or let it take requests again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Update(self, request_iterator, context):
         """Weight updates. Each trainer process holds one stream open from update to update; when it breaks, the gateway rolls back
         the update in progress. A trainer that may not update gets the reason as the reply to its messages.
@@ -199,6 +211,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Quarantine,
                     request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.QuarantineRequest.FromString,
                     response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.QuarantineReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=slipstream_dot_gateway_dot_slipstream__pb2.DrainRequest.FromString,
+                    response_serializer=slipstream_dot_gateway_dot_slipstream__pb2.DrainReply.SerializeToString,
             ),
             'Update': grpc.stream_stream_rpc_method_handler(
                     servicer.Update,
@@ -427,6 +444,33 @@ class Gateway(object):
             '/slipstream.v1.Gateway/Quarantine',
             slipstream_dot_gateway_dot_slipstream__pb2.QuarantineRequest.SerializeToString,
             slipstream_dot_gateway_dot_slipstream__pb2.QuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Gateway/Drain',
+            slipstream_dot_gateway_dot_slipstream__pb2.DrainRequest.SerializeToString,
+            slipstream_dot_gateway_dot_slipstream__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,8 +1,9 @@
 """How fast each engine is, compared with its peers. Pure: the clock is an argument.
 
 The speed of an engine is that of one sequence: work over the time from sending a request to its answer. Throughput would not
-do: an engine that gets less has less, and would get less again. It is the median over windows of time, so that one stall, for
-a compilation or a sync, does not count."""
+do: an engine that gets less has less, and would get less again. It is the median over windows. A window is at least as long as
+its answers took on average: all requests that one stall holds up, such as a compilation, end up in one window, and do not
+count."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-WINDOW_SECONDS, MIN_ANSWERS = 1.0, 4
+WINDOW_SECONDS, MIN_ANSWERS = 0.1, 4
 """A window is at least this long and has at least this many answers."""
 WINDOWS, MIN_WINDOWS = 5, 3
 """Windows that the median is taken of, and from how many on it is known."""
@@ -19,7 +20,7 @@ PROMPT_SHARE = 1 / 5
 EVEN = 0.5
 """Engines above this share of their peers' speed get the same work."""
 SLOW = 0.2
-"""An engine below this share is reported as slow, until it is above `EVEN`."""
+"""An engine below this share is quarantined, if a canary confirms it, until it is above `EVEN`."""
 LEAST = 0.05
 """Least share of work, so that an engine is measured again."""
 VALID_SECONDS = 60.0
@@ -40,7 +41,8 @@ class SpeedMeter:
         if not self._answers:
             self._began = now
         self._work, self._seconds, self._answers = self._work + work, self._seconds + seconds, self._answers + answers
-        if now - self._began >= WINDOW_SECONDS and self._answers >= MIN_ANSWERS:
+        is_long = now - self._began >= max(WINDOW_SECONDS, self._seconds / self._answers)
+        if is_long and self._answers >= MIN_ANSWERS:
             if now - self._ended > VALID_SECONDS:
                 self._rates.clear()
             self._rates.append(self._work / max(self._seconds, 1e-9))
