@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -112,6 +113,19 @@ def test_without_a_directory_a_run_makes_its_own(tmp_path, monkeypatch):
     assert demo.run_train(SMALL.replace(steps=1), console()) == 0
     (made,) = (tmp_path / "runs").iterdir()
     assert {"metrics.jsonl", "curve.png", "checkpoint", "model"} <= {p.name for p in made.iterdir()}
+
+
+def test_a_restarted_trainer_finds_the_programs_that_the_last_one_compiled(tmp_path, monkeypatch):
+    settings = {}
+    monkeypatch.setattr(jax.config, "update", settings.__setitem__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="no-such-task"):
+        demo.run_train(SMALL.replace(task=TaskConfig(name="no-such-task")), console())
+    assert settings == {}  # the user has configured another cache (tests/conftest.py)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    with pytest.raises(ConfigError, match="no-such-task"):
+        demo.run_train(SMALL.replace(task=TaskConfig(name="no-such-task")), console())
+    assert settings["jax_compilation_cache_dir"] == str(tmp_path / "slipstream" / "programs")
 
 
 def test_the_example_config_is_one():
