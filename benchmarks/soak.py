@@ -113,6 +113,8 @@ class Soak:
             if error.code not in (429, 503):
                 raise
             self.errors[f"HTTP {error.code} {json.load(error)['error']['code']}"] += 1
+        except TimeoutError:
+            self.errors["HTTP: no answer within 60 s"] += 1
         except OSError as error:  # no gateway listens while it is being restarted
             if not isinstance(getattr(error, "reason", error), ConnectionError):
                 raise
@@ -146,11 +148,14 @@ class Soak:
         for role, process in self._processes().items():
             with contextlib.suppress(psutil.Error, OSError):  # it has just died
                 row = {"at": self.elapsed, "rss_mb": process.memory_info().rss / 1e6, "fds": process.num_fds()}
-                self.series[role, process.pid].append(row | {"threads": process.num_threads()})
+                mapped = {}
                 for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                     if str(self._shm) in line:
                         start, stop = (int(text, 16) for text in line.split()[0].split("-"))
-                        segments[line.split()[5]] = stop - start
+                        mapped[line.split()[5]] = stop - start
+                row |= {"threads": process.num_threads(), "segments": len(mapped)}
+                self.series[role, process.pid].append(row)
+                segments |= mapped
         segments |= {str(path): 0 for path in self._shm.iterdir() if str(path) not in segments}
         journal = sum(path.stat().st_size for path in Path(self._bridge.run_dir).glob("journal.sqlite*"))
         row = {"at": self.elapsed, "segments": len(segments), "segment_mb": sum(segments.values()) / 1e6}
