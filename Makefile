@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 INSTALL := tools/install.sh $(VENV)
 
 .PHONY: demo test test-fast check docs bench vllm-env proto clean

@@ -5,12 +5,12 @@
 # others. If it cannot be created, the summary lists the tests that did not run. Environment variables:
 #   SLIPSTREAM_REQUIRE_VLLM=1     fail if the vLLM environment cannot be created
 #   SLIPSTREAM_REQUIRE_NETNS=1    fail if network namespaces, which the multi-host tests need, are unavailable
-#   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 3, since many tests wait for processes)
+#   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 2)
 set -u
 venv=$1 vllm=$2
 log=$vllm.log
-report=$(mktemp) determinism_log=$(mktemp)
-trap 'rm -f "$report" "$determinism_log"' EXIT
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
 line="=================================================================================================="
 
 # Run a command with a time limit: pytest may wait forever for children of a crashed test process.
@@ -24,31 +24,28 @@ within() {
     fi
 }
 
-vllm_tests() {
-    "$venv/bin/slipstream" setup vllm --cpu --into "$vllm" || return 200
+# Beside the other tests: those of determinism, with the optimizations that users get, and those with vLLM.
+(
+    "$venv/bin/slipstream" setup vllm --cpu --into "$vllm"
+    setup=$?
     until test -e "$venv/.installed-test"; do sleep 1; done
+    SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py || exit 1
+    test "$setup" -eq 0 || exit 200
     SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python" within 30m "$venv/bin/python" -m pytest tests/vllm
-}
-vllm_tests > "$log" 2>&1 &
-vllm_job=$!
-make VENV="$venv" "$venv/.installed-test" || { kill "$vllm_job"; exit 1; }
-# Determinism is tested with the optimizations that users get.
-SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py \
-    > "$determinism_log" 2>&1 &
-determinism_job=$!
+) > "$log" 2>&1 &
+beside=$!
+make VENV="$venv" "$venv/.installed-test" || { kill "$beside"; exit 1; }
 within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
-    -n "${SLIPSTREAM_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --junitxml="$report"
+    -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --junitxml="$report"
 other_tests=$?
-wait "$determinism_job"
-determinism=$?
-wait "$vllm_job"
-vllm_tests=$?
-tail -n 40 "$determinism_log" "$log"
-if test "$vllm_tests" -eq 200; then
+wait "$beside"
+tests_beside=$?
+tail -n 60 "$log"
+if test "$tests_beside" -eq 200; then
     echo "$line"
     echo "NOT RUN: the tests against real vLLM (tests/vllm): the vLLM environment could not be created, see above."
     echo "$line"
-    vllm_tests=${SLIPSTREAM_REQUIRE_VLLM:-0}
+    tests_beside=${SLIPSTREAM_REQUIRE_VLLM:-0}
 fi
 # Without a report, the tests were killed, and the run already counts as failed.
 not_run=$(test -s "$report" && "$venv/bin/python" -m tests.deploy.lan "$report")
@@ -59,4 +56,4 @@ if test -n "$not_run"; then
     echo "$not_run"
     echo "$line"
 fi
-test "$other_tests" -eq 0 && test "$determinism" -eq 0 && test "$vllm_tests" -eq 0
+test "$other_tests" -eq 0 && test "$tests_beside" -eq 0

