@@ -21,9 +21,7 @@ MUST = [
     Injection("gateway.start", "clock jump"),
     Injection("train.save", "delay"),
     Injection("train.saved", "delay"),
-    Injection(
-        "engine.stage", "delay"
-    ),  # finds a commit before all engines have staged; needs a few quiet syncs before it
+    Injection("engine.stage", "delay"),  # finds a commit before all have staged; needs a few quiet syncs before it
     Injection("gateway.committed", "error"),  # finds a version that is made twice
     Injection("engine.verify", "corrupt"),
     Injection("rollout.taken", "kill gateway"),  # finds a take that is acknowledged before it is on disk
@@ -32,7 +30,7 @@ MUST = [
     Injection("engine.sample", "partition"),
 ]
 PROMPTS, BOUND = 8, 2
-STEPS_OF_RUN = 20 + 12 * FAULTS
+STEPS_OF_RUN = 40 + 12 * FAULTS
 
 CONFIG = f"""
 steps = {STEPS_OF_RUN}

@@ -427,6 +427,6 @@ def test_an_engine_without_weights_has_nothing_to_verify() -> None:
 def test_a_bridge_does_not_verify_during_a_sync() -> None:
     with opened() as subject:
         bridge = Bridge(LocalFleet(subject.engine))
-        with bridge._syncing, pytest.raises(UpdateInProgress):
+        with bridge._without_syncs("free"), pytest.raises(UpdateInProgress):
             bridge.verify(subject.params)
         assert bridge.verify(subject.params).is_same
