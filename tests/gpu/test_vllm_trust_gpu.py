@@ -81,8 +81,8 @@ def test_wrong_frozen_and_killed_ranks(tmp_path: Path) -> None:
         for process in frozen:
             process.resume()
         assert waiting.result(120) <= SOUND
-        assert bridge.repair(params) is not None
-        assert states(bridge)["engine-1"] == "ready"
+        while states(bridge)["engine-1"] != "ready":  # the bridge sends it the version that it missed
+            time.sleep(0.1)
 
         waiting = pool.submit(generate)
         start = time.monotonic()
