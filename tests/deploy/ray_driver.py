@@ -11,15 +11,17 @@ import ray
 import slipstream
 from slipstream.config import EmbeddedConfig, RayConfig
 from slipstream.types import SamplingParams
+from tests.deploy.patient_ray import START_SECONDS, be_patient
 from tests.tiny import random_params, tiny_config
 
 
 def main(model, run_dir, address):
+    be_patient()
     ray.init(
         num_cpus=0, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False, _node_ip_address=address
     )
     print(ray.get_runtime_context().gcs_address, flush=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_SECONDS
     while len(ray.nodes()) < 2:
         assert time.monotonic() < deadline, ray.nodes()
         time.sleep(0.1)

@@ -45,32 +45,17 @@ class Nodes:
     model: Path
 
 
-def patiently(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """Ray gives a node half a minute to start, which is too short on a busy machine."""
-
-    def get(*arguments: Any) -> Any:
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                return get_node(*arguments)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-
-    return get
-
-
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """A cluster of two nodes, without a dashboard."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as home:  # sockets: short
         patch.setenv("RAY_TMPDIR", home)
         import ray
-        from ray._private import services
         from ray.cluster_utils import Cluster
 
-        patch.setattr(services, "get_node", patiently(services.get_node))
+        from tests.deploy.patient_ray import be_patient
+
+        be_patient()
         cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         try:
             cluster.add_node(**NODE)
@@ -318,7 +303,14 @@ def test_two_machines(tmp_path: Path) -> None:
         driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment({"RAY_TMPDIR": home}))
         assert driver.stdout is not None
         cluster = driver.stdout.readline().strip()
-        join = ["-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", f"--object-store-memory={80 << 20}"]
+        join = [
+            "-m",
+            "tests.deploy.patient_ray",
+            "start",
+            "--block",
+            "--num-cpus=1",
+            f"--object-store-memory={80 << 20}",
+        ]
         join += [f"--address={cluster}", f"--node-ip-address={node2.address}"]
         other = node2.start(node2.command(sys.executable, *join), tmp_path / "node2.log", RAY_TMPDIR=home)
         try:
