@@ -137,6 +137,15 @@ def test_more_connections_than_permitted_are_refused():
     assert answered.startswith(b"HTTP/1.1 200")
 
 
+def read_until_closed(peer):
+    received = b""
+    peer.settimeout(20)
+    with contextlib.suppress(ConnectionError):
+        while data := peer.recv(1 << 16):
+            received += data
+    return received
+
+
 def test_a_client_that_never_reads_is_disconnected(monkeypatch):
     monkeypatch.setattr(limits, "SEND_SECONDS", 0.2)
 
@@ -156,8 +165,13 @@ def test_a_client_that_never_reads_is_disconnected(monkeypatch):
             async with asyncio.timeout(30):
                 while not len(front.in_flight):
                     await asyncio.sleep(0.01)
-                while len(front.in_flight) or front.admission.held != (0, 0):
+                while len(front.in_flight):
                     await asyncio.sleep(0.01)
+                received = await asyncio.to_thread(read_until_closed, lazy)
+                while front.admission.held != (0, 0):  # the response ends after its generation
+                    await asyncio.sleep(0.01)
+            assert received.startswith(b"HTTP/1.1 200") and b"[DONE]" not in received
+            assert front.admission.held == (0, 0)
 
     served_by(Endless(), test)
 
