@@ -85,7 +85,7 @@ class CommitCanary:
             if name in verdict.wrong:
                 self._watch.quarantine(name, verdict.wrong[name], version, needs_weights=True)
             elif name in verdict.disputed:
-                self._watch.suspect(name, verdict.disputed[name])
+                self._watch.decide("suspect", name, verdict.disputed[name])
 
     async def close(self) -> None:
         if self._task is not None:

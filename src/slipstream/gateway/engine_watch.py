@@ -89,7 +89,7 @@ class EngineWatch:
         return tuple(replace(decision, seconds_ago=now - at) for at, decision in self._decisions)
 
     def decide(self, kind: str, engine: str, reason: str) -> None:
-        """Record a decision."""
+        """Record a decision. A `suspect` engine may be wrong, and stays in use."""
         log.warning("engine %s, %s: %s", engine, kind, reason)
         version = self._registry.version
         self._decisions.append((time.monotonic(), Decision(kind, engine, reason, version, 0.0)))
@@ -127,7 +127,7 @@ class EngineWatch:
     ) -> EngineQuarantined:
         """Stop using an engine; return the error for requests that it was serving. What it has generated with version `since`
         or later is generated again. With `needs_weights` it is not probed before it has new weights."""
-        error = EngineQuarantined(f"engine {engine!r} is quarantined: {reason}")
+        error = _refusal(engine, reason)
         if self._registry.start_quarantine(engine, time.monotonic(), reason, needs_weights):
             self.decide("quarantine", engine, reason)
             self._links[engine].interrupt(error)
@@ -135,10 +135,6 @@ class EngineWatch:
         return error
 
     # --- suspicion ---
-
-    def suspect(self, engine: str, reason: str) -> None:
-        """Report an engine that may be wrong, and go on using it."""
-        self.decide("suspect", engine, reason)
 
     def _is_suspect(self, engine: str, row: pb.Completion, sampling: pb.Sampling) -> bool:
         version, num_cleared = self._cleared.get(engine, (-1, 0))
@@ -230,7 +226,7 @@ class EngineWatch:
             quarantine.failed(time.monotonic(), fault)
             self.decide("probe", name, fault)
         elif speed < EVEN:
-            reason = f"it answers a canary with {speed:.0%} of the speed of its peers"
+            reason = _slow(speed)
             quarantine.failed(time.monotonic(), reason, is_slow=True)
             self.decide("probe", name, reason)
         else:
@@ -295,10 +291,10 @@ class EngineWatch:
             log.info("engine %s seemed slow, and answers a canary with %.0f %% of a peer's speed", name, 100 * speed)
             member.speed = SpeedMeter()
             return
-        reason = f"it answers a canary with {speed:.0%} of the speed of its peers"
+        reason = _slow(speed)
         member.quarantine.start(time.monotonic(), reason, is_slow=True)
         self.decide("slow", name, reason)
-        self._links[name].interrupt(EngineQuarantined(f"engine {name!r} is quarantined: {reason}"))
+        self._links[name].interrupt(_refusal(name, reason))
 
     async def _relative_speed(self, engine: str) -> float:
         """Return how fast an engine answers the same few tokens as a peer, relative to it; 1 if there is no peer."""
@@ -332,3 +328,11 @@ class EngineWatch:
         for task in self._probes:
             task.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
+
+
+def _refusal(engine: str, reason: str) -> EngineQuarantined:
+    return EngineQuarantined(f"engine {engine!r} is quarantined: {reason}")
+
+
+def _slow(speed: float) -> str:
+    return f"it answers a canary with {speed:.0%} of the speed of its peers"
