@@ -120,7 +120,7 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=20)[1]
 
 
-def eventually(done: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+def eventually(done: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"

@@ -31,9 +31,9 @@ TRAIN_GPU = 0.4 * 989e12 / 6
 """Trained tokens per second times parameters for one GPU. Assumed, not measured: 6 operations per parameter and token at
 40 % of an H200's 989 TFLOP/s."""
 SYNC = {
-    "memory": (0.0045, 5.77),
-    "shm": (0.0071, 3.68),
-    "tcp": (0.0060, 2.38),
+    "memory": (0.0045, 14.8),
+    "shm": (0.0092, 3.52),
+    "tcp": (0.0082, 2.07),
     "cuda": (0.00261, 1753.0),
     "nccl": (0.0207, 60.1),
     "vllm-nccl": (0.0, 43.4),
