@@ -87,9 +87,11 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
         enforce_eager=True,
     )
 
-    def syncs(run_dir: Path, transport: str, versions: list[dict[str, jax.Array]]) -> Iterator[dict[str, float]]:
+    def syncs(
+        run_dir: Path, transport: str, versions: list[dict[str, jax.Array]], checked: bool = True
+    ) -> Iterator[dict[str, float]]:
         """Sync `rounds` times after two syncs of warm-up (connections, caches), and yield the timings."""
-        with slipstream.connect(run_dir, transport=transport) as bridge:
+        with slipstream.connect(run_dir, transport=transport, checksums=checked, check_finite=checked) as bridge:
             for step in range(rounds + 2):
                 start = time.perf_counter()
                 report = bridge.sync(versions[step % 2])
@@ -109,10 +111,12 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
                 take("cuda", []).append(row)
                 take("copy", []).append({"transfer": copy()})
             del copy
+            take("cuda, unchecked", []).extend(syncs(root / "run", "cuda", versions, checked=False))
             with busy(root / "run"):
                 take("cuda, while it generates", []).extend(syncs(root / "run", "cuda", versions))
             with attempt(result, "NCCL", console):
                 take("nccl", []).extend(syncs(root / "run", "nccl", versions))
+                take("nccl, unchecked", []).extend(syncs(root / "run", "nccl", versions, checked=False))
             del versions  # weights of 8B in both dtypes would not leave enough memory for vLLM
             versions = [make(specs, "float32", seed) for seed in range(2)]
             take("cuda, float32 to bfloat16", []).extend(syncs(root / "run", "cuda", versions))
@@ -278,9 +282,11 @@ def targets(shapes: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
 
 NAMES = {
     "cuda": "(a) mapped memory",
+    "cuda, unchecked": "(a) mapped memory, no checksums, no check for NaN",
     "cuda, float32 to bfloat16": "(a) mapped memory, float32 → bfloat16",
     "cuda, while it generates": "(a) mapped memory, while vLLM generates",
     "nccl": "(b) NCCL",
+    "nccl, unchecked": "(b) NCCL, no checksums, no check for NaN",
     "native": "(c) vLLM's own NCCL transfer",
     "copy": "(d) raw device copy",
     "broadcast": "(e) raw NCCL broadcast",

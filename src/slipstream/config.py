@@ -330,6 +330,9 @@ class HttpConfig(Settings):
         return self
 
 
+SYNC_SECONDS = 120.0
+
+
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
     """How a trainer sends its weights to the engines."""
@@ -346,6 +349,8 @@ class SyncOptions:
     """Number of trainer processes that take part in every sync, as `jax.process_count()`."""
     snapshot: Snapshot = "reference"
     """What is kept of a sync for engines that start later."""
+    timeout: float = SYNC_SECONDS
+    """Time limit in seconds for each step of a sync and for each score."""
 
     def __post_init__(self) -> None:
         if self.snapshot not in get_args(Snapshot):

@@ -463,6 +463,25 @@ async def test_an_engine_that_fails_can_be_left_behind(address, fleet):
 
 
 @on_the_loop
+async def test_a_trainer_leaves_behind_an_engine_that_it_cannot_reach(address, fleet):
+    async with pair(address) as (_, b):
+        b.gate.clear()
+        await fleet.refresh()
+        await begin(fleet, 1, ["a", "b"])
+        with pytest.raises(UnknownVersion, match="this message has no step for it"):
+            await stage(fleet, 1, ["a"])
+        running = asyncio.create_task(collect(fleet.generate([request("0"), request("1")])))
+        while not b.seen:
+            await asyncio.sleep(0.01)
+        await begin(fleet, 1, ["a", "b"], drop_failed=True)
+        await stage(fleet, 1, ["a"])
+        assert set(await commit(fleet, 1, ["a"])) == {"a"}
+        assert await states(fleet) == {"a": "ready", "b": "stale"}
+        assert b.history[-1] == ("rollback", 1)
+        assert {c.engine for c in await running} == {"a"}
+
+
+@on_the_loop
 async def test_an_engine_that_hangs_is_named_within_the_deadline(address, fleet):
     async with pair(address) as (a, b):
         b.hang_stage = True

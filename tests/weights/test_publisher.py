@@ -19,8 +19,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import slipstream
-from slipstream.config import EmbeddedConfig
-from slipstream.errors import MappingError, NonFiniteWeights, TransferError, UpdateInProgress
+from slipstream.config import EmbeddedConfig, SyncOptions
+from slipstream.errors import DeadlineExceeded, MappingError, NonFiniteWeights, TransferError, UpdateInProgress
 from slipstream.model import families
 from slipstream.runtime import event_loop
 from slipstream.types import CommitReport, Destinations, Offer, StageReport, UpdateReports, UpdateSteps
@@ -28,6 +28,7 @@ from slipstream.weights.sources.named_tensors import named_tensors
 from slipstream.weights.sources.transforms import Permute, Take, Unstack
 from slipstream.weights.sources.tree_mapping import Rule, Target, TreeMapping, Within
 from slipstream.weights.update import publisher as publisher_module
+from slipstream.weights.update import transport_choice
 from slipstream.weights.update.publisher import Publisher
 from slipstream.weights.update.unchanged import HeldTensors
 from tests.tiny import random_params, tiny_config, write_config
@@ -313,6 +314,86 @@ def published(
     with contextlib.suppress(TransferError):
         asyncio.run(publisher.publish({f"w{i}": jnp.ones(1) for i in range(100)}, [route.engine], 2, in_flight))
     return events
+
+
+class Fleet:
+    """Two engines, each of which does what is asked of it."""
+
+    asked: list[list[str]]
+
+    def __init__(self) -> None:
+        self.asked = []
+
+    async def send_steps(self, steps: Mapping[str, UpdateSteps], drop_failed: bool = False) -> None:
+        self.asked.append(sorted(steps))
+
+    async def receive_reports(self) -> Any:
+        reports = UpdateReports(Outbox.destinations, StageReport(4, 0.0), CommitReport(0.0, 0.0))
+        return dict.fromkeys(self.asked[-1], reports)
+
+    async def rollback(self, version: int) -> None:
+        self.asked.append([])
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def _unreachable(*_: Any) -> Any:
+    raise TransferError("the line is dead")
+
+
+def _not_finite(*_: Any) -> Any:
+    raise NonFiniteWeights("w0 has a NaN")
+
+
+@pytest.mark.parametrize("drop_failed", [False, True])
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ({"send": _unreachable}, TransferError),
+        ({"send": _not_finite}, NonFiniteWeights),
+        ({"confirmed": _never}, DeadlineExceeded),
+    ],
+)
+def test_an_engine_that_cannot_be_reached_is_dropped_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any], error: type[Exception], drop_failed: bool
+) -> None:
+    fleet, events = Fleet(), list[str]()
+    routes = {
+        name: SimpleNamespace(
+            engine=SimpleNamespace(name=name, num_ranks=1),
+            outbox=Outbox(events, promises=False, breaks=False),
+            is_quick=False,
+            transport="tcp",
+            transport_label="tcp",
+            is_checksummed=True,
+            offer=lambda: Offer(b"", "plan", "tcp"),
+            unchanged=lambda tensors: set(),
+            prepare_commit=lambda tensors: None,
+            committed=lambda unchanged: None,
+            close=lambda: None,
+        )
+        for name in "ab"
+    }
+    vars(routes["b"].outbox).update(broken)
+    publisher = Publisher(fleet, SyncOptions(timeout=0.2))  # type: ignore[arg-type]
+    monkeypatch.setattr(publisher, "_routes_for", lambda *_: dict(routes))
+    monkeypatch.setattr(transport_choice, "check_links", lambda *_: None)
+    sync = publisher.publish(
+        {"w0": jnp.ones(1)},
+        [route.engine for route in routes.values()],  # type: ignore[misc]
+        2,
+        drop_failed=drop_failed,
+    )
+    if drop_failed and error is not NonFiniteWeights:
+        report = asyncio.run(sync)
+        assert report.lost == ("b",) and [e.engine for e in report.engines] == ["a"]
+        assert fleet.asked[-1] == ["a"]  # to commit
+    else:
+        with pytest.raises(error):
+            asyncio.run(sync)
+        assert fleet.asked[-1] == []
 
 
 class Looks:

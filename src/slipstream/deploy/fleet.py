@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from slipstream.bridge.bridge import Bridge
 from slipstream.config import (
     MAX_MESSAGE_BYTES,
+    SYNC_SECONDS,
     EmbeddedConfig,
     EngineConfig,
     GatewayConfig,
@@ -38,7 +39,6 @@ from slipstream.runtime.tls import Identity
 if TYPE_CHECKING:
     from slipstream.deploy.ray.cluster import ActorGroup
 
-SYNC_SECONDS = 120.0
 START_SECONDS = 120.0
 FOLLOW_SECONDS, RESTART_SECONDS = 3.0, 300.0
 """How long an engine waits for a lost gateway: without and with a restart, which takes Ray over a minute on a busy machine."""
@@ -95,7 +95,7 @@ def launch(
             bridge.sync(params)
             completions = bridge.generate(["Hello"])
     """
-    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot)
+    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot, timeout)
     configs = _configs(engine, engines)
     gateway = GatewayConfig() if gateway is None else checked(gateway, GatewayConfig, "gateway")
     front = _http_config(http, Path(model))
@@ -113,7 +113,7 @@ def launch(
         until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
         while True:
             try:
-                bridge = _join_run(directory, sync, timeout, gateway.max_message_bytes)
+                bridge = _join_run(directory, sync, gateway.max_message_bytes)
                 bridge.on_close(group.close)
                 return bridge
             except (GatewayLost, ConfigError):  # the gateway has just died and is being restarted
@@ -157,10 +157,10 @@ def connect(
     Example:
         bridge = slipstream.connect("runs/fleet", process_index=jax.process_index(), process_count=jax.process_count())
     """
-    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot)
+    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot, timeout)
     target = target if target is not None else os.environ.get("SLIPSTREAM_RUN_DIR", "")
     if target and Path(target).is_dir():
-        return _join_run(Path(target), sync, timeout, max_message_bytes, token, ca, certificate, key)
+        return _join_run(Path(target), sync, max_message_bytes, token, ca, certificate, key)
     if not target:
         raise ConfigError("no fleet given: pass its run directory or address, or set SLIPSTREAM_RUN_DIR")
     address = str(target).removeprefix("grpc://")
@@ -171,7 +171,7 @@ def connect(
         raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
     files = {"SLIPSTREAM_CA": ca, "SLIPSTREAM_CERTIFICATE": certificate, "SLIPSTREAM_KEY": key}
     authority, *own = (str(file or os.environ.get(name, "")) for name, file in files.items())
-    return _join((address, token, authority, Identity(*own)), sync, timeout, max_message_bytes)
+    return _join((address, token, authority, Identity(*own)), sync, max_message_bytes)
 
 
 def inprocess(
@@ -260,7 +260,6 @@ def _http_config(http: bool | HttpConfig, model: Path) -> HttpConfig | None:
 def _join_run(
     run_dir: Path,
     sync: SyncOptions,
-    timeout: float,
     max_message_bytes: int,
     token: str | None = None,
     ca: str | Path | None = None,
@@ -271,13 +270,12 @@ def _join_run(
     address, _, own_ca = read_run_dir(run_dir)
     identity = Identity(str(certificate or ""), str(key or "")) if certificate or key else run_identity(run_dir)
     gateway = (address, token.strip() if token else run_token(run_dir), str(ca or own_ca), identity)
-    return _join(gateway, sync, timeout, max_message_bytes, run_dir)
+    return _join(gateway, sync, max_message_bytes, run_dir)
 
 
 def _join(
     gateway: tuple[str, Token, str, Identity],
     sync: SyncOptions,
-    timeout: float,
     max_message_bytes: int,
     run_dir: Path | None = None,
 ) -> Bridge:
@@ -289,7 +287,7 @@ def _join(
 
     async def join() -> GatewayFleet:
         return GatewayFleet(
-            address, token, timeout, max_message_bytes, sync.process_index, sync.process_count, ca, identity
+            address, token, sync.timeout, max_message_bytes, sync.process_index, sync.process_count, ca, identity
         )
 
     bridge = Bridge(event_loop.run(join()), sync, str(run_dir or ""))

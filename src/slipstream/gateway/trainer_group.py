@@ -122,11 +122,14 @@ def _merged(messages: Sequence[pb.UpdateMessage]) -> pb.UpdateMessage:
                 f"trainer process {index} is at (version, steps) {steps_of(message)}, process 0 at {steps_of(first)}; all "
                 "processes must call bridge.sync alike"
             )
-        if _offers(message) != _offers(first):
+        if "begin" in steps_of(first)[1] and _offers(message) != _offers(first):
             raise PlanMismatch(
                 f"trainer processes 0 and {index} have different plans for this version; are their trees sharded alike?"
             )
-        for name, steps in message.engines.items():
+        for name in merged.engines.keys() - message.engines.keys():
+            del merged.engines[name]  # a process goes on without an engine that it could not reach
+        for name in merged.engines:
+            steps = message.engines[name]
             combined = merged.engines[name].stage.ranks
             for rank, manifests in enumerate(steps.stage.ranks):
                 if rank == len(combined):

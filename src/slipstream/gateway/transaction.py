@@ -67,6 +67,9 @@ class FleetUpdate:
         if "begin" in steps:
             self._check_begin(message, version)
             self._version, self._engines, self._drop_failed = version, list(message.engines), message.drop_failed
+        elif self._drop_failed and (left_out := set(self._engines) - message.engines.keys()):
+            unreachable = DeadlineExceeded("the trainer could not send it the weights in time")
+            await self._drop(version, message.engines, dict.fromkeys(left_out, unreachable))
         reports: dict[str, pb.UpdateReports] = {}
         for bundle in [steps] if len(self._engines) == 1 else [(step,) for step in steps]:
             done = await self._run_on_all(message, version, bundle, timeout)

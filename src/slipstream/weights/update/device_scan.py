@@ -20,7 +20,10 @@ PieceKey: TypeAlias = tuple[int, int]
 
 class DeviceScanner:
     """Compiles one program per shape of a piece and of its array, of which a model has few. The layers of a stacked array
-    share one: where a piece starts is an argument."""
+    share one: where a piece starts is an argument.
+
+    Starting a program takes longer than most of them run. So the pieces of an update are scanned by one program, which is
+    compiled again for a set of pieces that comes twice in a row."""
 
     def __init__(self, options: ScanOptions, dtype: str, casts: bool) -> None:
         """`dtype` is the engine's. Checksums are of values in it if the sender `casts`, otherwise of the trainer's bytes."""
@@ -29,27 +32,47 @@ class DeviceScanner:
         """By what they read."""
         self._known: dict[PieceKey, tuple[Any, Any]] = {}
         """The program of a piece, and where the piece starts in its array. Both are the same in every update."""
-        self._stack: Any = None
+        self._last: dict[Any, list[PieceKey]] = {}
+        """By device, the pieces of the last update."""
+        self._together: dict[Any, tuple[list[PieceKey], Any]] = {}
+        """By device, pieces and the program that scans them all."""
 
     def scan(self, pieces: Mapping[PieceKey, DevicePiece]) -> dict[PieceKey, PieceScan]:
         """Wait for the arrays and the scan."""
         by_device: dict[Any, list[PieceKey]] = defaultdict(list)
-        rows = {}
         for key, piece in pieces.items():
             by_device[next(iter(piece.array.devices()))].append(key)
-            program, start = self._known.get(key) or self._add(key, piece)
-            rows[key] = program(piece.array, start)
-        stacks = [(keys, self._stacked([rows[key] for key in keys])) for keys in by_device.values()]
-        return {key: PieceScan(*row) for keys, stack in stacks for key, row in zip(keys, np.asarray(stack).tolist())}
+            if key not in self._known:
+                self._add(key, piece)
+        running = [(keys, self._start(device, keys, pieces)) for device, keys in by_device.items()]
+        return {key: PieceScan(*row) for keys, rows in running for key, row in zip(keys, np.asarray(rows).tolist())}
 
-    def _add(self, key: PieceKey, piece: DevicePiece) -> tuple[Any, Any]:
+    def _start(self, device: Any, keys: list[PieceKey], pieces: Mapping[PieceKey, DevicePiece]) -> Any:
+        """Start scanning pieces on one device. Return a row for each."""
+        import jax
+        import jax.numpy as jnp
+
+        programs = [self._known[key][0] for key in keys]
+
+        def scan_all(arrays: list[jax.Array], starts: list[jax.Array]) -> jax.Array:
+            return jnp.stack([program(array, start) for program, array, start in zip(programs, arrays, starts)])
+
+        compiled_for, scan = self._together.get(device, ([], scan_all))
+        if compiled_for != keys:
+            scan = scan_all
+            if self._last.get(device, keys) == keys:
+                scan = jax.jit(scan_all)
+                self._together[device] = keys, scan
+        self._last[device] = keys
+        return scan([pieces[key].array for key in keys], [self._known[key][1] for key in keys])
+
+    def _add(self, key: PieceKey, piece: DevicePiece) -> None:
         import jax.numpy as jnp
 
         form, values_of = _reader(piece)
         if form not in self._programs:
             self._programs[form] = self._compiled(values_of)
         self._known[key] = self._programs[form], jnp.asarray(np.uint32(piece.strides.offset if piece.strides else 0))
-        return self._known[key]
 
     def _compiled(self, values_of: Callable[[Any, Any], Any]) -> Any:
         import jax
@@ -72,15 +95,6 @@ class DeviceScanner:
         exponent = kind.type(EXPONENT_BITS[self._dtype.name])
         bits = jax.lax.bitcast_convert_type(values, kind)
         return jnp.sum((bits & exponent) == exponent, dtype=jnp.uint32)
-
-    def _stacked(self, rows: list[Any]) -> Any:
-        """One array, so that one transfer brings it to the host."""
-        import jax
-        import jax.numpy as jnp
-
-        if self._stack is None:
-            self._stack = jax.jit(lambda rows: jnp.stack(rows))
-        return self._stack(rows)
 
 
 def _reader(piece: DevicePiece) -> tuple[object, Callable[[Any, Any], Any]]:

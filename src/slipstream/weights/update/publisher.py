@@ -10,14 +10,15 @@ stage and commit travel as one message; otherwise the same steps are sent one by
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from slipstream.config import SyncOptions
-from slipstream.errors import MappingError, TransferError, Unsupported
+from slipstream.errors import ChecksumMismatch, DeadlineExceeded, MappingError, TransferError, Unsupported
 from slipstream.runtime.failpoints import step
 from slipstream.tensors.boxes import full_box
 from slipstream.types import (
@@ -44,6 +45,8 @@ from slipstream.weights.update.device_outbox import DeviceOutbox
 from slipstream.weights.update.transfer import Outbox
 from slipstream.weights.update.unchanged import HeldTensors
 from slipstream.weights.update.verify import compare
+
+log = logging.getLogger(__name__)
 
 
 class UpdateClient(Protocol):
@@ -133,9 +136,10 @@ class _Publication:
         version: int,
         in_flight: InFlight,
         drop_failed: bool,
+        timeout: float,
     ) -> None:
         self._client, self._tensors, self._version = client, tensors, version
-        self._in_flight, self._drop_failed = in_flight, drop_failed
+        self._in_flight, self._drop_failed, self._timeout = in_flight, drop_failed, timeout
         self.routes = dict(routes)
         """Engines that take part; with `drop_failed`, those that are left."""
         self.unchanged = {name: route.unchanged(tensors) for name, route in routes.items()}
@@ -230,10 +234,11 @@ class _Publication:
     def _keep(self, reports: Mapping[str, UpdateReports]) -> None:
         """Note the reports of a step, and drop engines that did not complete it."""
         self.routes = {name: route for name, route in self.routes.items() if name in reports}
-        for name, report in reports.items():
+        for name, route in self.routes.items():
+            report = reports[name]
             if report.destinations is not None:
-                transport_choice.check_links(name, report.destinations, self.routes[name].transport)
-                self.routes[name].outbox.destinations = report.destinations
+                transport_choice.check_links(name, report.destinations, route.transport)
+                route.outbox.destinations = report.destinations
             if report.stage is not None:
                 self.stages[name] = report.stage
 
@@ -264,21 +269,46 @@ class _Publication:
             partial(route.outbox.send, self._tensors, self.unchanged[name], self._version, is_computed)
             for name, route in self.routes.items()
         ]
-        in_thread = not is_computed or self._is_scanning
+        in_thread = not is_computed or self._is_scanning or self._drop_failed
         step("sync.send", version=self._version)
-        results = await asyncio.gather(*map(asyncio.to_thread, sends)) if in_thread else [send() for send in sends]
+        if in_thread:
+            sent = await self._for_each({name: asyncio.to_thread(send) for name, send in zip(self.routes, sends)})
+        else:
+            sent = {name: send() for name, send in zip(self.routes, sends)}
         step("sync.sent", version=self._version)
-        sent = dict(zip(self.routes, results))
         self.num_bytes = sum(num_bytes for _, num_bytes in sent.values())
         return sent
 
     async def _confirm(self) -> None:
-        for route in self.routes.values():
-            await route.outbox.confirmed()
+        async def confirm(name: str, route: _Route) -> None:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await route.outbox.confirmed()
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"engine {name!r} did not confirm within {self._timeout:g} s that it can read version {self._version}"
+                ) from None
+
+        await self._for_each({name: confirm(name, route) for name, route in self.routes.items()})
+
+    async def _for_each(self, calls: Mapping[str, Coroutine[Any, Any, _T]]) -> dict[str, _T]:
+        """Run a call for each engine. With `drop_failed`, continue without engines that cannot be reached."""
+        results = dict(zip(calls, await asyncio.gather(*calls.values(), return_exceptions=True)))
+        failed = {name: result for name, result in results.items() if isinstance(result, BaseException)}
+        may_drop = self._drop_failed and len(failed) < len(calls)
+        for error in failed.values():
+            if not (may_drop and isinstance(error, (TransferError, ChecksumMismatch, DeadlineExceeded))):
+                raise error
+        for name, error in failed.items():
+            log.warning("version %d continues without engine %s: %s", self._version, name, error)
+        self.routes = {name: route for name, route in self.routes.items() if name not in failed}
+        return {name: result for name, result in results.items() if not isinstance(result, BaseException)}
 
 
 DRAFT = "draft."
 """Prefix of a draft model's tensor names. The draft belongs to the policy's version and is updated in the same transaction."""
+
+_T = TypeVar("_T")
 
 _Sent: TypeAlias = Mapping[str, tuple[list[bytes], int]]
 """By engine: the manifest for each of its ranks, and the number of bytes sent."""
@@ -331,7 +361,7 @@ class Publisher:
         start = time.perf_counter()
         tensors = _named(params, draft)
         routes = self._routes_for(self._describe(tensors), engines, partial, tensors)
-        update = _Publication(self._client, routes, tensors, version, in_flight, drop_failed)
+        update = _Publication(self._client, routes, tensors, version, in_flight, drop_failed, self._options.timeout)
         planned = time.perf_counter()
         try:
             await update.run()
