@@ -5,6 +5,8 @@ VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 INSTALL := tools/install.sh $(VENV)
+# pip compiles nothing, Python what it imports. Without bytecode, each of hundreds of processes would compile JAX or torch again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast check docs bench vllm-env proto clean
 

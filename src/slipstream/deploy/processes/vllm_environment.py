@@ -120,7 +120,7 @@ def _ourselves() -> Sequence[str]:
 
 
 def _install(python: Path, *arguments: str) -> None:
-    """Without bytecode, which Python makes for the few modules that are imported."""
+    """Without bytecode, which Python makes for the few modules that are imported: most of them by the check at the end."""
     _pip(python, "install", "--no-compile", *arguments)
 
 
@@ -129,7 +129,8 @@ def _pip(python: Path, *arguments: str) -> None:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-20:])
         raise ConfigError(
