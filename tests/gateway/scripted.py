@@ -120,6 +120,8 @@ class ScriptedEngine:
         return CommitReport(0.0, 0.0)
 
     async def rollback(self, version):
+        while self.hang_stage:
+            await asyncio.sleep(0.01)
         self.history.append(("rollback", version))
         self.begun = self.staged = None
 

@@ -489,6 +489,9 @@ async def test_an_engine_that_hangs_is_named_within_the_deadline(address, fleet)
         with pytest.raises(DeadlineExceeded, match="engine 'b' did not stage version 1 within 3 s"):
             await update(fleet, 1, ["a", "b"])
         assert ("rollback", 1) in a.history
+        b.hang_stage = False
+        while ("rollback", 1) not in b.history:
+            await asyncio.sleep(0.01)
 
 
 @on_the_loop

@@ -6,6 +6,7 @@ disappears (`trainer_group.py` runs every message in its own task), so the fleet
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
@@ -53,6 +54,9 @@ class FleetUpdate:
         self._version: int | None = None
         self._engines: list[str] = []
         self._drop_failed = False
+        self._hung: set[str] = set()
+        """Engines that did not answer a step of the update in time."""
+        self._telling: set[asyncio.Task[None]] = set()
 
     @property
     def in_progress(self) -> bool:
@@ -67,6 +71,7 @@ class FleetUpdate:
         if "begin" in steps:
             self._check_begin(message, version)
             self._version, self._engines, self._drop_failed = version, list(message.engines), message.drop_failed
+            self._hung = set()
         elif self._drop_failed and (left_out := set(self._engines) - message.engines.keys()):
             unreachable = DeadlineExceeded("the trainer could not send it the weights in time")
             await self._drop(version, message.engines, dict.fromkeys(left_out, unreachable))
@@ -94,6 +99,7 @@ class FleetUpdate:
             return (await self._links[name].ask(pb.ToEngine(update=selected), timeout, doing)).updated
 
         done, failed = await call_all({name: call(name) for name in engines})
+        self._hung |= {name for name, error in failed.items() if isinstance(error, DeadlineExceeded)}
         if "commit" in steps:
             await self._finish_commit(version, done.keys(), failed)
         elif failed:
@@ -106,8 +112,7 @@ class FleetUpdate:
         is_new = version != self._registry.version  # a repair brings the present version to engines that lack it
         if committed:  # first of all: whatever fails from here on, engines serve this version
             self._registry.commit(version, committed)
-        answering = [name for name, error in failed.items() if not isinstance(error, DeadlineExceeded)]
-        await self._roll_back(version, answering)
+        await self._roll_back(version, failed.keys() - self._hung)
         failpoints.step("gateway.committed", version=version, engines=committed)
         if not committed:
             raise self._not_done(version, failed)
@@ -148,7 +153,14 @@ class FleetUpdate:
         await self._notify(names, pb.ToEngine(release=pb.Release()), "release the trainer's memory")
 
     async def _roll_back(self, version: int, engines: Iterable[str]) -> None:
-        await self._notify(engines, pb.ToEngine(rollback=pb.Rollback(version=version)), f"roll back version {version}")
+        """Tell engines to roll back. The trainer waits for this, but not for engines that hang."""
+        message, doing = pb.ToEngine(rollback=pb.Rollback(version=version)), f"roll back version {version}"
+        names = set(engines)
+        if hung := names & self._hung:
+            telling = asyncio.create_task(self._notify(hung, message, doing))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+        await self._notify(names - hung, message, doing)
 
     async def _notify(self, engines: Iterable[str], message: pb.ToEngine, doing: str) -> None:
         """Send a message to each engine. Best effort: failures are logged, not raised."""
