@@ -61,7 +61,7 @@ def _with_triton(tensors: Sequence[torch.Tensor]) -> list[int]:
     by_size: dict[int, list[Part]] = {2: [], 4: []}
     for number, tensor in enumerate(tensors):
         if tensor.is_contiguous():
-            size = min(tensor.element_size(), 4)
+            size = 2 if tensor.element_size() == 2 else 4
             by_size[size].append(Part(number, tensor.data_ptr(), 0, tensor.nbytes // size))
             continue
         first = 0

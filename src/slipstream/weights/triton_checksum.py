@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 CHUNK = 1 << 18
-"""Elements that one program of the kernel adds up."""
+"""Elements that one program of the kernel adds up: whole rows, which are whole blocks."""
 BLOCK = 4096
 
 
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """Whose sum they belong to."""
     address: int
     first: int
-    """Index of the first one in the tensor."""
+    """Index of the first one in the tensor, where a row begins."""
     length: int
 
 
@@ -42,14 +42,13 @@ def add_parts(sums: torch.Tensor, parts: Sequence[Part], itemsize: int, row: int
 @triton.jit
 def _add_chunk(table, sums, ROW: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
     chunk = table + 4 * tl.program_id(0)
-    tensor, first, count = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    tensor, row, length = tl.load(chunk), (tl.load(chunk + 2) // ROW).to(tl.int32), tl.load(chunk + 3).to(tl.int32)
     data = tl.load(chunk + 1).to(tl.pointer_type(tl.int16 if SHORT else tl.int32))
     total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
+    for start in range(0, length, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        element = tl.load(data + place, mask=place < count, other=0).to(tl.int32)
-        index = first + place
-        weight = _mix((index % ROW).to(tl.uint32)) * _mix((index // ROW).to(tl.uint32))
+        element = tl.load(data + place, mask=place < length, other=0).to(tl.int32)
+        weight = _mix((place % ROW).to(tl.uint32)) * _mix((row + start // ROW).to(tl.uint32))
         total += element * weight.to(tl.int32, bitcast=True)
     tl.atomic_add(sums + tensor, tl.sum(total))
 
