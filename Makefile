@@ -19,7 +19,7 @@ test: $(VENV)/.installed$(if $(TESTS),-test)
 
 # Without vLLM, Ray, Tunix, TRL and everything marked slow.
 test-fast: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' --ignore=tests/vllm --ignore=tests/gpu
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow' --ignore=tests/vllm --ignore=tests/gpu
 
 check: $(VENV)/.installed-check
 	$(BIN)/ruff check src tests benchmarks examples tools

@@ -39,6 +39,7 @@ from slipstream.config import EmbeddedConfig, GatewayConfig
 from slipstream.deploy.fleet import connect
 from slipstream.deploy.processes.process_group import ProcessGroup
 from slipstream.deploy.processes.run_dir import read_run_dir
+from slipstream.errors import Unsupported
 from slipstream.gateway.engine_stream import serve_engine
 from slipstream.model.checkpoints.sample_model import sample_config, sample_params, write_sample_config
 from slipstream.runtime import event_loop
@@ -50,6 +51,7 @@ from slipstream.types import (
     ParameterPart,
     Request,
     SamplingParams,
+    Score,
     TensorSpec,
 )
 from slipstream.types import VersionSpan as Span
@@ -244,6 +246,9 @@ class WaitingEngine:
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion], None]:
         for done in asyncio.as_completed([self._one(request) for request in requests]):
             yield [await done]
+
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
+        raise Unsupported("it has no model")
 
     async def _one(self, request: Request) -> Completion:
         count = request.sampling.max_tokens

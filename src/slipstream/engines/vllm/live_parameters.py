@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from slipstream.engines.vllm.staged_copies import Reload, StagedCopies
-from slipstream.errors import ChecksumMismatch, TransferError
+from slipstream.errors import TransferError
 from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.strided import Strided
 from slipstream.types import Parameter
@@ -63,7 +63,7 @@ class MappedTensorMemory:
 
 
 class LiveParameters:
-    """The parameters of one rank. `stage` and `compare_checksums` may be called from another thread; everything else is called
+    """The parameters of one rank. `stage` and `checksums_of` may be called from another thread; everything else is called
     between two steps."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], reload: Reload, rank: int, device: torch.device) -> None:
@@ -110,7 +110,14 @@ class LiveParameters:
             from slipstream.weights.transports.cuda.mapped_memory import CudaReceiver
 
             self._driver, wrap = CudaDriver(index), partial(MappedTensorMemory, device=self._device)
-            return CudaReceiver(senders, wrap, self._driver, check=self.stage, compare_checksums=self.compare_checksums)
+            return CudaReceiver(
+                senders,
+                wrap,
+                self._driver,
+                check=self.stage,
+                compute_checksums=self.checksums_of,
+                name_of=self.tensor_of,
+            )
         if transport == "nccl":
             from slipstream.weights.transports.nccl.transport import NcclReceiver
 
@@ -130,21 +137,17 @@ class LiveParameters:
             self.stage(version, {index: self._receiver.source(index) for index in indices})
         return self._receiver.seconds
 
-    def compare_checksums(self, pieces: Mapping[int, torch.Tensor], checksums: Mapping[int, int]) -> None:
-        """Read pieces, while the old version serves. Raise `ChecksumMismatch` if one is not what the trainer has."""
+    def checksums_of(self, pieces: Mapping[int, torch.Tensor]) -> dict[int, int]:
+        """Read pieces, while the old version serves."""
         on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._device.type == "cuda":
             self._reading = self._reading or torch.cuda.Stream(self._device)
             on_stream = torch.cuda.stream(self._reading)
         with torch.inference_mode(), on_stream:
-            found = torch_checksums([pieces[index] for index in checksums])
-        for (index, expected), value in zip(checksums.items(), found):
-            if value != expected:
-                known = 0 <= index < len(self._moves)
-                raise ChecksumMismatch(
-                    f"rank {self._rank} reads {self._moves[index].tensor if known else f'piece {index}'} with checksum "
-                    f"{value:08x}, the trainer has {expected:08x}"
-                )
+            return dict(zip(pieces, torch_checksums(list(pieces.values()))))
+
+    def tensor_of(self, index: int) -> str:
+        return self._moves[index].tensor if 0 <= index < len(self._moves) else f"piece {index}"
 
     def stage(self, version: int, pieces: Mapping[int, torch.Tensor]) -> None:
         """Check the pieces and prepare their copies, while the old version serves. Several trainer ranks may call this, each

@@ -3,7 +3,8 @@ host.
 
 Unlike `contract.py`, the sender has no memory to write into. The halves work as follows:
 
-    trainer   DeviceSender.send(version, pieces)      announces where the pieces are, or sends them
+    trainer   DeviceSender.prepare(version, pieces)   lets the rank compute checksums while the trainer does
+              DeviceSender.send(version, pieces)      announces where the pieces are, or sends them
     engine    DeviceReceiver.wait(version, indices)   waits until they are readable: mapped, or in the rank's staging image,
                                                       and their checksums are compared
               DeviceReceiver.source(index)            returns a piece
@@ -65,6 +66,9 @@ class DeviceSender:
     def note(self) -> str:
         """A remark for the sync report about the path of the bytes."""
         return ""
+
+    def prepare(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        """Called before `send` if checksums are compared, and before the trainer has computed them."""
 
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
         """Called in every update, even without pieces for this rank."""

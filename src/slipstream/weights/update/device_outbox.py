@@ -90,11 +90,15 @@ class DeviceOutbox:
         ]
         if not is_computed:
             self._wait(tensors)
+        # Also when nothing changed: the rank may be waiting.
+        senders = [(self._sender(rank), pieces) for rank, pieces in enumerate(self._pinned) if self._streams[rank]]
+        if self._options.checksums:
+            for sender, pieces in senders:
+                sender.prepare(version, pieces)
         if self.is_scanning:
             self._scan(tensors)
-        for rank, pieces in enumerate(self._pinned):
-            if self._streams[rank]:  # also when nothing changed: the rank may be waiting
-                self._sender(rank).send(version, pieces)
+        for sender, pieces in senders:
+            sender.send(version, pieces)
         return self.promise(unchanged, version)
 
     def _wait(self, tensors: Mapping[str, Tensor]) -> None:
@@ -107,7 +111,7 @@ class DeviceOutbox:
             raise
 
     def _scan(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add the checksums to the pieces. Raise `NonFiniteWeights`, before anything is sent."""
+        """Add the checksums to the pieces. Raise `NonFiniteWeights`, before the engine can commit them."""
         pieces = {(rank, index): piece for rank, own in enumerate(self._pinned) for index, piece in own.items()}
         counts: dict[tuple[str, Box], int] = {}
         for (rank, index), scan in self._scanner.scan(pieces).items():

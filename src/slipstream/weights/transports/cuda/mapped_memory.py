@@ -33,10 +33,11 @@ from slipstream.errors import ChecksumMismatch, TransferError, WeightsError
 from slipstream.tensors.strided import Strided
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
 from slipstream.weights.transports.cuda.driver import CudaDriver
-from slipstream.weights.transports.cuda.exported_regions import ExportedRegions
+from slipstream.weights.transports.cuda.exported_regions import ExportedRegions, RegionUpdate
 from slipstream.weights.transports.cuda.fd_passing import FdListener, connect_fd_socket
 from slipstream.weights.transports.cuda.mapped_regions import MappedRegion, MappedRegions
 from slipstream.weights.transports.cuda.wire_format import (
+    LATER,
     NO_CHECKSUM,
     receive_announcement,
     receive_reply,
@@ -53,8 +54,8 @@ PieceCheck: TypeAlias = Callable[[int, Mapping[int, Any]], None]
 """Takes a version and its pieces by index, and raises if they are not as expected. Pieces at the places of an earlier
 version are the same mapping object."""
 
-ChecksumCheck: TypeAlias = Callable[[Mapping[int, Any], Mapping[int, int]], None]
-"""Takes pieces and their checksums by index. Raises `ChecksumMismatch`."""
+ComputeChecksums: TypeAlias = Callable[[Mapping[int, Any]], Mapping[int, int]]
+"""Takes pieces by index and returns their checksums."""
 
 
 # --- the trainer's half ---
@@ -69,6 +70,8 @@ class CudaSender(DeviceSender):
         self._compiled: dict[int, Any] = {}
         """Functions that compute the pieces that are not views of an array, by index."""
         self._computed: list[Any] = []
+        self._prepared: np.ndarray | None = None
+        """The rows of the version that was announced without checksums."""
         self._unconfirmed = -1
         """The version whose first reply is due."""
         self._unreleased = -1
@@ -83,10 +86,34 @@ class CudaSender(DeviceSender):
     def note(self) -> str:
         return "staged" if self._exports.is_staged else ""
 
+    def prepare(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
+        self._prepared = None
+        self._announce(version, pieces, [LATER] * len(pieces))
+
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
         """Announce the pieces. Their arrays must be computed: the engine's stream does not wait for JAX's."""
+        checksums = [NO_CHECKSUM if piece.checksum is None else piece.checksum for piece in pieces.values()]
+        self._announce(version, pieces, checksums)
+        self._prepared = None
+
+    def _announce(self, version: int, pieces: Mapping[int, DevicePiece], checksums: list[int]) -> None:
         if not pieces:
             return
+        update, layouts = RegionUpdate({}), list[Any]()
+        if self._prepared is None:
+            update, layouts, self._prepared = self._place(pieces)
+        self._prepared[:, 3] = checksums
+        try:
+            send_announcements(self._socket, version, update, layouts, self._prepared)
+        except OSError as error:
+            raise TransferError(
+                f"the connection to engine {self._peer} failed while announcing version {version}: {error}"
+            ) from None
+        self._unconfirmed = self._unreleased = version
+        self._announced.update(pieces)
+
+    def _place(self, pieces: Mapping[int, DevicePiece]) -> tuple[RegionUpdate, list[Any], np.ndarray]:
+        """Return new regions, new layouts, and the rows of the pieces in their order, without checksums."""
         arrays = {index: piece.array for index, piece in pieces.items()}
         computed = {index: self._compute(index, piece) for index, piece in pieces.items() if piece.strides is None}
         arrays |= computed
@@ -98,21 +125,12 @@ class CudaSender(DeviceSender):
         rows = np.empty((len(arrays), 4), np.int64)
         rows[:, 0] = list(arrays)
         rows[:, 1:3] = [update.places[pointer] for pointer in pointers]
-        checksums = (pieces[index].checksum for index in arrays)
-        rows[:, 3] = [NO_CHECKSUM if checksum is None else checksum for checksum in checksums]
         layouts = []
         for index in pieces.keys() - self._announced:
             array = arrays[index]
             view = pieces[index].strides or Strided.row_major(tuple(array.shape))
             layouts.append([index, np.dtype(array.dtype).name, view.offset, view.shape, view.strides])
-        try:
-            send_announcements(self._socket, version, update, layouts, rows)
-        except OSError as error:
-            raise TransferError(
-                f"the connection to engine {self._peer} failed while announcing version {version}: {error}"
-            ) from None
-        self._unconfirmed = self._unreleased = version
-        self._announced.update(pieces)
+        return update, layouts, rows
 
     async def confirmed(self) -> None:
         version, self._unconfirmed = self._unconfirmed, -1
@@ -182,14 +200,20 @@ class _TrainerConnection:
 
     def _run(self) -> None:
         fds: list[int] = []
+        found: Mapping[int, int] = {}
         try:
             while True:
                 announcement, fds = receive_announcement(self._socket)
                 with self._changed:
                     self._regions.apply(announcement, fds)
                     pieces = self._regions.pieces(announcement.rows)
-                if announcement.checksums:
-                    self._receiver.compare(pieces, announcement.checksums)
+                expected = announcement.checksums
+                if expected and not found:
+                    found = self._receiver.checksums({index: pieces[index] for index in expected})
+                if LATER in expected.values():
+                    continue
+                self._receiver.compare(found, expected)
+                found = {}
                 with self._changed:
                     if pieces:
                         self._receiver.on_pieces(self, announcement.version, pieces)
@@ -209,8 +233,8 @@ class _TrainerConnection:
 
 class CudaReceiver:
     """See `DeviceReceiver`. `wrap` turns the address and size of a mapped region into memory of the reader's framework.
-    `compare_checksums` and then `check` are called with the pieces that a trainer rank announces, before they are
-    confirmed."""
+    `compute_checksums` and `check` are called with the pieces that a trainer rank announces, before they are confirmed;
+    `name_of` names the tensor of a piece."""
 
     seconds = 0.0
 
@@ -221,10 +245,11 @@ class CudaReceiver:
         driver: CudaDriver,
         deadline: float = DEADLINE_SECONDS,
         check: PieceCheck | None = None,
-        compare_checksums: ChecksumCheck | None = None,
+        compute_checksums: ComputeChecksums | None = None,
+        name_of: Callable[[int], str] = "piece {}".format,
     ) -> None:
         self._driver, self._wrap, self._deadline, self._check = driver, wrap, deadline, check
-        self._compare_checksums = compare_checksums
+        self._compute_checksums, self._name_of = compute_checksums, name_of
         self._listener = FdListener(self._on_connection, deadline, len(senders))
         link = pack_link("cuda", name=self._listener.name, nonce=self._listener.nonce)
         self.links: Mapping[int, bytes] = dict.fromkeys(senders, link)
@@ -250,19 +275,26 @@ class CudaReceiver:
     def expect(self, version: int) -> None:
         """Do nothing: an update begins when a trainer rank announces it."""
 
-    def compare(self, pieces: Mapping[int, Any], checksums: Mapping[int, int]) -> None:
-        """Compare checksums, without the lock: this reads all pieces, and `wait` must not take as long."""
-        if self._compare_checksums is None:
-            return
+    def checksums(self, pieces: Mapping[int, Any]) -> Mapping[int, int]:
+        """Compute checksums, without the lock: this reads all pieces, and `wait` must not take as long."""
+        if self._compute_checksums is None:
+            return {}
         with self.changed:
             self._check_open()
             self._num_comparing += 1
         try:
-            self._compare_checksums(pieces, checksums)
+            return self._compute_checksums(pieces)
         finally:
             with self.changed:
                 self._num_comparing -= 1
                 self.changed.notify_all()
+
+    def compare(self, found: Mapping[int, int], expected: Mapping[int, int]) -> None:
+        for index, value in found.items():
+            if value != expected[index]:
+                raise ChecksumMismatch(
+                    f"it reads {self._name_of(index)} with checksum {value:08x}, the trainer has {expected[index]:08x}"
+                )
 
     def _check_open(self) -> None:
         if self._is_closed:

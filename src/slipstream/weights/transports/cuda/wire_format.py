@@ -5,7 +5,8 @@
         JSON     = regions: [number, size] of each region whose file descriptor is attached
                    removed: numbers of the regions to unmap
                    layouts: [index, dtype, offset, shape, strides] of pieces announced for the first time, in elements
-        rows     = (index, region, offset in bytes, checksum or -1) of each piece, as int64
+        rows     = (index, region, offset in bytes, checksum or -1) of each piece, as int64; the checksum is -2 if it
+                   follows in another announcement, so that the engine may compute its own meanwhile
     reply        = version, seconds, bytes of error, class and text of the error          engine → trainer
 
 A version has one announcement per `FDS_PER_MESSAGE` new regions; layouts and rows are in the last one. The engine
@@ -31,7 +32,7 @@ from slipstream.weights.transports.sockets import read_exactly, read_exactly_asy
 FDS_PER_MESSAGE = 100
 HEADER = struct.Struct("<4sqIII")
 MAGIC = b"SSC2"
-NO_CHECKSUM = -1
+NO_CHECKSUM, LATER = -1, -2
 _REPLY = struct.Struct("<qdI")
 _MAX_BYTES, _MAX_ERROR_BYTES = 64 << 20, 4096
 
@@ -45,7 +46,7 @@ class Announcement:
     rows: np.ndarray
     """`(index, region, offset)`"""
     checksums: Mapping[int, int]
-    """By index, of the pieces that have one."""
+    """By index, of the pieces that have one. May be `LATER`."""
 
 
 def send_announcements(
