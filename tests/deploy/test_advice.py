@@ -186,7 +186,7 @@ def test_a_slow_network_bounds_what_crosses_it_and_nothing_else():
     asked = scenario(device="gpu", hosts=2, network_gbps=1.0)
     assert sync_seconds(asked, "nccl") == pytest.approx(2.0, abs=0.03)
     near = replace(asked, work=asked.work.replace(hosts=1))
-    assert sync_seconds(near, "nccl") < 0.1 and sync_seconds(near, "cuda") < 0.01
+    assert sync_seconds(near, "nccl") < 0.1 and sync_seconds(near, "cuda") < 0.02
     assert sync_seconds(asked, "disk") == pytest.approx(4.0), "written once, read once"
 
 

@@ -34,9 +34,9 @@ SYNC = {
     "memory": (0.0045, 14.8),
     "shm": (0.0092, 3.52),
     "tcp": (0.0082, 2.07),
-    "cuda": (0.00261, 1753.0),
-    "nccl": (0.0207, 60.1),
-    "vllm-nccl": (0.0, 43.4),
+    "cuda": (0.00911, 1739.0),
+    "nccl": (0.0284, 60.3),
+    "vllm-nccl": (0.0, 43.6),
 }
 """Fixed seconds per sync, and GB/s: in-process (loop.json, and the copy in weight_sync.json), shared memory and TCP with
 checksums (weight_sync.json), from a JAX trainer into vLLM on one H200 (weight_sync_gpu.json)."""
