@@ -61,7 +61,7 @@ SLOW = """
     chaos cli/test_cli cli/test_demo deploy/test_elastic deploy/test_fanout deploy/test_faults deploy/test_hosts deploy/test_kill
     deploy/test_lan deploy/test_launch deploy/test_ray deploy/test_rollouts deploy/test_shared_weights
     deploy/test_trainer_group engines/test_attention engines/test_attention_gpu engines/test_determinism
-    engines/test_drafts engines/test_embedded engines/test_sampling engines/test_sglang engines/test_shared
+    engines/test_drafts engines/test_embedded engines/test_remote engines/test_sampling engines/test_sglang engines/test_shared
     engines/test_smollm2 engines/test_soak gateway/test_process gateway/test_real_affinity gateway/test_real_quarantine
     http/test_control http/test_docs http/test_evaluation http/test_fuzz http/test_load http/test_sockets http/test_trl model/test_decoder model/test_families observe/test_mismatch plugins/test_torch_trainer
     plugins/test_tunix plugins/test_tunix_models rl/test_chat rl/test_checkpoint rl/test_learner rl/test_loop
@@ -71,10 +71,18 @@ SLOW = """
 """Files and folders that `make test-fast` leaves out: they need Ray, Tunix or TRL, start or kill processes, or compile for long."""
 
 
+def is_slow(path: Path) -> bool:
+    return str(path.relative_to(Path(__file__).parent)).startswith(tuple(SLOW.split()))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what would be deselected: some of it imports torch, transformers or Ray."""
+    return True if config.getoption("markexpr") == "not slow" and is_slow(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = tuple(SLOW.split())
     for item in items:
-        if str(item.path.relative_to(Path(__file__).parent)).startswith(slow):
+        if is_slow(item.path):
             item.add_marker(pytest.mark.slow)
     # Longest first, so that no worker is left alone with a long file at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

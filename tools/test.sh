@@ -5,7 +5,7 @@
 # others. If it cannot be created, the summary lists the tests that did not run. Environment variables:
 #   SLIPSTREAM_REQUIRE_VLLM=1     fail if the vLLM environment cannot be created
 #   SLIPSTREAM_REQUIRE_NETNS=1    fail if network namespaces, which the multi-host tests need, are unavailable
-#   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 3)
+#   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 2)
 set -u
 venv=$1 vllm=$2
 log=$vllm.log
@@ -36,7 +36,7 @@ within() {
 beside=$!
 make VENV="$venv" "$venv/.installed-test" || { kill "$beside"; exit 1; }
 within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
-    -n "${SLIPSTREAM_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --junitxml="$report"
+    -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --junitxml="$report"
 other_tests=$?
 wait "$beside"
 tests_beside=$?

@@ -23,7 +23,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
     "small pool": {"num_pages": 18},  # two long requests do not fit
     "chunks of 16": {"max_num_batched_tokens": 16},
-    "more rows": {"max_num_seqs": 16},
+    "more rows": {"max_num_seqs": 8},
     "prompt lookup": {"speculation": "prompt_lookup"},
     "prompt lookup, small pool": {"speculation": "prompt_lookup", "num_pages": 18},
     "tp=2": {"tensor_parallel_size": 2},
@@ -54,7 +54,9 @@ def make() -> Iterator[Make]:
     made: list[Subject] = []
 
     def make(config: ModelConfig = CONFIG, **options: Any) -> Subject:
-        made.append(subject_of(config, repetitive(config), **({"max_num_batched_tokens": 0} | options)))
+        made.append(
+            subject_of(config, repetitive(config), **({"max_num_batched_tokens": 0, "max_num_seqs": 4} | options))
+        )
         return made[-1]
 
     yield make

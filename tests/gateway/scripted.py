@@ -100,8 +100,8 @@ class ScriptedEngine:
         return Destinations(((b"link", b""),), b"\x00")
 
     async def stage(self, version, manifests):
-        if self.hang_stage:
-            await asyncio.sleep(60)
+        while self.hang_stage:
+            await asyncio.sleep(0.01)
         if self.fail_stage:
             raise TransferError(f"engine {self.name!r}: tensor w is torn")
         self.history.append(("stage", version))
@@ -186,6 +186,7 @@ async def attached(engine, address, token, patience=0.5, ca="", identity=ANONYMO
     try:
         yield task
     finally:
+        engine.hang_stage = False  # what it was doing ends first
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await task

@@ -77,4 +77,4 @@ def test_doctor_reports_which_parameters_are_written_directly(tmp_path: Path, mo
     (diagnosis,) = doctor._mapping(model, "float32")
     assert (diagnosis.verdict, diagnosis.result) == ("ok", "15 of 15 of tiny receive weights directly")
     (diagnosis,) = doctor._mapping(tmp_path / "nowhere", "float32")
-    assert diagnosis.verdict == "wrong" and "vLLM cannot load nowhere" in diagnosis.result
+    assert diagnosis.verdict == "wrong" and "nowhere has no config.json" in diagnosis.result

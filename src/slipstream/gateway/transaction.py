@@ -72,9 +72,13 @@ class FleetUpdate:
             self._check_begin(message, version)
             self._version, self._engines, self._drop_failed = version, list(message.engines), message.drop_failed
             self._hung = set()
-        elif self._drop_failed and (left_out := set(self._engines) - message.engines.keys()):
+        elif (
+            version == self._version and self._drop_failed and (left_out := set(self._engines) - message.engines.keys())
+        ):
+            self._hung |= left_out
             unreachable = DeadlineExceeded("the trainer could not send it the weights in time")
-            await self._drop(version, message.engines, dict.fromkeys(left_out, unreachable))
+            remaining = [name for name in self._engines if name not in left_out]
+            await self._drop(version, remaining, dict.fromkeys(left_out, unreachable))
         reports: dict[str, pb.UpdateReports] = {}
         for bundle in [steps] if len(self._engines) == 1 else [(step,) for step in steps]:
             done = await self._run_on_all(message, version, bundle, timeout)

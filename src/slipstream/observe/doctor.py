@@ -141,6 +141,9 @@ def _vllm() -> Iterator[Diagnosis]:
 
 def _mapping(model: Path, dtype: str) -> Iterator[Diagnosis]:
     """Check which parameters of a model in vLLM receive the trainer's weights directly on a GPU."""
+    if not (model / "config.json").exists():  # vLLM takes long to find out
+        yield Diagnosis("live parameters", "wrong", f"{model} has no config.json", "name the directory of a model")
+        return
     python = interpreter(VllmConfig())
     options = ["--dtype", dtype] if dtype else []
     command = [python, "-m", "slipstream.engines.vllm.mapping_check", *options, str(model)]
