@@ -24,12 +24,15 @@ within() {
     fi
 }
 
-# Beside the other tests: those of determinism, with the optimizations that users get, and those with vLLM.
+# Beside the other tests: those of determinism, with the optimizations that users get, those with vLLM, and as many more as
+# fill the time.
+more_beside="tests/http tests/model tests/weights"
 (
     "$venv/bin/slipstream" setup vllm --cpu --into "$vllm"
     setup=$?
     until test -e "$venv/.installed-test"; do sleep 1; done
     SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py || exit 1
+    within 15m "$venv/bin/python" -m pytest $more_beside || exit 1
     test "$setup" -eq 0 || exit 200
     # One thread that does not spin is enough for tiny models, and leaves the processor to the other tests.
     export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive VLLM_CPU_OMP_THREADS_BIND=nobind
@@ -38,11 +41,12 @@ within() {
 beside=$!
 make VENV="$venv" "$venv/.installed-test" || { kill "$beside"; exit 1; }
 within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
-    -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --junitxml="$report"
+    $(printf -- '--ignore=%s ' $more_beside) -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder \
+    --max-worker-restart=0 --junitxml="$report"
 other_tests=$?
 wait "$beside"
 tests_beside=$?
-tail -n 60 "$log"
+tail -n 80 "$log"
 if test "$tests_beside" -eq 200; then
     echo "$line"
     echo "NOT RUN: the tests against real vLLM (tests/vllm): the vLLM environment could not be created, see above."
