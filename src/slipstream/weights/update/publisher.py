@@ -265,16 +265,16 @@ class _Publication:
     async def _send_bytes(self, is_computed: bool) -> _Sent:
         """Send the bytes to all engines at once, in threads where that takes long enough to pay off. `is_computed` says that
         the arrays are computed and sending them is quick."""
-        sends = [
-            partial(route.outbox.send, self._tensors, self.unchanged[name], self._version, is_computed)
+        sends = {
+            name: partial(route.outbox.send, self._tensors, self.unchanged[name], self._version, is_computed)
             for name, route in self.routes.items()
-        ]
+        }
         in_thread = not is_computed or self._is_scanning or self._drop_failed
         step("sync.send", version=self._version)
         if in_thread:
-            sent = await self._for_each({name: asyncio.to_thread(send) for name, send in zip(self.routes, sends)})
+            sent = await self._for_each({name: asyncio.to_thread(send) for name, send in sends.items()})
         else:
-            sent = {name: send() for name, send in zip(self.routes, sends)}
+            sent = {name: send() for name, send in sends.items()}
         step("sync.sent", version=self._version)
         self.num_bytes = sum(num_bytes for _, num_bytes in sent.values())
         return sent
