@@ -48,7 +48,7 @@ def expected(params: Any, prompt: tuple[int, ...], config: ModelConfig | None = 
 
 def test_a_direct_write_equals_vllms_loader_bit_for_bit(tmp_path: Path) -> None:
     """Every parameter of every family, after all that vLLM does to weights on a GPU."""
-    (answers,) = ranks(PYTHON, 1, "bfloat16", models(tmp_path))
+    (answers,) = ranks(tmp_path, 1, "bfloat16", models(tmp_path))
     assert len(answers) == len(FAMILIES)
     for family, answer in zip(FAMILIES, answers):
         print(

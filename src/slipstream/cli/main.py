@@ -9,6 +9,7 @@ import typer
 
 from slipstream.cli import access, chaos, fanout, fleet, hosts, journal, machine, models, plan, train
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.runtime.lost_threads import exit_on_lost_thread
 
 app = typer.Typer(
     name="slipstream",
@@ -43,6 +44,7 @@ for _group, _commands in GROUPS.items():
 
 def main() -> None:
     """Run the command. A `SlipstreamError` is printed as a message, without a traceback."""
+    exit_on_lost_thread()
     try:
         app()
     except SlipstreamError as error:
