@@ -1,4 +1,7 @@
-"""Ends the process when a thread could not begin for want of memory. CPython's `Thread.start` would wait for it forever."""
+"""Ends the process when memory ran out where Python cannot raise an error: as a thread begins, or in a callback from C++.
+
+What was to happen there never will, and whoever waits for it would wait forever. `Thread.start` does, and so does a checkpoint
+that TensorStore writes."""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import sys
 import threading
 
 
-def exit_on_lost_thread() -> None:
-    """Watch the exceptions that nobody catches. Whoever watches the process sees it end, and can restart it.
+def exit_when_out_of_memory() -> None:
+    """Watch the exceptions that cannot be raised. Whoever watches the process sees it end, and can restart it.
 
     A thread without memory cannot call a Python function, so another thread does. `SimpleQueue.put` is written in C."""
     found: queue.SimpleQueue[sys.UnraisableHookArgs] = queue.SimpleQueue()
@@ -20,8 +23,8 @@ def exit_on_lost_thread() -> None:
 def _watch(found: queue.SimpleQueue[sys.UnraisableHookArgs]) -> None:
     while True:
         unraisable = found.get()
-        if unraisable.exc_type is MemoryError and "in thread started by" in (unraisable.err_msg or ""):
-            os.write(2, b"slipstream: MemoryError: a thread could not begin, so this process ends\n")
+        if unraisable.exc_type is MemoryError:
+            os.write(2, b"slipstream: MemoryError: a thread or a callback could not run, so this process ends\n")
             os._exit(1)
         sys.__unraisablehook__(unraisable)
         del unraisable
