@@ -6,6 +6,7 @@
 #   tests    tests that can share the GPU, and a SmolLM2 run if models/smollm2 exists, in parallel; then GRPO with
 #            vLLM; 5 minutes
 #   alone    tests that measure the memory of the whole GPU; 5 minutes
+#   embedded tests of the embedded engine, in parallel; 5 minutes
 #   trust    checksums on the device; three vLLM engines, of which one computes something else, one freezes and one is
 #            killed; 4 minutes
 #
@@ -60,13 +61,20 @@ case $what in
         logged shared pytest tests/gpu/test_shared_gpu.py
         logged faults pytest tests/gpu/test_vllm_gpu.py -k "sleep or killed"
         ;;
+    embedded)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        logged attention pytest tests/gpu/test_engine_gpu.py -k attention &
+        logged engine pytest tests/gpu/test_engine_gpu.py -k "not attention" &
+        logged conformance pytest tests/gpu/test_conformance_gpu.py &
+        wait
+        ;;
     trust)
         export XLA_PYTHON_CLIENT_PREALLOCATE=false
         logged checksums pytest tests/gpu/test_device_checksum_gpu.py
         logged trust pytest tests/gpu/test_vllm_trust_gpu.py
         ;;
     *)
-        sed -n '2,10p' "$0"
+        sed -n '2,14p' "$0"
         exit 2
         ;;
 esac

@@ -1,6 +1,7 @@
 """`EngineBackend` for an engine process behind a real gateway, for the conformance suite.
 
-The gateway runs in this process, on its event loop. Calls go directly over the engine's link, without routing."""
+The gateway runs in this process, on its event loop. Calls go directly over the engine's link, without routing; the gateway
+learns which version they commit."""
 
 from __future__ import annotations
 
@@ -11,14 +12,12 @@ import secrets
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import GatewayConfig
 from slipstream.gateway import convert, server
 from slipstream.gateway import slipstream_pb2 as pb
-from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.service import Service
 from slipstream.runtime import event_loop
 from slipstream.types import (
@@ -38,17 +37,18 @@ from slipstream.types import (
     UpdateSteps,
 )
 
+NAME = "attached"
 START_SECONDS = 200.0
 SECONDS = 120.0
 
 
 class AttachedEngine:
-    def __init__(self, info: EngineInfo, link: EngineLink, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, name: str, service: Service, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self.log = process, log
-        self._info, self._link = info, link
+        self._name, self._registry, self._link = name, service._registry, service._links[name]
 
     def describe(self) -> EngineInfo:
-        return self._info
+        return self._registry.get(self._name).info
 
     async def generate(
         self, requests: Sequence[Request]
@@ -73,7 +73,7 @@ class AttachedEngine:
     async def commit(self, version: int, in_flight: Any = "keep") -> CommitReport:
         report = (await self._update(UpdateSteps(version, in_flight=in_flight))).commit
         assert report is not None
-        self._info = replace(self._info, version=version)
+        self._registry.commit(version, [self._name])
         return report
 
     async def _update(self, steps: UpdateSteps) -> UpdateReports:
@@ -126,9 +126,8 @@ def attached(python: str, model: Path, run_dir: Path, *options: str, **variables
     async def serve() -> str:
         return await stack.enter_async_context(server.running(GatewayConfig(), token, service))
 
-    async def lookup() -> tuple[EngineInfo, EngineLink] | None:
-        members = service._registry.alive()
-        return (members[0].info, service._links[members[0].info.name]) if members else None
+    async def is_registered() -> bool:
+        return bool(service._registry.alive())
 
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "gateway.json").write_text(json.dumps({"address": event_loop.run(serve())}))
@@ -137,17 +136,17 @@ def attached(python: str, model: Path, run_dir: Path, *options: str, **variables
     log = run_dir / "engine.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [*command, "--name", "attached", "--owner", str(os.getpid()), *options],
+            [*command, "--name", NAME, "--owner", str(os.getpid()), *options],
             stdout=file,
             stderr=file,
             env=os.environ | variables,
         )
     try:
         deadline = time.monotonic() + START_SECONDS
-        while (found := event_loop.run(lookup())) is None:
+        while not event_loop.run(is_registered()):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.1)
-        yield AttachedEngine(*found, process, log)
+        yield AttachedEngine(NAME, service, process, log)
     finally:
         process.kill()
         process.wait()

@@ -37,91 +37,6 @@ def config_of(**over: Any) -> ModelConfig:
     return tiny_config("llama", hidden_size=128, head_dim=32, **over)
 
 
-@pytest.fixture(scope="module")
-def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """vLLM without any weights, and a tokenizer."""
-    directory = tmp_path_factory.mktemp("model")
-    write_tokenizer(write_config(directory, config_of()))
-    with slipstream.launch(directory, engine=OPTIONS, run_dir=tmp_path_factory.mktemp("run"), start_timeout=200) as it:
-        assert it.status().engines[0].state == "empty"
-        yield it
-
-
-def of_transformers(model: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    with torch.no_grad():
-        tokens = model.generate(
-            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
-        )
-    return tuple(tokens[0, len(prompt) :].tolist())
-
-
-def test_ten_syncs_each_generate_the_tokens_of_transformers(bridge: Any) -> None:
-    seen = set()
-    for seed in range(10):
-        report = bridge.sync(random_params(config_of(), seed))
-        assert report.version == bridge.status().version == seed
-        model = hf_model(config_of(), seed)
-        model.generation_config.eos_token_id = None
-        for completion, prompt in zip(bridge.generate(PROMPTS, GREEDY), PROMPTS, strict=True):
-            assert completion.token_ids == of_transformers(model, prompt, 10), seed
-            assert completion.spans == (VersionSpan(seed, 0, 10),)
-            seen.add(completion.token_ids)
-    assert len(seen) == 10 * len(PROMPTS)  # other weights, other tokens
-
-
-def test_unchanged_tensors_are_not_sent(bridge: Any) -> None:
-    params = random_params(config_of(), 3)
-    bridge.sync(params)
-    assert bridge.sync(params).num_bytes == 0
-    named = hf_weights.flatten(params)
-    named["model.norm.weight"] = named["model.norm.weight"] * 0.5
-    report = bridge.sync(hf_weights.unflatten(named))
-    assert report.num_bytes == named["model.norm.weight"].nbytes
-    (score,) = bridge.score([PROMPTS[1]])
-    expected = reference_scores(hf_weights.unflatten(named), PROMPTS[1])
-    np.testing.assert_allclose(score.logprobs, expected, atol=1e-4)
-
-
-def reference_scores(params: Any, tokens: tuple[int, ...]) -> np.ndarray:
-    subject = Subject(None, config_of(), params)  # type: ignore[arg-type]
-    return subject.logprobs(tokens)[np.arange(len(tokens) - 1), tokens[1:]]
-
-
-def test_text_prompts_and_stop_strings(bridge: Any) -> None:
-    bridge.sync(random_params(config_of(), 4))
-    (free,) = bridge.generate(["abc 12"], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
-    assert len(free.token_ids) == 20 and len(free.prompt_token_ids) == 6
-    text = free.text
-    stop = next(text[i : i + 2] for i in range(4, 15) if text.find(text[i : i + 2]) == i)
-    (cut,) = bridge.generate(["abc 12"], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop=(stop,)))
-    assert cut.finish_reason == "stop"
-    np.testing.assert_allclose(cut.raw_logprobs, free.raw_logprobs[: len(cut.token_ids)], atol=1e-5)
-    assert cut.text == text[: text.find(stop)]
-    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
-
-
-def test_many_requests_with_stop_strings(bridge: Any) -> None:
-    """Enough for vLLM to merge outputs before they are read."""
-    how = {"max_tokens": 40, "n": 8, "seed": 9, "ignore_eos": True, "top_logprobs": 2}
-    free = bridge.generate(["abc 12", "x"], SamplingParams(**how))
-    cut = bridge.generate(["abc 12", "x"], SamplingParams(stop=("never to be found",), **how))
-    for one, other in zip(free, cut, strict=True):
-        assert one.token_ids == other.token_ids and len(other.top_logprobs) == 40
-        np.testing.assert_allclose(one.raw_logprobs, other.raw_logprobs, atol=1e-5)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-        assert [t.token_ids for t in one.top_logprobs] == [t.token_ids for t in other.top_logprobs]
-
-
-def test_seeds_determine_many_samples_of_a_prompt(bridge: Any) -> None:
-    sampling = SamplingParams(max_tokens=6, n=12, seed=5, ignore_eos=True)
-    first = [c.token_ids for c in bridge.generate(PROMPTS, sampling)]
-    assert [c.token_ids for c in bridge.generate(PROMPTS, sampling)] == first
-    assert len(set(first)) > 30
-
-
-# --- one engine ---
-
-
 BREAKS = """
 import os
 from slipstream.engines.vllm.worker_extension import WorkerExtension
@@ -146,16 +61,31 @@ def break_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory, break_file: Path) -> Iterator[Subject]:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory, run_dir: Path, break_file: Path) -> Iterator[Subject]:
     config = config_of()
     params = random_params(config)
     directory = tmp_path_factory.mktemp("model")
     hf_weights.save(directory, params, config)
+    write_tokenizer(directory)
     (break_file.parent / "sitecustomize.py").write_text(BREAKS)
     variables = {"PYTHONPATH": str(break_file.parent), "BREAK": str(break_file)}
-    options = ("kind=vllm", "max_num_seqs=4")
-    with attached(PYTHON, directory, tmp_path_factory.mktemp("run"), *options, **variables) as engine:
+    with attached(PYTHON, directory, run_dir, "kind=vllm", "max_num_seqs=8", **variables) as engine:
         yield Subject(engine, config, params, tolerance=1e-4)
+
+
+@pytest.fixture(scope="module")
+def bridge(subject: Subject, run_dir: Path) -> Iterator[Any]:
+    """A trainer of the same engine."""
+    with slipstream.connect(run_dir) as it:
+        yield it
+
+
+# --- one engine, without a trainer ---
 
 
 @pytest.mark.parametrize("when", ["first", "later"])
@@ -257,6 +187,81 @@ def test_the_prefix_cache_of_an_older_version_is_never_used(subject: Subject) ->
     subject.publish(subject.params)
 
 
+# --- a trainer ---
+
+
+def of_transformers(model: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    with torch.no_grad():
+        tokens = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+    return tuple(tokens[0, len(prompt) :].tolist())
+
+
+def test_ten_syncs_each_generate_the_tokens_of_transformers(bridge: Any) -> None:
+    seen, before = set(), bridge.status().version
+    for seed in range(10):
+        report = bridge.sync(random_params(config_of(), seed))
+        assert report.version == bridge.status().version == before + 1 + seed
+        model = hf_model(config_of(), seed)
+        model.generation_config.eos_token_id = None
+        for completion, prompt in zip(bridge.generate(PROMPTS, GREEDY), PROMPTS, strict=True):
+            assert completion.token_ids == of_transformers(model, prompt, 10), seed
+            assert completion.spans == (VersionSpan(report.version, 0, 10),)
+            seen.add(completion.token_ids)
+    assert len(seen) == 10 * len(PROMPTS)  # other weights, other tokens
+
+
+def test_unchanged_tensors_are_not_sent(bridge: Any) -> None:
+    params = random_params(config_of(), 3)
+    bridge.sync(params)
+    assert bridge.sync(params).num_bytes == 0
+    named = hf_weights.flatten(params)
+    named["model.norm.weight"] = named["model.norm.weight"] * 0.5
+    report = bridge.sync(hf_weights.unflatten(named))
+    assert report.num_bytes == named["model.norm.weight"].nbytes
+    (score,) = bridge.score([PROMPTS[1]])
+    expected = reference_scores(hf_weights.unflatten(named), PROMPTS[1])
+    np.testing.assert_allclose(score.logprobs, expected, atol=1e-4)
+
+
+def reference_scores(params: Any, tokens: tuple[int, ...]) -> np.ndarray:
+    subject = Subject(None, config_of(), params)  # type: ignore[arg-type]
+    return subject.logprobs(tokens)[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+def test_text_prompts_and_stop_strings(bridge: Any) -> None:
+    bridge.sync(random_params(config_of(), 4))
+    (free,) = bridge.generate(["abc 12"], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    assert len(free.token_ids) == 20 and len(free.prompt_token_ids) == 6
+    text = free.text
+    stop = next(text[i : i + 2] for i in range(4, 15) if text.find(text[i : i + 2]) == i)
+    (cut,) = bridge.generate(["abc 12"], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop=(stop,)))
+    assert cut.finish_reason == "stop"
+    np.testing.assert_allclose(cut.raw_logprobs, free.raw_logprobs[: len(cut.token_ids)], atol=1e-5)
+    assert cut.text == text[: text.find(stop)]
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+
+
+def test_many_requests_with_stop_strings(bridge: Any) -> None:
+    """Enough for vLLM to merge outputs before they are read."""
+    how = {"max_tokens": 40, "n": 8, "seed": 9, "ignore_eos": True, "top_logprobs": 2}
+    free = bridge.generate(["abc 12", "x"], SamplingParams(**how))
+    cut = bridge.generate(["abc 12", "x"], SamplingParams(stop=("never to be found",), **how))
+    for one, other in zip(free, cut, strict=True):
+        assert one.token_ids == other.token_ids and len(other.top_logprobs) == 40
+        np.testing.assert_allclose(one.raw_logprobs, other.raw_logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert [t.token_ids for t in one.top_logprobs] == [t.token_ids for t in other.top_logprobs]
+
+
+def test_seeds_determine_many_samples_of_a_prompt(bridge: Any) -> None:
+    sampling = SamplingParams(max_tokens=6, n=12, seed=5, ignore_eos=True)
+    first = [c.token_ids for c in bridge.generate(PROMPTS, sampling)]
+    assert [c.token_ids for c in bridge.generate(PROMPTS, sampling)] == first
+    assert len(set(first)) > 30
+
+
 # --- failures ---
 
 
@@ -280,5 +285,5 @@ def test_a_killed_engine_leaves_no_process_and_no_shared_memory(bridge: Any) -> 
     os.kill(engine.info.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive, [p.cmdline() for p in alive]
-    with pytest.raises((EngineLost, NotReady), match="engine-0"):
+    with pytest.raises((EngineLost, NotReady), match="attached"):
         bridge.generate(PROMPTS, GREEDY)
