@@ -10,7 +10,9 @@ set -u
 venv=$1 vllm=$2
 log=$vllm.log
 report=$(mktemp)
-trap 'rm -f "$report"' EXIT
+JAX_COMPILATION_CACHE_DIR=$(mktemp -d) # programs are compiled once for all tests below
+export JAX_COMPILATION_CACHE_DIR
+trap 'rm -rf "$report" "$JAX_COMPILATION_CACHE_DIR"' EXIT
 line="=================================================================================================="
 
 # Run a command with a time limit: pytest may wait forever for children of a crashed test process.
@@ -26,7 +28,7 @@ within() {
 
 # Beside the other tests: those of determinism, with the optimizations that users get, those with vLLM, and as many more as
 # fill the time.
-more_beside="tests/http tests/model tests/weights"
+more_beside="tests/http tests/model tests/observe tests/plugins tests/tensors tests/weights"
 (
     "$venv/bin/slipstream" setup vllm --cpu --into "$vllm"
     setup=$?

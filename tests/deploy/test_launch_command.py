@@ -1,8 +1,10 @@
-"""`slipstream launch --http`: the HTTP server of a fleet, and its settings."""
+"""`slipstream launch --http`: the HTTP server of a fleet, its settings, and its end."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import signal
 import ssl
 import subprocess
 import sys
@@ -10,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from typer.testing import CliRunner
 
+import slipstream
 from slipstream.cli.main import app
 from slipstream.deploy.processes import certificates
 from slipstream.errors import ConfigError
@@ -20,8 +24,9 @@ from tests.http.served import answer, make_model
 
 
 @contextlib.contextmanager
-def held(where: Path, *more: str) -> Iterator[httpx.Client]:
-    """An HTTP client of a fleet that the command runs. All paths are relative to its working directory."""
+def held(where: Path, *more: str, end: signal.Signals = signal.SIGINT) -> Iterator[httpx.Client]:
+    """An HTTP client of a fleet that the command runs. All paths are relative to its working directory. Stopped or killed, the
+    command takes gateway, engines and the engines' copies of the token with it."""
     model, files = make_model(where / "model"), certificates.make(where / "files", ["node01"])
     (where / "checkpoints").mkdir()
     command = [
@@ -47,15 +52,26 @@ def held(where: Path, *more: str) -> Iterator[httpx.Client]:
                 said[label] = text.strip()
                 if label == "status":
                     break
+            assert said["engines"] == "engine-0 (ready)" and said["here"] == f'slipstream.connect("{where / "run"}")'
             url, token = said["http"].split()[0], (where / "run" / "token").read_text()
             trusted = ssl.create_default_context(cafile=files.ca)
             with httpx.Client(base_url=url, verify=trusted, timeout=120) as client:
                 assert client.get("/v1/models").status_code == 401
                 client.headers["Authorization"] = f"Bearer {token}"
                 yield client
+            with slipstream.connect(where / "run") as bridge:
+                pids = [engine.info.pid for engine in bridge.status().present]
+            pids.append(json.loads((where / "run" / "gateway.json").read_text())["pid"])
+            started = [psutil.Process(pid) for pid in pids]
+            process.send_signal(end)
+            assert process.wait(120) == (-9 if end == signal.SIGKILL else 0)
+            assert not psutil.wait_procs(started, timeout=20)[1]
         finally:
-            process.terminate()
-            process.wait(120)
+            process.kill()
+    holding = [path for path in (where / "run").rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    # A killed gateway leaves its token for the next one. An engine must leave none: it may be on another machine.
+    kept = {where / "run", where / "run" / "kept"} if end == signal.SIGKILL else set()
+    assert {path.parent for path in holding} <= kept
 
 
 def check_front(client: httpx.Client, where: Path) -> None:

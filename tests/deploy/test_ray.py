@@ -247,46 +247,16 @@ def test_clusters_that_cannot_be_joined(tmp_path: Path, before: str, address: st
     assert said in done.stderr and done.returncode == 1
 
 
-@pytest.mark.parametrize(("where", "end"), [("ray", signal.SIGINT), ("ray", signal.SIGKILL), ("here", signal.SIGINT)])
-def test_the_command_holds_a_fleet_until_it_is_ended(
-    nodes: Nodes, tmp_path: Path, where: str, end: signal.Signals
-) -> None:
-    """Stopped or killed, it takes gateway, engines and the engines' copies of the token with it."""
-    run_dir = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "slipstream.cli",
-        "launch",
-        "--model",
-        str(nodes.model),
-        "--run-dir",
-        str(run_dir),
-    ]
-    command += ["--ray", "--ray-option", f"address={nodes.address}"] if where == "ray" else []
-    free = nodes.ray.available_resources()["CPU"]
-    with subprocess.Popen([*command, "max_num_seqs=8"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(4)]
-        assert "engine-0 (empty)" in lines[0] and f'slipstream.connect("{run_dir}")' in lines[2]
-        token = read_run_dir(run_dir)[1]
-        with slipstream.connect(run_dir) as bridge:
-            left = everybody(bridge) if where == "ray" else [psutil.Process(pid) for pid in pids(bridge).values()]
-            bridge.sync(random_params(CONFIG, 0))
-            assert len(bridge.generate([(1, 2, 3)], GREEDY)) == 1
-        process.send_signal(end)
-        assert process.wait(60) == (-9 if end == signal.SIGKILL else 0)
-    assert all_gone(left)
-    holding = [path for path in run_dir.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
-    # A killed gateway leaves its token for the next one. An engine must leave none: it may be on another machine.
-    assert {path.parent for path in holding} <= ({run_dir, run_dir / "kept"} if end == signal.SIGKILL else set())
-    eventually(lambda: nodes.ray.available_resources().get("CPU") == free, "Ray has its CPUs back")
-
-
-def test_settings_of_the_http_server(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_the_command_holds_a_fleet_until_it_is_ended(nodes: Nodes, tmp_path: Path, end: signal.Signals) -> None:
     """Paths are relative to the driver's directory, not to that of Ray's workers."""
-    with held(tmp_path, "--ray", "--ray-option", f"address={nodes.address}", "max_num_seqs=8") as client:
+    free = nodes.ray.available_resources()["CPU"]
+    with held(tmp_path, "--ray", "--ray-option", f"address={nodes.address}", "max_num_seqs=8", end=end) as client:
         check_front(client, tmp_path)
+        with slipstream.connect(tmp_path / "run") as bridge:
+            actors = everybody(bridge)
+    assert all_gone(actors)
+    eventually(lambda: nodes.ray.available_resources().get("CPU") == free, "Ray has its CPUs back")
 
 
 def test_ray_options_need_ray(tmp_path: Path) -> None:

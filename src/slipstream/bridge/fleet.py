@@ -19,7 +19,7 @@ from slipstream.types import (
     RolloutGroup,
     Score,
 )
-from slipstream.weights.update.publisher import UpdateClient
+from slipstream.weights.update.publication import UpdateClient
 
 MAX_ATTEMPTS = 5
 

@@ -29,7 +29,7 @@ from slipstream.weights.rank_image import RankImage, rank_image
 from slipstream.weights.sources.named_tensors import Tensor, check_not_deleted, describe, dtype_name, read
 from slipstream.weights.transports.shared.cuda_memory import SharedCudaMemory
 from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, SharedHostMemory
-from slipstream.weights.update.publisher import UpdateClient
+from slipstream.weights.update.publication import UpdateClient
 from slipstream.weights.update.transport_choice import host_identity
 
 
