@@ -26,6 +26,7 @@ check: $(VENV)/.installed-check
 	$(BIN)/ruff format --check src tests benchmarks examples tools
 	$(BIN)/mypy
 	$(BIN)/python tools/advisories.py
+	$(BIN)/python tools/faults.py --list > /dev/null
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python tools/support_matrix.py --check

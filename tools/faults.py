@@ -55,9 +55,11 @@ def main() -> None:
     rows = tomllib.loads((ROOT / "tools/faults.toml").read_text())["fault"]
     faults = [fault for row in rows if options.only in (fault := Fault(**row)).name]
     misplaced = [problem for fault in faults if (problem := place_of(fault))]
-    if options.list or misplaced:
-        print("\n".join(misplaced or [f"{f.name:40} {f.path}" for f in faults]))
-        sys.exit(bool(misplaced))
+    if misplaced:
+        sys.exit("\n".join(misplaced))
+    if options.list:
+        print("\n".join(f"{f.name:40} {f.path}" for f in faults))
+        return
     with tempfile.TemporaryDirectory(prefix="slipstream-faults-") as cache, ThreadPoolExecutor(options.jobs) as pool:
         verdicts = []
         for verdict in pool.map(lambda fault: attempt(fault, Path(cache)), faults):

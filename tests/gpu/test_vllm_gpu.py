@@ -26,7 +26,7 @@ from slipstream.model.transformer import decoder
 from slipstream.types import SamplingParams, VersionSpan
 from slipstream.weights.update.device_scan import DeviceScanner
 from tests.conformance.engines import Subject, greedy_reference
-from tests.gpu.vllm import PYTHON, engine_options, memory_in_use, needs_vllm
+from tests.gpu.vllm import engine_options, memory_in_use, needs_vllm
 from tests.tiny import random_params, tiny_config, write_config
 from tests.vllm.test_mapping import FAMILIES, models, ranks
 

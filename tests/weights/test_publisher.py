@@ -27,8 +27,7 @@ from slipstream.types import CommitReport, Destinations, Offer, StageReport, Upd
 from slipstream.weights.sources.named_tensors import named_tensors
 from slipstream.weights.sources.transforms import Permute, Take, Unstack
 from slipstream.weights.sources.tree_mapping import Rule, Target, TreeMapping, Within
-from slipstream.weights.update import publisher as publisher_module
-from slipstream.weights.update import transport_choice
+from slipstream.weights.update import publication, transport_choice
 from slipstream.weights.update.publisher import Publisher
 from slipstream.weights.update.unchanged import HeldTensors
 from tests.tiny import random_params, tiny_config, write_config
@@ -310,7 +309,7 @@ def published(
     publisher = Publisher(Client(events))  # type: ignore[arg-type]
     publisher._routes = {"a": route}  # type: ignore[dict-item]
     monkeypatch.setattr(publisher, "_routes_for", lambda *_: dict(publisher._routes))
-    monkeypatch.setattr(publisher_module, "are_ready", ready)
+    monkeypatch.setattr(publication, "are_ready", ready)
     with contextlib.suppress(TransferError):
         asyncio.run(publisher.publish({f"w{i}": jnp.ones(1) for i in range(100)}, [route.engine], 2, in_flight))
     return events
