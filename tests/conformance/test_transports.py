@@ -210,6 +210,19 @@ def test_the_segment_is_private_and_unlinked_once_opened():
     transport.holds(arrays(1))
 
 
+def test_a_closed_sender_maps_nothing():
+    """Though something may still refer to it."""
+    before = set(segments())
+    transport = Transport("shm")
+    (path,) = set(segments()) - before
+    sender = transport.sender()
+    send_all(sender, 0, arrays(1))
+    assert Path("/proc/self/maps").read_text().count(path.name) == 2
+    sender.close()
+    assert Path("/proc/self/maps").read_text().count(path.name) == 1
+    transport.receiver.close()
+
+
 @pytest.mark.parametrize("path", ["/etc/passwd", "/dev/shm/../../etc/passwd", "/dev/shm/other", "/dev/null"])
 def test_a_link_cannot_make_a_trainer_write_to_other_files(path):
     link = json.dumps({"transport": "shm", "path": path, "size": 10, "nonce": "00", "pieces": 1}).encode()

@@ -91,4 +91,5 @@ class InPlaceSender(HostSender):
         return scan
 
     def close(self) -> None:
-        self._pieces = {}
+        """Let go of the memory, even if an exception in a reference cycle still holds this sender."""
+        self._pieces, self._marks = {}, np.empty(0, np.uint8)
