@@ -24,7 +24,9 @@ def fanout(
     ] = None,
     run_dir: JoinRunDir = None,
     gateway: JoinGateway = "",
-    model: Annotated[Path | None, typer.Option(help="HF model directory: start a fleet for this run.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="HF model directory or org/name on the Hub: start a fleet for this run.")
+    ] = None,
     engines: Annotated[int, typer.Option(min=1, help="With --model: number of engine processes.")] = 1,
     server: Annotated[
         list[str] | None,

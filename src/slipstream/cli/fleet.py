@@ -27,7 +27,10 @@ SHOWN_DECISIONS = 8
 
 
 def launch(
-    model: Annotated[Path, typer.Option(help="HF model directory; with --ray, a path on every node.")],
+    model: Annotated[
+        Path,
+        typer.Option(help="HF model directory, with --ray a path on every node; or org/name[@revision] on the Hub."),
+    ],
     options: EngineSettings = None,
     engines: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Run on a Ray cluster instead of this machine.")] = False,
@@ -247,7 +250,9 @@ def gateway(
 def engine(
     model: Annotated[
         Path,
-        typer.Option(help="HF model directory: config.json, tokenizer.json, and weights unless a sync brings them."),
+        typer.Option(
+            help="HF model directory: config.json, tokenizer.json, and weights unless a sync brings them; or a name on the Hub."
+        ),
     ],
     run_dir: JoinRunDir = None,
     gateway: Annotated[

@@ -15,7 +15,9 @@ Command = Annotated[
 Engine = Annotated[
     list[str] | None, typer.Option("--engine", help="An engine setting, such as tensor_parallel_size=2; repeatable.")
 ]
-Model = Annotated[Path, typer.Option(help="HF model directory, on a file system shared by all nodes.")]
+Model = Annotated[
+    Path, typer.Option(help="HF model directory on a file system shared by all nodes, or name on the Hub.")
+]
 Inference = Annotated[int, typer.Option(help="Number of nodes for engines, the last of the job; 0 runs all on one.")]
 EnginesPerNode = Annotated[int, typer.Option(min=1, help="Engines per inference node; they divide its GPUs evenly.")]
 
@@ -61,10 +63,11 @@ def slurm(
     [b]slipstream slurm … | sbatch[/b]
     """
     from slipstream.deploy.slurm.job import SlurmJob, script
+    from slipstream.model.checkpoints.hub import absolute_model
 
     job = SlurmJob(
         command=command or (),
-        model=str(model.absolute()),
+        model=absolute_model(model),
         run_dir=str(run_dir.absolute()),
         num_trainers=trainer_nodes,
         num_inference=inference_nodes,

@@ -13,7 +13,9 @@ from slipstream.errors import ConfigError
 def doctor(
     model: Annotated[
         Path | None,
-        typer.Option(help="HF model directory: also list which parameters a vLLM engine receives directly."),
+        typer.Option(
+            help="HF model directory or org/name on the Hub: also list which parameters a vLLM engine receives directly."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="With --model: data type that vLLM holds it in.")] = "float32",
     run_dir: Annotated[

@@ -76,17 +76,19 @@ def plan(
 
 
 def _kinds(model: str, tp: int) -> Mapping[TensorKind, int]:
-    """Return the kinds of tensors of a model known by name, or of the model in a directory."""
+    """Return the kinds of tensors of a model known by name, in a directory, or on the Hub."""
     from slipstream.deploy.advice import sync_cost
     from slipstream.model import families
     from slipstream.model.checkpoints.hf_config import read_config
+    from slipstream.model.checkpoints.hub import hub_name, model_directory
 
     kinds = sync_cost.kinds_named(model)
     if kinds is not None:
         return kinds
-    if not Path(model).exists():
+    if not Path(model).exists() and not hub_name(model):
         raise ConfigError(f"{model} is neither a directory nor a known name ({', '.join(sync_cost.names())})")
-    config = read_config(Path(model).parent if model.endswith("config.json") else model)
+    directory = Path(model).parent if model.endswith("config.json") else model_directory(model, weights=False)
+    config = read_config(directory)
     families.shard_dims(config, tp)
     return sync_cost.kinds_of(families.family_tensors(config))
 

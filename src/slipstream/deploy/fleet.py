@@ -33,6 +33,7 @@ from slipstream.deploy.processes.vllm_environment import check_environment, inte
 from slipstream.errors import ConfigError, GatewayLost, Unauthorized
 from slipstream.gateway.channels import Token
 from slipstream.model.checkpoints.hf_config import read_config
+from slipstream.model.checkpoints.hub import model_directory
 from slipstream.runtime.private_files import private_directory, private_file
 from slipstream.runtime.tls import Identity
 
@@ -69,7 +70,8 @@ def launch(
 
     Args:
         model: HF model directory with `config.json`, `tokenizer.json` for text prompts, and weights unless the first
-            `sync` brings them. On a Ray cluster it is a path on every node.
+            `sync` brings them; or the name of a model on the Hugging Face Hub, `org/name` or `org/name@revision`. On a Ray
+            cluster a directory is a path on every node.
         engines: Number of engine processes.
         engine: Config of the engines; "embedded" or "vllm" for that backend's defaults; or a sequence with one config per
             engine, such as several running servers.
@@ -98,9 +100,10 @@ def launch(
     sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot, timeout)
     configs = _configs(engine, engines)
     gateway = GatewayConfig() if gateway is None else checked(gateway, GatewayConfig, "gateway")
-    front = _http_config(http, Path(model))
+    front = _http_config(http, model)
     if cluster == "local":
-        _check_startable(Path(model), configs)
+        model = model_directory(model)
+        _check_startable(model, configs)
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
     keep_alive = keep_alive or cluster != "local"  # Ray always restarts actors
     group = _group(cluster, directory, start_timeout, len(configs), keep_alive)
@@ -108,7 +111,7 @@ def launch(
         group.start_gateway(gateway, front)
         for index, config in enumerate(configs):
             patience = RESTART_SECONDS if keep_alive else FOLLOW_SECONDS
-            group.start_engine(f"engine-{index}", Path(model), config, patience)
+            group.start_engine(f"engine-{index}", model, config, patience)
         group.wait_for_engines(len(configs))
         until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
         while True:
@@ -185,7 +188,7 @@ def inprocess(
     """Run an embedded engine in this process, without a gateway.
 
     Args:
-        model: HF model directory, as for `launch`.
+        model: HF model directory or name on the Hub, as for `launch`.
         engine: Config of the engine.
         transport: Data plane of weight syncs, as for `launch`.
         check_finite: Refuse weights with NaN or infinity.
@@ -199,12 +202,12 @@ def inprocess(
     from slipstream.engines.embedded.engine import EmbeddedEngine
     from slipstream.runtime import event_loop
 
-    sync, journal = SyncOptions(transport, check_finite=check_finite), None
+    sync, journal, directory = SyncOptions(transport, check_finite=check_finite), None, model_directory(model)
     if run_dir is not None:
         journal = private_file(private_directory(Path(run_dir), "run_dir") / "journal.sqlite")
 
     async def start() -> LocalFleet:
-        embedded = EmbeddedEngine.from_directory(model, name="inprocess", options=engine or EmbeddedConfig())
+        embedded = EmbeddedEngine.from_directory(directory, name="inprocess", options=engine or EmbeddedConfig())
         return LocalFleet(embedded, journal)
 
     return Bridge(event_loop.run(start()), sync)
@@ -249,7 +252,7 @@ def _group(
     return ActorGroup(run_dir, start_timeout, engines, RayConfig() if cluster == "ray" else cluster)
 
 
-def _http_config(http: bool | HttpConfig, model: Path) -> HttpConfig | None:
+def _http_config(http: bool | HttpConfig, model: str | Path) -> HttpConfig | None:
     """Return the config of the HTTP server, with the served model's tokenizer unless it names another."""
     if http is False:
         return None

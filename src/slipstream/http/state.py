@@ -21,6 +21,7 @@ from slipstream.http.in_flight import InFlightRequests
 from slipstream.http.limits import TICKET
 from slipstream.http.metrics import Metrics
 from slipstream.http.tokenizer import ChatTokenizer
+from slipstream.model.checkpoints.hub import hub_name, model_directory
 from slipstream.types import EngineInfo
 
 INFO_CACHE_SECONDS = 0.5
@@ -54,14 +55,17 @@ class Front:
         cls, fleet: Fleet, connect: Callable[[], Fleet], config: HttpConfig, run_dir: Path | None = None
     ) -> Front:
         """`connect` opens a separate connection to the same fleet, for a weight update."""
-        tokenizer = ChatTokenizer.read(Path(config.model)) if config.model else ChatTokenizer()
+        tokenizer = (
+            ChatTokenizer.read(model_directory(config.model, weights=False)) if config.model else ChatTokenizer()
+        )
         updates = CheckpointUpdates(connect, Path(config.weights) if config.weights else None)
         admission = Admission(config.max_requests, config.max_buffered_bytes, "this server")
         return cls(fleet, config, tokenizer, updates, InFlightRequests(config.request_seconds), admission, run_dir)
 
     @property
     def model_name(self) -> str:
-        return self.config.model_name or (Path(self.config.model).resolve().name if self.config.model else "policy")
+        model = self.config.model
+        return self.config.model_name or hub_name(model) or (Path(model).resolve().name if model else "policy")
 
     def check_model(self, name: str) -> None:
         if name not in ("", self.model_name):

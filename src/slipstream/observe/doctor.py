@@ -17,6 +17,7 @@ from typing import Literal
 from slipstream.config import VllmConfig
 from slipstream.deploy.processes.vllm_environment import interpreter
 from slipstream.errors import ConfigError
+from slipstream.model.checkpoints.hub import model_directory
 from slipstream.types import FleetStatus
 from slipstream.weights.transports.host import shm
 
@@ -141,6 +142,11 @@ def _vllm() -> Iterator[Diagnosis]:
 
 def _mapping(model: Path, dtype: str) -> Iterator[Diagnosis]:
     """Check which parameters of a model in vLLM receive the trainer's weights directly on a GPU."""
+    try:
+        model = model_directory(model, weights=False)
+    except ConfigError as error:
+        yield Diagnosis("live parameters", "wrong", str(error), "name a model of the Hub, or a directory")
+        return
     if not (model / "config.json").exists():  # vLLM takes long to find out
         yield Diagnosis("live parameters", "wrong", f"{model} has no config.json", "name the directory of a model")
         return

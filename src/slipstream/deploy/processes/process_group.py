@@ -88,7 +88,7 @@ class ProcessGroup:
     def start_engine(
         self,
         name: str,
-        model: Path,
+        model: str | Path,
         config: EngineConfig,
         patience: float,
         joins: Path | None = None,

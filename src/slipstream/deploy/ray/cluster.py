@@ -22,6 +22,7 @@ from slipstream.deploy.processes.run_dir import read_run_dir
 from slipstream.deploy.ray.actors import EngineActor, GatewayActor, JoinCredentials
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
 from slipstream.gateway.tokens import make_token, revoke_token
+from slipstream.model.checkpoints.hub import absolute_model
 from slipstream.runtime.tls import host_of
 
 try:
@@ -84,14 +85,20 @@ class ActorGroup:
         self._wait_for([self._gateway], "the gateway")
         self._engine_token = make_token(self._run_dir, "engine", self._token_name)
 
-    def start_engine(self, name: str, model: Path, config: EngineConfig, patience: float) -> None:
+    def start_engine(self, name: str, model: str | Path, config: EngineConfig, patience: float) -> None:
         place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=len(self._engines))
         options = {"num_cpus": self._config.cpus, "num_gpus": self._config.gpus, "scheduling_strategy": place}
         self._engines[name] = (
             ray.remote(EngineActor)
             .options(max_restarts=self._config.max_restarts, **options)
             .remote(
-                name, model.absolute(), config, self._credentials(name), self._run_dir, patience, self._start_timeout
+                name,
+                Path(absolute_model(model)),
+                config,
+                self._credentials(name),
+                self._run_dir,
+                patience,
+                self._start_timeout,
             )
         )
 
@@ -144,8 +151,9 @@ class ActorGroup:
 
 def _absolute(http: HttpConfig) -> HttpConfig:
     """Make paths absolute: an actor has another working directory."""
-    paths = {name: getattr(http, name) for name in ("model", "weights", "certificate", "key")}
-    return http.replace(**{name: str(Path(path).absolute()) for name, path in paths.items() if path})
+    paths = {name: getattr(http, name) for name in ("weights", "certificate", "key")}
+    absolute = {name: str(Path(path).absolute()) for name, path in paths.items() if path}
+    return http.replace(**absolute, **({"model": absolute_model(http.model)} if http.model else {}))
 
 
 def _stop(actors: Sequence[Any]) -> None:

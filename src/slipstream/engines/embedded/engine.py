@@ -48,6 +48,7 @@ from slipstream.errors import (
 )
 from slipstream.model.checkpoints import hf_weights
 from slipstream.model.checkpoints.hf_config import read_config
+from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.config import ModelConfig
 from slipstream.model.transformer.decoder import Params
 from slipstream.model.tree import flatten
@@ -158,7 +159,8 @@ class EmbeddedEngine(EngineFrontend):
         """Create an engine from an HF directory: `config.json`, and `tokenizer.json` and weights if present."""
         directory, options = Path(directory), _checked(options)
         model, tokenizer = read_config(directory), read_tokenizer(directory)
-        draft = read_config(options.draft_model) if options.draft_model else None
+        draft_directory = model_directory(options.draft_model)
+        draft = read_config(draft_directory) if options.draft_model else None
         return cls(
             model,
             _weights(directory, model),
@@ -166,7 +168,7 @@ class EmbeddedEngine(EngineFrontend):
             tokenizer=tokenizer,
             options=options,
             draft=draft,
-            draft_params=None if draft is None else _weights(Path(options.draft_model), draft),
+            draft_params=None if draft is None else _weights(draft_directory, draft),
         )
 
     def describe(self) -> EngineInfo:

@@ -35,7 +35,9 @@ def read_config(directory: str | Path) -> ModelConfig:
     """Read the config of a model directory. `generation_config.json` may add end-of-sequence tokens."""
     path = Path(directory) / "config.json"
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; a model is a directory with an HF config.json")
+        raise ConfigError(
+            f"{path} does not exist; a model is a directory with an HF config.json, or org/name on the Hub"
+        )
     config = from_hf(_read_json(path))
     generation = Path(directory) / "generation_config.json"
     more = token_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()

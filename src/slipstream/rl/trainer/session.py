@@ -15,6 +15,7 @@ from slipstream.bridge.bridge import Bridge
 from slipstream.config import EmbeddedConfig, Snapshot
 from slipstream.deploy import fleet
 from slipstream.errors import ConfigError
+from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.rl.config import TrainConfig
 from slipstream.rl.data.tasks import task_named
@@ -82,7 +83,7 @@ class TrainSession:
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._start = config, time.perf_counter()
         self.result = TrainResult(Path(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
-        self._model_dir = Path(config.model) if config.model else self.result.run_dir / "model"
+        self._model_dir = model_directory(config.model) if config.model else self.result.run_dir / "model"
         self._bridges = ExitStack()
         loggers.check(config.logging)
         task_named(config.task, size=1)  # raises if there is no such task
