@@ -45,6 +45,9 @@ TRANSPORT_NAMES = ("memory", "shm", "tcp", "disk", "cuda", "nccl", "vllm-nccl", 
 PathName: TypeAlias = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
 """A path as a string; `pathlib.Path` is accepted."""
 
+Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+"""Strings; a list is accepted, as in TOML."""
+
 
 class Settings(BaseModel):
     """Base of all settings: immutable, strictly typed, without unknown keys."""
@@ -74,6 +77,8 @@ class _EngineSettings(Settings):
     """Maximum number of sequences generated concurrently."""
     max_model_len: NonNegativeInt = 0
     """Maximum length of prompt plus completion; 0 uses the model's limit."""
+    plugins: Names = ()
+    """Modules to import first, which register model families (docs/add-a-family.md)."""
 
 
 class _LocalEngineSettings(_EngineSettings):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,12 +125,14 @@ def test_a_tp_that_would_cut_an_expert_unevenly_is_refused() -> None:
 # --- a family from outside ---
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "add-a-family.md").read_text()
+(CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
 @pytest.fixture(scope="module")
 def biased_llama() -> Iterator[str]:
     """Run the code in docs/add-a-family.md, and remove the family afterwards."""
-    page = (Path(__file__).parents[2] / "docs" / "add-a-family.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(code, "docs/add-a-family.md", "exec"), {})
+    exec(compile(CODE, "docs/add-a-family.md", "exec"), {})
     yield "biased_llama"
     del families._FAMILIES["biased_llama"]
 
@@ -181,3 +186,38 @@ def test_a_name_is_registered_once() -> None:
     with pytest.raises(ConfigError, match="'llama' is already registered"):
         families.register(families.Family("llama", "MyLlama", families.llama.tensors))
     assert families.family_named("llama").architecture == "LlamaForCausalLM"
+
+
+LAUNCH = """
+import sys, slipstream
+from slipstream.config import EmbeddedConfig
+
+config = EmbeddedConfig(max_num_seqs=4, plugins=sys.argv[3:])
+with slipstream.launch(sys.argv[1], engine=config, run_dir=sys.argv[2]) as bridge:
+    print(bridge.generate([(1, 2, 3)], slipstream.SamplingParams(temperature=0, max_tokens=4))[0].token_ids)
+"""
+
+
+@pytest.mark.parametrize("how", ["entry point", "named", "unknown"])
+def test_launched_engines_serve_a_family_of_another_package(biased_llama: str, tmp_path: Path, how: str) -> None:
+    (tmp_path / "own_families.py").write_text(CODE)
+    if how == "entry point":
+        (tmp_path / "own-1.0.dist-info").mkdir()
+        (tmp_path / "own-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+        entries = f"[{families.ENTRY_POINTS}]\nbiased_llama = own_families\n"
+        (tmp_path / "own-1.0.dist-info" / "entry_points.txt").write_text(entries)
+    config = tiny_config(biased_llama)
+    hf_weights.save(tmp_path / "model", params := random_params(config), config)
+    more = {"named": ["own_families"], "unknown": ["other_families"]}.get(how, [])
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, str(tmp_path / "model"), str(tmp_path / "run"), *more],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if how == "unknown":
+        assert "ConfigError: the plugin 'other_families' cannot be imported: No module named" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == str(greedy_reference(Subject(None, config, params), (1, 2, 3), 4))  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from slipstream.errors import ConfigError, GatewayLost, Unauthorized
 from slipstream.gateway.channels import Token
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.checkpoints.hub import model_directory
+from slipstream.model.families import load_plugins
 from slipstream.runtime.private_files import private_directory, private_file
 from slipstream.runtime.tls import Identity
 
@@ -103,6 +104,7 @@ def launch(
     front = _http_config(http, model)
     if cluster == "local":
         model = model_directory(model)
+        load_plugins(module for config in configs for module in config.plugins)
         _check_startable(model, configs)
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
     keep_alive = keep_alive or cluster != "local"  # Ray always restarts actors
@@ -203,6 +205,7 @@ def inprocess(
     from slipstream.runtime import event_loop
 
     sync, journal, directory = SyncOptions(transport, check_finite=check_finite), None, model_directory(model)
+    load_plugins(engine.plugins if engine is not None else ())
     if run_dir is not None:
         journal = private_file(private_directory(Path(run_dir), "run_dir") / "journal.sqlite")
 

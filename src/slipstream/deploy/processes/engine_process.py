@@ -13,6 +13,7 @@ from slipstream.engines.contract import EngineBackend
 from slipstream.gateway.channels import Token
 from slipstream.gateway.engine_stream import check_access, serve_engine
 from slipstream.model.checkpoints.hub import model_directory
+from slipstream.model.families import load_plugins
 from slipstream.runtime.compilation_cache import enable_compilation_cache
 from slipstream.runtime.failpoints import step
 from slipstream.runtime.garbage_collection import freeze_loaded_objects
@@ -41,6 +42,7 @@ async def host(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await check_access(address, token, MAX_MESSAGE_BYTES, ca, identity)
     step("launch.engine", engine=name)
+    load_plugins(options.plugins)
     engine, ended = await _start(model_directory(model), name, options)
     freeze_loaded_objects()
     log.info("engine %s: %s, pid %d, %s", name, engine.describe().model, os.getpid(), options)

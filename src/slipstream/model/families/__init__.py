@@ -1,11 +1,16 @@
 """Model families: the names, shapes and tensor-parallel sharding of a model's tensors.
 
-Read `family.py` and `llama.py` first. Families below are built in; others are added with `register`. The embedded engine
-holds tensors with the names and orientation of the checkpoint: `parameters(config, tp)`."""
+Read `family.py` and `llama.py` first. Families below are built in; others are added with `register`, by a module that every
+process imports (`load_plugins`). The embedded engine holds tensors with the names and orientation of the checkpoint:
+`parameters(config, tp)`."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import importlib
+import os
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from importlib.metadata import entry_points
 
 from slipstream.errors import ConfigError
 from slipstream.model.config import ModelConfig
@@ -17,6 +22,11 @@ from slipstream.tensors.boxes import full_box, shape_of, shift, split
 from slipstream.types import Parameter, ParameterPart, TensorSpec
 
 _FAMILIES: dict[str, Family] = {}
+
+ENTRY_POINTS = "slipstream.families"
+"""Group of entry points. Each names a module that registers families."""
+PLUGINS = "SLIPSTREAM_PLUGINS"
+"""Environment variable: modules that register families, separated by commas. Processes inherit it."""
 
 _FAMILY_SETTINGS = {
     "sliding_window": "sliding_window",
@@ -30,27 +40,47 @@ _FAMILY_SETTINGS = {
 
 
 def register(family: Family) -> None:
-    """Register a family in this process. Trainer and engines both need it: an engine process must import the module that
-    registers it. Registering the same `Family` again has no effect."""
+    """Register a family in this process. Trainer and engines both need it (`load_plugins`). Registering the same `Family` again
+    has no effect."""
     if _FAMILIES.setdefault(family.name, family) is not family:
         raise ConfigError(
             f"a model family {family.name!r} is already registered; give a variant its own name and model_type"
         )
 
 
+def load_plugins(modules: Iterable[str]) -> None:
+    """Import modules that register families, in this process and in those that it starts."""
+    named = dict.fromkeys(filter(None, (*os.environ.get(PLUGINS, "").split(","), *modules)))
+    if named:
+        os.environ[PLUGINS] = ",".join(named)
+    for module in named:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"the plugin {module!r} cannot be imported: {error}; is it on the PYTHONPATH?") from None
+
+
+@cache
+def _load_installed() -> None:
+    """Register the families of installed packages and of `PLUGINS`."""
+    load_plugins(())
+    for entry in entry_points(group=ENTRY_POINTS):
+        entry.load()
+
+
 def names() -> tuple[str, ...]:
     """Return the names of all registered families."""
+    _load_installed()
     return tuple(_FAMILIES)
 
 
 def family_named(name: str) -> Family:
-    try:
-        return _FAMILIES[name]
-    except KeyError:
+    if name not in _FAMILIES and name not in names():
         raise ConfigError(
             f"unknown model family {name!r}; known: {', '.join(_FAMILIES)}. Add others with "
             "slipstream.model.families.register (docs/add-a-family.md)"
-        ) from None
+        )
+    return _FAMILIES[name]
 
 
 @lru_cache
