@@ -55,7 +55,9 @@ def test_offline_with_a_warm_cache(hub: hub_server.Hub, monkeypatch: pytest.Monk
     online = model_directory("org/tiny@v1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert model_directory("org/tiny@v1") == online
-    with pytest.raises(ConfigError, match=r"org/other is not in the cache .*/cache, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(
+        ConfigError, match=r"no directory org/other; .*: it is not in the cache .*/cache, and HF_HUB_OFFLINE is set"
+    ):
         model_directory("org/other")
 
 
@@ -102,7 +104,7 @@ def test_no_hub(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         ConfigError,
-        match=r"org/tiny is not in the cache .*, and cannot be downloaded from http://127.0.0.1:9: .*[Cc]onnect",
+        match=r"it is not in the cache .*, and cannot be downloaded from http://127.0.0.1:9: .*[Cc]onnect",
     ):
         model_directory("org/tiny")
 

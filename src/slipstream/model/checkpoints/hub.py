@@ -49,8 +49,8 @@ def model_directory(model: str | Path, *, weights: bool = True) -> Path:
         cannot = (
             "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"cannot be downloaded from {hub}: {_first(error)}"
         )
-        why = f"{model} is not in the cache {constants.HF_HUB_CACHE}, and {cannot}"
-    raise ConfigError(why)
+        why = f"it is not in the cache {constants.HF_HUB_CACHE}, and {cannot}"
+    raise ConfigError(f"there is no directory {model}; as a model of the Hub: {why}")
 
 
 def _first(error: Exception) -> str:
