@@ -1,6 +1,6 @@
 """The demo's task, learned undisturbed and under faults: is the curve the same, and how much longer does it take?
 
-    python benchmarks/learning_under_faults.py [--steps 150] [--seeds 3] [--json benchmarks/results/learning_under_faults.json]
+    python benchmarks/learning_under_faults.py [--steps 150] [--seeds 3] [--engines 1] [--json FILE]
 
 Each seed trains twice. The second time, a tenth as many faults as there are steps are spread over them: a process (engine,
 gateway or trainer, drawn from the seed) is killed, or frozen for a few seconds. A disturbed curve lies within seed noise if its
@@ -34,6 +34,7 @@ FINISH_SECONDS = 1800.0
 CONFIG = """
 eval_every = {steps}
 save_every = {save_every}
+engines = {engines}
 [engine]
 max_num_seqs = 256
 max_model_len = 32
@@ -45,12 +46,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--engines", type=int, default=1, help="the demo has one; with two, the other generates on")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     pairs: list[list[dict]] = []
     with tempfile.TemporaryDirectory() as root:
         config = Path(root) / "demo.toml"
-        config.write_text(CONFIG.format(steps=options.steps, save_every=options.save_every))
+        config.write_text(CONFIG.format(steps=options.steps, save_every=options.save_every, engines=options.engines))
         for seed in range(options.seeds):
             counts = (0, round(FAULT_SHARE * options.steps))
             pairs.append([run(config, Path(root) / f"{seed}-{n}", options.steps, seed, n) for n in counts])
