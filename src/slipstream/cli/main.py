@@ -9,7 +9,7 @@ import typer
 
 from slipstream.cli import access, chaos, fanout, fleet, hosts, journal, machine, models, plan, train
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.runtime.out_of_memory import exit_when_out_of_memory
+from slipstream.runtime.unraisable import watch_unraisable
 
 app = typer.Typer(
     name="slipstream",
@@ -44,7 +44,7 @@ for _group, _commands in GROUPS.items():
 
 def main() -> None:
     """Run the command. A `SlipstreamError` is printed as a message, without a traceback."""
-    exit_when_out_of_memory()
+    watch_unraisable()
     try:
         app()
     except SlipstreamError as error:

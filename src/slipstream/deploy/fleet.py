@@ -205,7 +205,6 @@ def inprocess(
     from slipstream.runtime import event_loop
 
     sync, journal, directory = SyncOptions(transport, check_finite=check_finite), None, model_directory(model)
-    load_plugins(engine.plugins if engine is not None else ())
     if run_dir is not None:
         journal = private_file(private_directory(Path(run_dir), "run_dir") / "journal.sqlite")
 

@@ -46,6 +46,7 @@ from slipstream.errors import (
     Unsupported,
     UpdateInProgress,
 )
+from slipstream.model import families
 from slipstream.model.checkpoints import hf_weights
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.checkpoints.hub import model_directory
@@ -158,6 +159,7 @@ class EmbeddedEngine(EngineFrontend):
     ) -> EmbeddedEngine:
         """Create an engine from an HF directory: `config.json`, and `tokenizer.json` and weights if present."""
         directory, options = Path(directory), _checked(options)
+        families.load_plugins(options.plugins)
         model, tokenizer = read_config(directory), read_tokenizer(directory)
         draft_directory = model_directory(options.draft_model)
         draft = read_config(draft_directory) if options.draft_model else None

@@ -1,18 +1,20 @@
-"""Ends the process when memory ran out where Python cannot raise an error: as a thread begins, or in a callback from C++.
+"""Handles errors where Python cannot raise them: as a thread begins, in a finalizer, in a callback from C++.
 
-What was to happen there never will, and whoever waits for it would wait forever. `Thread.start` does, and so does a checkpoint
-that TensorStore writes."""
+Out of memory, the process ends. What was to happen there never will, and whoever waits for it would wait forever:
+`Thread.start` does, and so does a checkpoint that TensorStore writes. Ctrl-C is repeated: JAX has a callback in every garbage
+collection, which would swallow it."""
 
 from __future__ import annotations
 
+import _thread
 import os
 import queue
 import sys
 import threading
 
 
-def exit_when_out_of_memory() -> None:
-    """Watch the exceptions that cannot be raised. Whoever watches the process sees it end, and can restart it.
+def watch_unraisable() -> None:
+    """Watch the errors that cannot be raised. Call once, in a process of ours.
 
     A thread without memory cannot call a Python function, so another thread does. `SimpleQueue.put` is written in C."""
     found: queue.SimpleQueue[sys.UnraisableHookArgs] = queue.SimpleQueue()
@@ -26,5 +28,8 @@ def _watch(found: queue.SimpleQueue[sys.UnraisableHookArgs]) -> None:
         if unraisable.exc_type is MemoryError:
             os.write(2, b"slipstream: MemoryError: a thread or a callback could not run, so this process ends\n")
             os._exit(1)
-        sys.__unraisablehook__(unraisable)
+        if unraisable.exc_type is KeyboardInterrupt:
+            _thread.interrupt_main()
+        else:
+            sys.__unraisablehook__(unraisable)
         del unraisable

@@ -1,14 +1,15 @@
+import signal
 import subprocess
 import sys
 
 import pytest
 
 BEGIN = """
-import resource, threading, time
+import gc, os, resource, signal, threading, time
 from pathlib import Path
-from slipstream.runtime.out_of_memory import exit_when_out_of_memory
+from slipstream.runtime.unraisable import watch_unraisable
 
-exit_when_out_of_memory()
+watch_unraisable()
 """
 THREAD = """
 threading.Thread(target=print).start()  # leaves its stack to the next thread, which then lacks only memory for Python
@@ -26,6 +27,13 @@ Other()
 time.sleep(0.5)
 """
 
+INTERRUPT = """
+signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGINT) if not gc.callbacks.clear() else None)
+gc.collect()
+time.sleep(30)
+"""
+
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", BEGIN + program], capture_output=True, text=True, timeout=60)
@@ -41,3 +49,8 @@ def test_a_thread_without_memory_to_begin_ends_the_process() -> None:
 def test_other_exceptions_are_printed() -> None:
     ended = run(OTHER)
     assert ended.returncode == 0 and "ZeroDivisionError" in ended.stderr
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
+    ended = run(INTERRUPT)
+    assert ended.returncode == -signal.SIGINT and ended.stderr.rstrip().endswith("KeyboardInterrupt")
