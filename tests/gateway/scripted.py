@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 
-from slipstream.errors import TransferError, Unsupported, VersionError
+from slipstream.errors import EngineFailure, TransferError, Unsupported, VersionError
 from slipstream.gateway.engine_stream import serve_engine
 from slipstream.runtime.tls import ANONYMOUS
 from slipstream.types import (
@@ -39,7 +39,7 @@ class ScriptedEngine:
         self.gate = asyncio.Event()
         """Cleared, generation waits before its last completion."""
         self.gate.set()
-        self.fail_stage = self.hang_stage = self.hang_commit = self.fail_commit = False
+        self.fail_stage = self.hang_stage = self.hang_commit = self.fail_commit = self.fail_after_commit = False
         self.requests = []
         self.policies = []
         self.asleep = ()
@@ -117,6 +117,8 @@ class ScriptedEngine:
         self.policies.append(in_flight)
         self.version = version
         self.asleep = tuple(tag for tag in self.asleep if tag != "weights")
+        if self.fail_after_commit:
+            raise EngineFailure("the report of a commit is lost")
         return CommitReport(0.0, 0.0)
 
     async def rollback(self, version):

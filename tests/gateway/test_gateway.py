@@ -14,6 +14,7 @@ from slipstream import errors
 from slipstream.config import GatewayConfig
 from slipstream.errors import (
     DeadlineExceeded,
+    EngineFailure,
     EngineLost,
     FleetChanged,
     GatewayLost,
@@ -532,6 +533,30 @@ async def test_an_engine_that_refuses_to_commit_forgets_the_update(address, flee
         with pytest.raises(Unsupported, match=r"\[a\] requests are running"):
             await update(fleet, 1, ["a"])
         assert a.history[-1] == ("rollback", 1)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_a_version_whose_commit_no_engine_reported_is_not_made_again(names):
+    """Its engines serve it, and would refuse it for ever."""
+
+    @on_the_loop
+    async def test(address, fleet):
+        engines = [ScriptedEngine(name) for name in names]
+        async with contextlib.AsyncExitStack() as stack:
+            for engine in engines:
+                engine.fail_after_commit = True
+                await stack.enter_async_context(attached(engine, address, TOKEN))
+            await fleet.refresh()
+            with pytest.raises(EngineFailure, match="the report of a commit is lost"):
+                await update(fleet, 1, names)
+            while (await fleet.refresh())[1] < 1 or any(e.state != "ready" for e in (await fleet.status()).engines):
+                await asyncio.sleep(0.05)
+            for engine in engines:
+                engine.fail_after_commit = False
+            await update(fleet, 2, names)
+            assert [engine.version for engine in engines] == [2] * len(names)
+
+    test()
 
 
 @on_the_loop

@@ -69,6 +69,8 @@ class Registry:
         self._drained = set(drained)
         """By name: an engine that is restarted for maintenance stays out of use until the operator says so."""
         self.version = -1
+        self.is_committing = False
+        """Engines may already serve a version that is not recorded yet."""
         self.epoch = 0
         self._members: dict[str, Member] = {}
 

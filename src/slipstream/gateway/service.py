@@ -283,13 +283,23 @@ class Service(GatewayServicer):
                         elif part.HasField("heartbeat"):
                             member.looked_up_tokens = part.heartbeat.looked_up_tokens
                             member.hit_tokens = part.heartbeat.hit_tokens
-                            if part.heartbeat.version < 0:
-                                self._registry.set_empty(info.name)
+                            self._note_version(info.name, part.heartbeat.version)
                         link.deliver(part)
             finally:
                 writer.cancel()
                 if self._links.get(info.name) is link:
                     self._lose(info.name, "its connection broke")
+
+    def _note_version(self, name: str, version: int) -> None:
+        """Note the version that an engine says it serves. It may have committed one and failed before it could report that."""
+        known, fleet_version = self._registry.get(name).info.version, self._registry.version
+        if version < 0:
+            self._registry.set_empty(name)
+        elif version > known and version >= fleet_version and not self._registry.is_committing:
+            log.warning("engine %s serves version %d, whose commit it did not report", name, version)
+            self._registry.commit(version, [name])
+            if version > fleet_version:
+                self._on_commit(version)
 
     def _lose(self, name: str, reason: str) -> None:
         log.warning("engine %s lost: %s", name, reason)

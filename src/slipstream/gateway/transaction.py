@@ -102,7 +102,11 @@ class FleetUpdate:
             selected = _select(message.engines[name], steps)
             return (await self._links[name].ask(pb.ToEngine(update=selected), timeout, doing)).updated
 
-        done, failed = await call_all({name: call(name) for name in engines})
+        self._registry.is_committing = "commit" in steps
+        try:
+            done, failed = await call_all({name: call(name) for name in engines})
+        finally:
+            self._registry.is_committing = False
         self._hung |= {name for name, error in failed.items() if isinstance(error, DeadlineExceeded)}
         if "commit" in steps:
             await self._finish_commit(version, done.keys(), failed)
