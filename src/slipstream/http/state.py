@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +63,7 @@ class Front:
         admission = Admission(config.max_requests, config.max_buffered_bytes, "this server")
         return cls(fleet, config, tokenizer, updates, InFlightRequests(config.request_seconds), admission, run_dir)
 
-    @property
+    @cached_property
     def model_name(self) -> str:
         model = self.config.model
         return self.config.model_name or hub_name(model) or (Path(model).resolve().name if model else "policy")

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 from slipstream.model.config import FULL, SLIDING, LinearRopeScaling, ModelConfig, MoeConfig, RopeScaling
-from slipstream.model.families import Family, family_named, family_of, names
+from slipstream.model.families import Family, family_named, family_of, is_known, names
 
 _SPECIAL = {
     "attention_bias": "biases in attention",
@@ -59,7 +59,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if hf.get("model_type") == "gemma3":
         hf = _text_config(hf)
     model_type = hf.get("model_type")
-    if model_type not in names():
+    if not is_known(str(model_type)):
         known = ", ".join(names())
         raise ConfigError(f"config.json: model_type {model_type!r} is not supported; supported: {known}")
     family = family_named(str(model_type))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 
-_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@[\w./-]+)?")
 _DESCRIPTION = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _COPIES = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
 """The weights once more, in other formats."""
@@ -19,7 +19,7 @@ _COPIES = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
 def hub_name(model: str | Path) -> str:
     """Return the name on the Hub, without a revision; empty if `model` is a directory."""
     found = _NAME.fullmatch(str(model))
-    return "" if found is None or Path(model).exists() else found["name"]
+    return "" if found is None or Path(model).exists() else found[1]
 
 
 def absolute_model(model: str | Path) -> str:

@@ -74,8 +74,13 @@ def names() -> tuple[str, ...]:
     return tuple(_FAMILIES)
 
 
+def is_known(name: str) -> bool:
+    """Return whether a family is registered. Plugins are looked for only if it is not built in."""
+    return name in _FAMILIES or name in names()
+
+
 def family_named(name: str) -> Family:
-    if name not in _FAMILIES and name not in names():
+    if not is_known(name):
         raise ConfigError(
             f"unknown model family {name!r}; known: {', '.join(_FAMILIES)}. Add others with "
             "slipstream.model.families.register (docs/add-a-family.md)"
