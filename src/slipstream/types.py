@@ -9,7 +9,7 @@ import operator
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import InvalidPrompt, InvalidSampling, NotReady, SlipstreamError
 
@@ -683,6 +683,17 @@ class Decision:
     version: int
     """Version that the fleet served."""
     seconds_ago: float
+
+
+class FleetMembers(NamedTuple):
+    """The fleet as a weight update sees it."""
+
+    engines: tuple[EngineInfo, ...]
+    """Those that can take part in an update."""
+    version: int
+    """Committed policy version; -1 before the first sync."""
+    next_version: int
+    """Number of the next update. A number that an engine may have committed is not used again."""
 
 
 @dataclass(frozen=True, slots=True)

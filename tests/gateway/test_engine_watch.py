@@ -134,7 +134,7 @@ async def test_an_engine_is_probed_after_a_sync_and_used_again_if_it_is_sound(ad
         await fleet.refresh()
         a.lie = LIES["NaN"][0]
         await collect(fleet.generate(batch()))
-        engines, _ = await fleet.refresh()
+        engines = (await fleet.refresh()).engines
         assert {e.name: e.weights_epoch for e in engines} == {"a": 1, "b": 0}, "the trainer sends it everything"
         await update(fleet, 1, ["a", "b"])
         await until(lambda: _has(fleet, ("probe", "a")))

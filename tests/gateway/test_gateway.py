@@ -394,7 +394,7 @@ async def test_checksums_come_from_all_engines_or_the_one_named(address, fleet):
 @on_the_loop
 async def test_verifying_names_the_engine_that_differs_and_the_one_that_cannot_tell(address, fleet):
     async with pair(address) as (_, b):
-        engines, _ = await fleet.refresh()
+        engines = (await fleet.refresh()).engines
         publisher = Publisher(fleet)
         report = await publisher.verify({"w": np.zeros(2, np.float32)}, engines)
         assert [(d.engine, d.rank, d.parameter, d.tensor) for d in report.differences] == [
@@ -426,7 +426,7 @@ async def test_control_without_a_verb_is_refused(address, fleet):
 async def test_an_update_reaches_all_and_counts_up(address, fleet):
     async with pair(address, version=-1) as (a, b):
         for version in range(3):
-            engines, current = await fleet.refresh()
+            engines, current, _ = await fleet.refresh()
             assert current == version - 1
             assert set(await update(fleet, version, [e.name for e in engines])) == {"a", "b"}
         assert a.history == b.history == [(step, v) for v in range(3) for step in ("begin", "stage", "commit")]
@@ -549,7 +549,7 @@ def test_a_version_whose_commit_no_engine_reported_is_not_made_again(names):
             await fleet.refresh()
             with pytest.raises(EngineFailure, match="the report of a commit is lost"):
                 await update(fleet, 1, names)
-            while (await fleet.refresh())[1] < 1 or any(e.state != "ready" for e in (await fleet.status()).engines):
+            while (await fleet.refresh()).version < 1 or any(e.state != "ready" for e in (await fleet.status()).engines):
                 await asyncio.sleep(0.05)
             for engine in engines:
                 engine.fail_after_commit = False
@@ -557,6 +557,25 @@ def test_a_version_whose_commit_no_engine_reported_is_not_made_again(names):
             assert [engine.version for engine in engines] == [2] * len(names)
 
     test()
+
+
+@on_the_loop
+async def test_the_number_of_a_version_that_a_lost_engine_may_have_committed_is_not_used_again(address, fleet):
+    a, b = ScriptedEngine("a"), ScriptedEngine("b")
+    async with attached(a, address, TOKEN):
+        await fleet.refresh()
+        a.hang_commit = True
+        updating = asyncio.create_task(update(fleet, 1, ["a"]))
+        while a.history[-1:] != [("stage", 1)]:
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineLost):
+        await updating
+    async with attached(b, address, TOKEN):
+        assert (await fleet.refresh()).next_version == 2
+        with pytest.raises(VersionError, match="version 1 may be committed by an engine that has not reported it; use 2"):
+            await update(fleet, 1, ["b"])
+        await update(fleet, 2, ["b"])
+        assert (await fleet.refresh())[1:] == (2, 3)
 
 
 @on_the_loop

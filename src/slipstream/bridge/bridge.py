@@ -43,6 +43,7 @@ from slipstream.types import (
     Completions,
     EngineInfo,
     Failure,
+    FleetMembers,
     FleetStatus,
     InFlight,
     MemoryReport,
@@ -76,13 +77,13 @@ class Bridge:
         self._fleet, self._options = fleet, sync or SyncOptions()
         self._on_close: Callable[[], None] | None = None
         self._publisher = Publisher(fleet, self._options)
-        self._known_fleet: tuple[tuple[EngineInfo, ...], int] | None = None
+        self._known_fleet: FleetMembers | None = None
         """Engines and version after the last sync, if nothing has questioned them since."""
         self._syncing = UpdateLock()
         self._background = BackgroundRepair(self._is_repair_needed, self._repair_kept, self._syncing)
         self._version = -1
         try:
-            self._version = event_loop.run(fleet.refresh())[1]
+            self._version = event_loop.run(fleet.refresh()).version
         except BaseException:
             self.close()
             raise
@@ -142,15 +143,15 @@ class Bridge:
         known, self._known_fleet = self._known_fleet, None  # set again on success
 
         async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
-            step("sync.call", version=version + 1)
+            step("sync.call", version=version)
             expected = None if canary is None else await asyncio.to_thread(TrainerCanary, engines[0], canary)
-            report = await self._publisher.publish(params, engines, version + 1, in_flight, partial, drop_failed, draft)
+            report = await self._publisher.publish(params, engines, version, in_flight, partial, drop_failed, draft)
             self._version = report.version
             if self._fleet.is_elastic and self._publisher.kept is not None:
                 self._background.start()
             step("sync.done", version=report.version, engines=[sync.engine for sync in report.engines])
             if not report.lost:
-                self._known_fleet = (engines, report.version)
+                self._known_fleet = FleetMembers(engines, version, version + 1)
             return report if expected is None else await expected.compare(self._fleet, engines, report)
 
         return event_loop.start_then(with_engines(self._fleet, publish, "to sync to", known), self._syncing.release)
@@ -192,7 +193,7 @@ class Bridge:
     async def _repair(self, params: Any, kept: int = -1) -> SyncReport | None:
         """Send the fleet's version to engines that lack it. `kept` is the version of weights that the bridge has kept. If all
         engines and the gateway were restarted, the fleet gets it back. If another trainer synced a later one, none is sent."""
-        engines, version = await self._fleet.refresh()
+        engines, version, _ = await self._fleet.refresh()
         self._known_fleet = None  # repaired engines get new links
         if kept < 0 and version < 0:
             raise NotReady("the fleet serves no version yet; sync one first")
@@ -235,7 +236,7 @@ class Bridge:
 
     async def _verify(self, params: Any, draft: Any) -> VerifyReport:
         self._known_fleet = None  # `refresh` changes the epoch that this client has seen
-        engines, _ = await self._fleet.refresh()
+        engines = (await self._fleet.refresh()).engines
         if not engines:
             raise (await self._fleet.status()).no_engines("to compare with")
         return await self._publisher.verify(params, engines, draft)

@@ -11,6 +11,7 @@ from slipstream.types import (
     Completion,
     EngineInfo,
     Failure,
+    FleetMembers,
     FleetStatus,
     MemoryReport,
     MemoryTag,
@@ -34,8 +35,7 @@ class Fleet(UpdateClient, Protocol):
 
     async def status(self) -> FleetStatus: ...
 
-    async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
-        """Return the engines that can take part in an update, and the committed version."""
+    async def refresh(self) -> FleetMembers: ...
 
     def generate(
         self, requests: Sequence[Request], engine: str = ""
@@ -82,16 +82,16 @@ async def with_engines(
     fleet: Fleet,
     attempt: Callable[[tuple[EngineInfo, ...], int], Awaitable[T]],
     purpose: str,
-    known: tuple[tuple[EngineInfo, ...], int] | None = None,
+    known: FleetMembers | None = None,
 ) -> T:
-    """Return `attempt(engines, version)` for the fleet as it is. If it raises `FleetChanged`, refresh and retry.
+    """Return `attempt(engines, next_version)` for the fleet as it is. If it raises `FleetChanged`, refresh and retry.
     `known` saves the first refresh. `purpose` completes the error "there is no engine" ("to sync to")."""
     for _ in range(MAX_ATTEMPTS):
-        engines, version = known or await fleet.refresh()
-        if not engines:
+        members = known or await fleet.refresh()
+        if not members.engines:
             raise (await fleet.status()).no_engines(purpose)
         try:
-            return await attempt(engines, version)
+            return await attempt(members.engines, members.next_version)
         except FleetChanged as error:
             known, last_error = None, error
     raise FleetChanged(

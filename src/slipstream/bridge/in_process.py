@@ -17,10 +17,10 @@ from slipstream.gateway.update_steps import run_steps
 from slipstream.types import (
     Checksums,
     Completion,
-    EngineInfo,
     EngineState,
     EngineStatus,
     Failure,
+    FleetMembers,
     FleetStatus,
     MemoryReport,
     MemoryTag,
@@ -64,10 +64,11 @@ class LocalFleet:
         except Unsupported:
             return ()
 
-    async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
+    async def refresh(self) -> FleetMembers:
         info = self._engine.describe()
         journaled = self._open_rollouts().version if self._journal is not None else -1
-        return (info,), max(info.version, journaled, self._version)
+        version = max(info.version, journaled, self._version)
+        return FleetMembers((info,), version, version + 1)
 
     async def generate(
         self, requests: Sequence[Request], engine: str = ""

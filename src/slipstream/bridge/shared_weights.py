@@ -107,7 +107,7 @@ class SharedWeights:
         async def begin(engines: tuple[EngineInfo, ...], version: int) -> None:
             if self._sharing is None:
                 self._sharing = await asyncio.to_thread(Sharing, self._fleet, tensors, engines, self._options, device)
-            await self._sharing.begin(engines, version + 1)
+            await self._sharing.begin(engines, version)
 
         await with_engines(self._fleet, begin, "to share weights with")
 

@@ -28,6 +28,7 @@ from slipstream.types import (
     Completion,
     EngineInfo,
     Failure,
+    FleetMembers,
     FleetStatus,
     MemoryReport,
     MemoryTag,
@@ -85,15 +86,14 @@ class GatewayFleet:
             reply = await self._stub.Status(pb.StatusRequest(), timeout=CONTROL_SECONDS, metadata=self._metadata)
         return convert.status_from_pb(reply)
 
-    async def refresh(self) -> tuple[tuple[EngineInfo, ...], int]:
-        """Return the engines that can take part in an update, and the committed version."""
+    async def refresh(self) -> FleetMembers:
         try:
             with self._errors("asking for the fleet"):
                 reply = await self._stub.Fleet(pb.FleetRequest(), timeout=CONTROL_SECONDS, metadata=self._metadata)
         except GatewayLost as lost:
             raise await channels.explained(lost, self.address, self._ca, self._identity) from None
         self._engines, self._epoch = tuple(convert.engine_from_pb(e) for e in reply.engines), reply.epoch
-        return self._engines, reply.version
+        return FleetMembers(self._engines, reply.version, reply.next_version)
 
     async def generate(
         self, requests: Sequence[Request], engine: str = ""

@@ -69,6 +69,8 @@ class Registry:
         self._drained = set(drained)
         """By name: an engine that is restarted for maintenance stays out of use until the operator says so."""
         self.version = -1
+        self._burnt = -1
+        """Last version that engines were told to commit and may have committed, though none reported it."""
         self.is_committing = False
         """Engines may already serve a version that is not recorded yet."""
         self.epoch = 0
@@ -237,6 +239,18 @@ class Registry:
             return
         if version <= self.version:
             raise VersionError(f"version {version} is not newer than the fleet's version {self.version}")
+        if version < self.next_version:
+            raise VersionError(
+                f"version {version} may be committed by an engine that has not reported it; use {self.next_version}"
+            )
+
+    @property
+    def next_version(self) -> int:
+        return max(self.version, self._burnt) + 1
+
+    def burn(self, version: int) -> None:
+        """Use a version's number for no other weights: an engine that died or hangs may have generated with it."""
+        self._burnt = version
 
     def commit(self, version: int, names: Iterable[str]) -> None:
         """Record that `names` serve `version`; every other engine is now stale."""

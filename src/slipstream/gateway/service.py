@@ -101,7 +101,10 @@ class Service(GatewayServicer):
 
     async def Fleet(self, request: pb.FleetRequest, context: grpc.aio.ServicerContext) -> pb.FleetReply:
         engines = [convert.engine_to_pb(m.info) for m in self._registry.alive()]
-        return pb.FleetReply(engines=engines, version=self._registry.version, epoch=self._registry.epoch)
+        registry = self._registry
+        return pb.FleetReply(
+            engines=engines, version=registry.version, epoch=registry.epoch, next_version=registry.next_version
+        )
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext

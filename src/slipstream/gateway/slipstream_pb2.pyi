@@ -343,14 +343,16 @@ class FleetRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class FleetReply(_message.Message):
-    __slots__ = ("engines", "version", "epoch")
+    __slots__ = ("engines", "version", "epoch", "next_version")
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_VERSION_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
     version: int
     epoch: int
-    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    next_version: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., next_version: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -123,6 +123,8 @@ class FleetUpdate:
         await self._roll_back(version, failed.keys() - self._hung)
         failpoints.step("gateway.committed", version=version, engines=committed)
         if not committed:
+            if any(isinstance(error, (EngineLost, DeadlineExceeded)) for error in failed.values()):
+                self._registry.burn(version)
             raise self._not_done(version, failed)
         for name, error in failed.items():
             log.warning("engine %s did not commit version %d: %s", name, version, error)

@@ -146,7 +146,7 @@ class CheckpointUpdates:
         publisher = Publisher(fleet)
 
         async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
-            return await publisher.publish(tensors, engines, version + 1, partial=partial)
+            return await publisher.publish(tensors, engines, version, partial=partial)
 
         try:
             return await with_engines(fleet, publish, "to bring weights to")

@@ -86,7 +86,7 @@ class Front:
 
     async def parameter_mapping(self) -> dict[str, Any]:
         """Return where each tensor lies in each engine, and write it to the mapping file."""
-        engines, _ = await self.fleet.refresh()
+        engines = (await self.fleet.refresh()).engines
         if not engines:
             raise (await self.fleet.status()).no_engines("whose weights to map")
         parameters = mapping.mapping(self.model_name, engines)
