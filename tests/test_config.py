@@ -1,3 +1,7 @@
+import ast
+import inspect
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -150,7 +154,9 @@ MODELS += [cls for cls in vars(rl_config).values() if isinstance(cls, type) and 
 @pytest.mark.parametrize("cls", MODELS)
 def test_every_setting_is_documented_and_frozen(cls):
     assert cls.__doc__
-    assert not [name for name, field in cls.model_fields.items() if not field.description]
+    (body,) = (node.body for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef))
+    fields = [(field, after) for field, after in pairwise([*body, None]) if isinstance(field, ast.AnnAssign)]
+    assert not [ast.unparse(field.target) for field, after in fields if not isinstance(after, ast.Expr)]
     if cls not in (Settings, RemoteConfig):
         with pytest.raises(ValueError, match="frozen"):
             setattr(cls(), next(iter(cls.model_fields)), 1)

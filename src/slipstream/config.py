@@ -52,9 +52,7 @@ Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v)
 class Settings(BaseModel):
     """Base of all settings: immutable, strictly typed, without unknown keys."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
 
     def __init__(self, **values: Any) -> None:
         try:

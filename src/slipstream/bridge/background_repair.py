@@ -19,7 +19,7 @@ from slipstream.types import SyncReport
 
 log = logging.getLogger(__name__)
 
-INTERVAL_SECONDS, MOST_SECONDS = 0.5, 15.0
+INTERVAL_SECONDS, MOST_SECONDS = 0.2, 15.0
 """Time between two looks at the fleet, and the longest one after repairs that failed."""
 GIVE_WAY_SECONDS = 60.0
 """How long an interrupted repair may take to roll back."""
