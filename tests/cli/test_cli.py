@@ -125,9 +125,7 @@ def test_plan_counts_the_bytes_that_a_sync_moves(tmp_path):
         assert isinstance(run("plan", *arguments).exception, ConfigError)
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("llama-8b", 8.03), ("llama-70b", 70.55), ("qwen3-235b-a22b", 235.1), ("kimi-k2", 1026)]
-)
+@pytest.mark.parametrize(("name", "billions"), [("llama-8b", 8.03), ("kimi-k2", 1026)])
 def test_plan_knows_shapes_by_name(name, billions):
     mesh = ("--trainer", "fsdp=128,tp=8", "--engines", 64, "--tp", 4)
     found = json.loads(run("plan", name, *mesh, "--json").output)

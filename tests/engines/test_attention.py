@@ -143,7 +143,7 @@ def test_write_puts_tokens_into_their_pages_and_touches_nothing_else(attention: 
 
 # kv heads, query heads of each, head_dim, page_size. How XLA multiplies on CPU depends on these and on the rows:
 # one row or several, more rows than fifty with 32 columns, a single kv head.
-SIZES = [(2, 1, 16, 4), (2, 3, 64, 16), (2, 4, 64, 32), (1, 3, 64, 32), (1, 8, 32, 32)]
+SIZES = [(2, 1, 16, 4), (2, 3, 64, 16), (1, 8, 32, 32)]
 sizes = pytest.mark.parametrize(("kv_heads", "group", "head_dim", "page_size"), SIZES)
 CAPPED = LayerAttention(0.3, window=9, softcap=2.0)
 

@@ -549,7 +549,9 @@ def test_a_version_whose_commit_no_engine_reported_is_not_made_again(names):
             await fleet.refresh()
             with pytest.raises(EngineFailure, match="the report of a commit is lost"):
                 await update(fleet, 1, names)
-            while (await fleet.refresh()).version < 1 or any(e.state != "ready" for e in (await fleet.status()).engines):
+            while (await fleet.refresh()).version < 1 or any(
+                e.state != "ready" for e in (await fleet.status()).engines
+            ):
                 await asyncio.sleep(0.05)
             for engine in engines:
                 engine.fail_after_commit = False
@@ -572,7 +574,9 @@ async def test_the_number_of_a_version_that_a_lost_engine_may_have_committed_is_
         await updating
     async with attached(b, address, TOKEN):
         assert (await fleet.refresh()).next_version == 2
-        with pytest.raises(VersionError, match="version 1 may be committed by an engine that has not reported it; use 2"):
+        with pytest.raises(
+            VersionError, match="version 1 may be committed by an engine that has not reported it; use 2"
+        ):
             await update(fleet, 1, ["b"])
         await update(fleet, 2, ["b"])
         assert (await fleet.refresh())[1:] == (2, 3)

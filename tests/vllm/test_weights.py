@@ -1,4 +1,4 @@
-"""Weight syncs from a JAX trainer to real vLLM: repeated syncs, syncs during generation, and failures."""
+"""One real vLLM engine: the conformance suite, and weight syncs from a JAX trainer, repeated, during generation, and failing."""
 
 from __future__ import annotations
 
@@ -74,8 +74,10 @@ def subject(tmp_path_factory: pytest.TempPathFactory, run_dir: Path, break_file:
     write_tokenizer(directory)
     (break_file.parent / "sitecustomize.py").write_text(BREAKS)
     variables = {"PYTHONPATH": str(break_file.parent), "BREAK": str(break_file)}
-    with attached(PYTHON, directory, run_dir, "kind=vllm", "max_num_seqs=8", **variables) as engine:
-        yield Subject(engine, config, params, tolerance=1e-4)
+    options = ("kind=vllm", "max_num_seqs=4", "max_num_batched_tokens=16")  # long prompts are computed in parts
+    with attached(PYTHON, directory, run_dir, *options, **variables) as engine:
+        bounded = ("presence_penalty", "frequency_penalty")
+        yield Subject(engine, config, params, tolerance=1e-4, bounded=bounded)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,13 @@ def test_a_version_that_workers_fail_to_load_is_undone(subject: Subject, break_f
     assert subject.publish(new) == version
     assert subject.complete(prompt, temperature=0).token_ids == greedy_reference(subject, prompt, 8, new)
     subject.publish(subject.params)
+
+
+# --- what every engine does; after the test above, which needs a new one ---
+
+from tests.conformance.engines import *  # noqa: E402, F403
+
+# --- what vLLM does ---
 
 
 def test_memory_that_workers_cannot_map_fails_before_anything_changes(subject: Subject) -> None:

@@ -1,4 +1,4 @@
-"""Conformance suite with real vLLM, in its own environment and processes."""
+"""Conformance suite with real vLLM, in its own environment and processes, at TP 2. `test_weights.py` runs it at TP 1."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from tests.vllm.real import PYTHON, needs_vllm
 pytestmark = needs_vllm
 
 
-@pytest.fixture(scope="module", params=["tp=1", "tp=2"])
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     """Heads of 32 dimensions, the least that vLLM's attention on CPU supports."""
-    tp = int(request.param[-1])
-    config = tiny_config("qwen2", max_position_embeddings=60, num_layers=3 - tp, hidden_size=128, head_dim=32)
+    config = tiny_config("qwen2", max_position_embeddings=60, num_layers=1, hidden_size=128, head_dim=32)
     params = random_params(config)
     directory = tmp_path_factory.mktemp("model")
     hf_weights.save(directory, params, config)
-    options = ["kind=vllm", "max_num_seqs=4", f"tensor_parallel_size={tp}"]
-    if tp == 1:
-        options.append("max_num_batched_tokens=16")  # long prompts are computed in parts
+    options = ["kind=vllm", "max_num_seqs=4", "tensor_parallel_size=2"]
     with attached(PYTHON, directory, tmp_path_factory.mktemp("run"), *options) as engine:
         bounded = ("presence_penalty", "frequency_penalty")
         subject = Subject(engine, config, params, tolerance=1e-4, bounded=bounded)
