@@ -6,6 +6,7 @@ dotted key, what was given and what is allowed. The settings of a training run a
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -48,6 +49,12 @@ PathName: TypeAlias = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if i
 Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 """Strings; a list is accepted, as in TOML."""
 
+Device: TypeAlias = NonNegativeInt | str
+"""A GPU: its number as `nvidia-smi` shows it, or its UUID (`GPU-…`)."""
+DeviceNames: TypeAlias = Annotated[
+    tuple[Device, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
+]
+
 
 class Settings(BaseModel):
     """Base of all settings: immutable, strictly typed, without unknown keys."""
@@ -84,7 +91,10 @@ class _LocalEngineSettings(_EngineSettings):
 
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that share the weights and the KV cache."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    devices: DeviceNames = ()
+    """GPU of each rank: its number as `nvidia-smi` shows it, or its UUID. The process sees no others. Empty: it sees those of
+    its environment (CUDA_VISIBLE_DEVICES). `launch(devices=…)` fills this in for each engine."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights and KV cache; `auto` uses the checkpoint's."""
     kv_cache_tokens: NonNegativeInt = 0
     """KV cache capacity in tokens; 0 sizes it for `max_num_seqs` sequences of `max_model_len`, as far as memory allows."""
@@ -104,11 +114,33 @@ class _LocalEngineSettings(_EngineSettings):
         check_listening("listen", self.listen, certificate=self.certificate, key=self.key)
         return self
 
+    @model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        if self.devices and len(self.devices) != self.num_ranks:
+            raise ConfigError(
+                f"devices names {len(self.devices)} GPU(s), {list(self.devices)}, but the engine has {self.num_ranks} rank(s); "
+                "name one per rank"
+            )
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of devices that the engine computes on."""
+        return self.tensor_parallel_size
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables with which a process sees `devices` and no other GPUs."""
+        if not self.devices:
+            return {}
+        visible = ",".join(dict.fromkeys(map(str, self.devices)))
+        return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
     def resolve_dtype(self, checkpoint_dtype: str) -> Self:
         """Return this config with `dtype="auto"` replaced by the checkpoint's dtype (`ModelConfig.dtype`)."""
         if self.dtype != "auto":
             return self
-        if checkpoint_dtype not in ("float32", "bfloat16"):
+        if checkpoint_dtype not in get_args(type(self).model_fields["dtype"].annotation):
             raise ConfigError(
                 f'dtype is "auto" and the checkpoint is {checkpoint_dtype}, which engines do not support; '
                 'set dtype="bfloat16" (or "float32")'
@@ -125,6 +157,8 @@ class EmbeddedConfig(_LocalEngineSettings):
 
     kind: Literal["embedded"] = "embedded"
     """Engine backend."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of weights and KV cache; `auto` uses the checkpoint's."""
     block_size: PositiveInt = 32
     """Tokens per KV cache page."""
     decode_steps: NonNegativeInt = 0
@@ -139,6 +173,12 @@ class EmbeddedConfig(_LocalEngineSettings):
     """Maximum number of tokens proposed at a time."""
     draft_model: PathName = ""
     """HF directory of the draft model for `speculation="draft"`; it must have the policy's vocabulary."""
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if len(set(self.devices)) < len(self.devices):
+            raise ConfigError(f"devices is {list(self.devices)}: JAX runs one rank per GPU; vLLM can run several")
+        return self
 
     @model_validator(mode="after")
     def _check_draft(self) -> Self:
@@ -166,6 +206,18 @@ class VllmConfig(_LocalEngineSettings):
     the rest."""
     enforce_eager: bool = False
     """Start on a GPU without compilation and CUDA graphs: faster to start, slower to generate."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as `{"pipeline_parallel_size": 2}`; docs/vllm.md says which of them
+    keep which promise."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Number of pipeline stages, from `vllm`."""
+        return int(self.vllm.get("pipeline_parallel_size", 1))
 
 
 class RemoteConfig(_EngineSettings):
@@ -406,16 +458,25 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"override {override!r} is not of the form key.subkey=value")
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+    value = _parse(text)
     *parents, last = dotted.strip().split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
     tree[last] = value
+
+
+def _parse(text: str) -> Any:
+    """Parse TOML, or else a JSON object, as vLLM's command line takes; anything else is a string."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return json.loads(text) if text.startswith("{") else text
+    except ValueError:
+        return text
 
 
 def _config_error(cls: Any, error: ValidationError) -> ConfigError:

@@ -289,6 +289,8 @@ def engine(
 
     log_to_stderr()
     config = load(EngineConfig, overrides=options or ())
+    if config.kind != "remote":
+        os.environ.update(config.environment)  # before anything looks for GPUs
     if config.kind == "embedded" and config.tensor_parallel_size > 1:
         # CPU devices, if there is no accelerator; JAX reads the flag when it starts.
         flag = f"--xla_force_host_platform_device_count={config.tensor_parallel_size}"

@@ -16,6 +16,7 @@ from slipstream.bridge.bridge import Bridge
 from slipstream.config import (
     MAX_MESSAGE_BYTES,
     SYNC_SECONDS,
+    Device,
     EmbeddedConfig,
     EngineConfig,
     GatewayConfig,
@@ -27,6 +28,7 @@ from slipstream.config import (
     checked,
     engine_config,
 )
+from slipstream.deploy.processes.placement import Devices, place_here
 from slipstream.deploy.processes.process_group import ProcessGroup
 from slipstream.deploy.processes.run_dir import http_url, new_run_dir, read_run_dir, run_identity, run_token
 from slipstream.deploy.processes.vllm_environment import check_environment, interpreter
@@ -51,6 +53,9 @@ def launch(
     *,
     engines: int = 1,
     engine: EngineConfig | Literal["embedded", "vllm"] | Sequence[EngineConfig] | None = None,
+    devices: Devices | None = None,
+    trainer_devices: Sequence[Device] | None = None,
+    share_gpus: bool = False,
     gateway: GatewayConfig | None = None,
     run_dir: str | Path | None = None,
     transport: str | None = None,
@@ -76,6 +81,11 @@ def launch(
         engines: Number of engine processes.
         engine: Config of the engines; "embedded" or "vllm" for that backend's defaults; or a sequence with one config per
             engine, such as several running servers.
+        devices: GPUs of the engines, as `nvidia-smi` numbers them or by UUID: one list per engine with a GPU per rank, such as
+            `[[0, 1], [2, 3]]`; or a list to divide among them; or "auto", which takes GPUs that the trainer does not. By
+            default a single engine sees the GPUs that this process sees, and several are placed as by "auto".
+        trainer_devices: GPUs of the trainer; by default those in CUDA_VISIBLE_DEVICES.
+        share_gpus: Let several ranks, or a rank and the trainer, be on one GPU.
         gateway: Config of the gateway.
         run_dir: Directory for logs, address and token; a new one by default.
         transport: Data plane of weight syncs: `shm`, `tcp` or `disk:/directory`, for example. By default the fastest that
@@ -106,6 +116,7 @@ def launch(
         model = model_directory(model)
         load_plugins(module for config in configs for module in config.plugins)
         _check_startable(model, configs)
+        configs = place_here(configs, devices, trainer_devices, share_gpus)
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
     keep_alive = keep_alive or cluster != "local"  # Ray always restarts actors
     group = _group(cluster, directory, start_timeout, len(configs), keep_alive)

@@ -50,12 +50,14 @@ class DirectLoader(UpdateReceiver):
         call_workers: CallWorkers,
         failed: Mapping[str, str],
         has_weights: bool,
+        pp: int = 1,
+        ep: bool = False,
     ) -> None:
         self._call_workers, self._has_weights = call_workers, has_weights
         self._failed = sorted(failed)
-        self.parameters, self._reloaded = written_parameters(model, tp, failed)
+        self.parameters, self._reloaded = written_parameters(model, tp, failed, pp, ep)
         super().__init__(self.parameters, dtype, engine)
-        self.num_ranks = tp
+        self.num_ranks = tp * pp
         self.num_bytes = num_bytes(self.parameters, dtype)
         self._inbox = Inbox(self.parameters, dtype, engine)
         """Receives weights that come through shared memory."""
@@ -175,7 +177,7 @@ class DirectLoader(UpdateReceiver):
                 raise WeightsPending(reasons[0], seconds)
             raise TransferError(reasons[0])
         self._has_weights, self._is_torn = True, False
-        return answers[0][0], seconds
+        return answers[-1][0], seconds  # the last stage of a pipeline draws the tokens
 
     async def restore(self) -> None:
         """Raise if the live parameters may be torn: there is no second copy of them. Staging has checked all that can be

@@ -93,7 +93,7 @@ class VllmEngine(EngineFrontend):
         return engine
 
     async def _make_loader(self, has_weights: bool) -> ReloadLoader | DirectLoader:
-        dtype, tp = self._options.dtype, self._options.tensor_parallel_size
+        dtype, parallel = self._options.dtype, self._llm.vllm_config.parallel_config
         if not self._on_gpu:
             return ReloadLoader(self._name, self._model, dtype, self._call_workers, has_weights)
         directory = str(self._llm.vllm_config.model_config.model)
@@ -102,7 +102,9 @@ class VllmEngine(EngineFrontend):
             failed |= answer
         for parameter, reason in failed.items():
             log.warning("engine %s: %s is loaded by vLLM, not written directly: %s", self._name, parameter, reason)
-        return DirectLoader(self._name, self._model, dtype, tp, self._call_workers, failed, has_weights)
+        split = (int(parallel.pipeline_parallel_size), bool(parallel.enable_expert_parallel))
+        tp = int(parallel.tensor_parallel_size)
+        return DirectLoader(self._name, self._model, dtype, tp, self._call_workers, failed, has_weights, *split)
 
     def describe(self) -> EngineInfo:
         return self._info(
@@ -153,7 +155,7 @@ class VllmEngine(EngineFrontend):
         """Wait for the samples that have drawn a token. The others go back behind the gate and start under the new
         version."""
         async with self._steps.lock, self._steps.stopped():
-            counts: dict[str, int] = (await self._call_workers("slipstream_token_counts"))[0]
+            counts: dict[str, int] = (await self._call_workers("slipstream_token_counts"))[-1]
             for attempt in self._samples.running:
                 if not counts.get(attempt.id):
                     attempt.interrupt()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import VllmConfig
+from slipstream.config import Device, VllmConfig
 from slipstream.engines.vllm import compat
 from slipstream.errors import ConfigError
 from slipstream.model.config import ModelConfig
@@ -34,7 +34,6 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
     elif options.dtype == "float32":
         # Otherwise its attention kernel rounds to TF32, which has three digits instead of seven.
         set_defaults({"TRITON_F32_DEFAULT": "ieee"})
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -69,14 +68,33 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
         arguments["gpu_memory_utilization"] = 0.01 if options.kv_cache_tokens else options.gpu_memory_utilization
     if options.max_num_batched_tokens:
         arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
+    if not on_cpu and len(set(options.devices)) < len(options.devices):
+        set_defaults({"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+        # vLLM chooses `mp` by itself only if there are as many GPUs as ranks. Its own all-reduce needs several.
+        arguments |= {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
     # The defaults of vLLM's offline `LLM`: rollouts are large batches, and its server defaults take small steps.
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    return AsyncLLM.from_engine_args(
+        _args_class(options.devices)(**(arguments | options.vllm)), usage_context=UsageContext.LLM_CLASS
+    )
+
+
+def _args_class(devices: Sequence[Device]) -> type[Any]:
+    """Return a class of vLLM's arguments, with which several ranks may be on one GPU; its own `device_ids` may not name a GPU
+    twice."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    class PlacedEngineArgs(AsyncEngineArgs):
+        def _resolve_device_ids(self) -> list[int] | None:
+            return [current_platform.device_control_id_to_physical_device_id(str(device)) for device in devices]
+
+    return PlacedEngineArgs if len(set(devices)) < len(devices) and current_platform.is_cuda() else AsyncEngineArgs
 
 
 def _prepare_cpu(model: ModelConfig, options: VllmConfig) -> None:
     set_defaults(_ON_CPU)
-    if options.tensor_parallel_size > 1:  # otherwise every worker uses all cores, and they contend
-        set_defaults({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.tensor_parallel_size))})
+    if options.num_ranks > 1:  # otherwise every worker uses all cores, and they contend
+        set_defaults({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.num_ranks))})
     if options.dtype != "float32":
         raise ConfigError(f'dtype is {options.dtype!r}; vLLM on CPU is supported with dtype="float32" only')
     if model.head_dim % 32:
@@ -88,7 +106,8 @@ def _kv_cache_bytes(model: ModelConfig, options: VllmConfig, tokens: int, block:
     num_blocks = -(-tokens // block) + options.max_num_seqs + 2
     kv_heads = max(1, model.num_kv_heads // options.tensor_parallel_size)
     itemsize = numpy_dtype(options.dtype).itemsize
-    return num_blocks * block * 2 * model.num_layers * kv_heads * model.head_dim * itemsize
+    layers = -(-model.num_layers // options.pipeline_parallel_size)
+    return num_blocks * block * 2 * layers * kv_heads * model.head_dim * itemsize
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:

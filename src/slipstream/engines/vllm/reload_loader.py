@@ -76,7 +76,8 @@ class ReloadLoader:
         self.check_staged(version)
         assert self._staged is not None
         places = self._staged[1]
-        counts: dict[str, int] = (await self._call_workers("slipstream_token_counts"))[0]
+        # The last stage of a pipeline draws the tokens.
+        counts: dict[str, int] = (await self._call_workers("slipstream_token_counts"))[-1]
         seconds = await self._reload(places) if places != self._serving else 0.0
         self._serving, self._has_weights = places, True
         return counts, seconds

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader import get_model_loader
 
 from slipstream.engines.vllm import compat
@@ -47,18 +47,33 @@ class WorkerExtension:
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
         self._slipstream_names = frozenset(names)
-        self._slipstream_rank = get_tensor_model_parallel_rank()
+        self._slipstream_rank = (
+            get_pp_group().rank_in_group * self._slipstream_split[0] + get_tensor_model_parallel_rank()
+        )
+        self._slipstream_prepare_stage()
         threading.Thread(target=_exit_with, args=(owner,), name="slipstream-lifeline", daemon=True).start()
         remove_names()
         return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
 
     def _slipstream_replace_sampler(self) -> Callable[[], dict[str, int]]:
-        """Install our sampler. Return its function that counts the tokens each request has drawn."""
+        """Install our sampler. Return its function that counts the tokens each request has drawn. With the V2 runner, only the
+        last stage of a pipeline has a sampler."""
+        if self.model_runner.sampler is None:
+            return dict
         if getattr(self.vllm_config, "use_v2_model_runner", False):
             from slipstream.engines.vllm.v2_runner import DualLogprobV2Sampler
 
             return DualLogprobV2Sampler.replace_sampler(self.model_runner).token_counts
         return DualLogprobSampler.replace_sampler(self.model_runner).batch.token_counts
+
+    def _slipstream_prepare_stage(self) -> None:
+        """Allocate the buffers in which a later stage of a pipeline receives. vLLM allocates them in a profiling run, and makes
+        none on CPU without compilation."""
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", ()) is None:
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
+            )
 
     def slipstream_token_counts(self) -> dict[str, int]:
         """Return how many tokens each request has drawn, without requests that have drawn none."""
@@ -135,18 +150,22 @@ class WorkerExtension:
         return failed | dict.fromkeys(siblings, "another parameter of its module failed the check")
 
     @property
-    def _slipstream_tp(self) -> int:
-        return int(self.vllm_config.parallel_config.tensor_parallel_size)
+    def _slipstream_split(self) -> tuple[int, int, bool]:
+        """Tensor-parallel size, pipeline stages, and whether experts are split over ranks."""
+        parallel = self.vllm_config.parallel_config
+        tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+        return tp, pp, bool(parallel.enable_expert_parallel)
 
     def _slipstream_parameters(self) -> list[Parameter]:
         """The live parameters of this rank."""
-        parameters = vllm_parameters(self._slipstream_config, self._slipstream_tp)
+        parameters = vllm_parameters(self._slipstream_config, *self._slipstream_split)
         return [p for p in parameters if p.rank == self._slipstream_rank]
 
     def slipstream_connect(self, transport: str, plan: bytes, failed: Sequence[str]) -> list[bytes]:
         """Prepare to receive from a trainer by this plan. Return links by trainer rank. `failed` are the parameters that go
         through vLLM's loader."""
-        parameters, reloaded = written_parameters(self._slipstream_config, self._slipstream_tp, failed)
+        tp, pp, ep = self._slipstream_split
+        parameters, reloaded = written_parameters(self._slipstream_config, tp, failed, pp, ep)
         return self._slipstream_live.connect(transport, Plan.from_bytes(plan), parameters, reloaded)
 
     def slipstream_expect(self, version: int) -> None:

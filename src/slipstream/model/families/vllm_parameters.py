@@ -42,19 +42,19 @@ def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = Fa
 
 
 def written_parameters(
-    config: ModelConfig, tp: int, failed: Collection[str]
+    config: ModelConfig, tp: int, failed: Collection[str], pp: int = 1, ep: bool = False
 ) -> tuple[tuple[Parameter, ...], frozenset[str]]:
     """Return the parameters that the ranks of a running vLLM receive: those in `failed`, which cannot be written directly,
     are replaced by the HF tensors that they consist of, for vLLM's own loader. Also return the names of these tensors."""
-    live = vllm_parameters(config, tp)
-    names = frozenset(part.tensor for p in live if p.name in failed for part in p.parts)
+    live = vllm_parameters(config, tp, pp, ep)
+    by_stage = {(part.tensor, p.rank // tp) for p in live if p.name in failed for part in p.parts}
     kept = [p for p in live if p.name not in failed]
-    for rank in range(tp):
+    for rank in range(tp * pp):
         for tensor in families.tensors(config):
-            if tensor.name in names:
+            if (tensor.name, rank // tp) in by_stage:
                 part = ParameterPart(tensor.name, full_box(tensor.shape), full_box(tensor.shape))
                 kept.append(Parameter(tensor.name, rank, tensor.shape, (part,)))
-    return tuple(kept), names
+    return tuple(kept), frozenset(name for name, _ in by_stage)
 
 
 def expert_parameters(

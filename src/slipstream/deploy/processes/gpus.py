@@ -1,0 +1,84 @@
+"""The NVIDIA GPUs of this machine, found without JAX or torch: by NVML, by `nvidia-smi`, or by CUDA_VISIBLE_DEVICES."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slipstream.config import Device
+
+PRETENDED = "SLIPSTREAM_PRETEND_GPUS"
+"""Number of GPUs to pretend that this machine has: to plan for another machine, and for tests."""
+SMI_SECONDS = 30.0
+_NAME_BYTES = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU of this machine."""
+
+    id: Device
+    """Its number in `nvidia-smi`."""
+    uuid: str = ""
+    name: str = ""
+
+
+def installed() -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine, in the order of `nvidia-smi`."""
+    if count := os.environ.get(PRETENDED, ""):
+        return tuple(Gpu(index, f"GPU-{index:08}", "pretended") for index in range(int(count)))
+    return _from_nvml() or _from_smi() or tuple(Gpu(device) for device in visible())
+
+
+def visible() -> tuple[Device, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return tuple(int(word) if word.isdecimal() else word for word in map(str.strip, listed) if word)
+
+
+def _from_nvml() -> tuple[Gpu, ...]:
+    with contextlib.suppress(OSError), _nvml() as nvml:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return ()
+        return tuple(
+            Gpu(index, _text(nvml, "nvmlDeviceGetUUID", index), _text(nvml, "nvmlDeviceGetName", index))
+            for index in range(count.value)
+        )
+    return ()
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[ctypes.CDLL]:
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    if nvml.nvmlInit_v2():
+        raise OSError("NVML does not start")
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _text(nvml: ctypes.CDLL, call: str, index: int) -> str:
+    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
+    failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) or getattr(nvml, call)(
+        handle, text, _NAME_BYTES
+    )
+    return "" if failed else text.value.decode(errors="replace")
+
+
+def _from_smi() -> tuple[Gpu, ...]:
+    if (smi := shutil.which("nvidia-smi")) is None:
+        return ()
+    query = [smi, "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [line.split(", ", 2) for line in done.stdout.splitlines()]
+    return tuple(Gpu(int(index), uuid, name) for index, uuid, name in rows)
