@@ -51,9 +51,9 @@ Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v)
 
 Device: TypeAlias = NonNegativeInt | str
 """A GPU: its number as `nvidia-smi` shows it, or its UUID (`GPU-…`)."""
-DeviceNames: TypeAlias = Annotated[
-    tuple[Device, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
-]
+_AsTuple = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
+DeviceNames: TypeAlias = Annotated[tuple[Device, ...], _AsTuple]
+DeviceGroups: TypeAlias = Annotated[tuple[DeviceNames, ...], _AsTuple]
 
 
 class Settings(BaseModel):
@@ -135,6 +135,12 @@ class _LocalEngineSettings(_EngineSettings):
             return {}
         visible = ",".join(dict.fromkeys(map(str, self.devices)))
         return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The GPU of each rank, or else those that this process sees."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return tuple(map(str, self.devices)) or tuple(filter(None, visible.split(",")))
 
     def resolve_dtype(self, checkpoint_dtype: str) -> Self:
         """Return this config with `dtype="auto"` replaced by the checkpoint's dtype (`ModelConfig.dtype`)."""
@@ -335,7 +341,7 @@ class RayConfig(Settings):
     cpus: NonNegativeFloat = 1.0
     """CPUs reserved per engine."""
     gpus: NonNegativeFloat = 0.0
-    """GPUs reserved per engine, which sees no others."""
+    """GPUs reserved per engine, which sees no others; a fraction is a share. `launch(devices="auto")` reserves one per rank."""
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
     """Placement over nodes: as many as possible, or as few; strict: one engine per node, or all on one node, or fail."""
     max_restarts: Annotated[int, Field(ge=-1)] = -1
@@ -458,7 +464,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"override {override!r} is not of the form key.subkey=value")
-    value = _parse(text)
+    value = parse_value(text)
     *parents, last = dotted.strip().split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
@@ -467,7 +473,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     tree[last] = value
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Parse TOML, or else a JSON object, as vLLM's command line takes; anything else is a string."""
     try:
         return tomllib.loads(f"v = {text}")["v"]

@@ -443,6 +443,10 @@ class EngineInfo:
     """Token ids are below this; 0 if not known."""
     weights_epoch: int = 0
     """Counts how often the gateway stopped trusting the engine's weights; a trainer then sends all of them again."""
+    devices: tuple[str, ...] = ()
+    """GPU of each rank, as in the engine's config, or else the GPUs that its process sees."""
+    not_held: tuple[str, ...] = ()
+    """Promises that the engine does not keep with its settings, each with the reason (docs/vllm.md)."""
 
 
 @dataclass(frozen=True, slots=True)

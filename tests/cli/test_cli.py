@@ -3,6 +3,7 @@ import io
 import json
 import math
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -75,7 +76,8 @@ def test_the_sample_model_generates_and_chats(tmp_path):
 
 def test_status_fits_into_80_columns():
     info = EngineInfo("engine-0", "vllm", "llama-0123456789abcdef", "float32", 4, (), (), (), "host", 64, 8, version=12)
-    ready = EngineStatus(info, "ready", 17, 0.3, looked_up_tokens=10, hit_tokens=5)
+    placed = replace(info, devices=("2", "3"), not_held=("seeds: prompt batching changes sums",))
+    ready = EngineStatus(placed, "ready", 17, 0.3, looked_up_tokens=10, hit_tokens=5)
     broken = EngineStatus(info, "ready", 0, 0.3, note="its last 3 calls failed: " + 30 * "why ", circuit="half-open")
     wrong = EngineStatus(info, "quarantined", 0, 0.3, note="it returned " + 30 * "nonsense ")
     decision = Decision("quarantine", "engine-0", "it returned nonsense", 12, 60.0)
@@ -86,6 +88,7 @@ def test_status_fits_into_80_columns():
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert "policy version 12" in text and "50%" in text and "half-open" in text and "its last 3 calls" in text
     assert "60 s ago, engine-0, quarantine: it returned nonsense" in text
+    assert "engine-0: GPU 2, 3 of host" in text and "engine-0 does not hold seeds: prompt" in text
 
 
 def test_a_damaged_journal_is_reported_and_repaired(tmp_path):

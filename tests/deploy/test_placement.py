@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from slipstream.config import EmbeddedConfig, RemoteConfig, VllmConfig
-from slipstream.deploy.processes import gpus
+import slipstream
+from slipstream.cli.options import parse_devices
+from slipstream.config import EmbeddedConfig, RemoteConfig, VllmConfig, load
+from slipstream.deploy.processes import gpus, placement
 from slipstream.deploy.processes.gpus import Gpu
-from slipstream.deploy.processes.placement import place
+from slipstream.deploy.processes.placement import place, place_here
 from slipstream.errors import ConfigError
+from slipstream.model.checkpoints.sample_model import write_sample_config
+from slipstream.rl.config import TrainConfig
 
 GPUS = [Gpu(index, f"GPU-{index:08}", "NVIDIA H200") for index in range(4)]
 ONE, TWO = EmbeddedConfig(), VllmConfig(tensor_parallel_size=2)
@@ -106,3 +112,54 @@ def test_an_engine_sees_its_gpus_and_no_others():
     assert EmbeddedConfig(tensor_parallel_size=2, devices=[3, 1]).environment["CUDA_VISIBLE_DEVICES"] == "3,1"
     with pytest.raises(ConfigError, match=r"devices names 1 GPU\(s\), \[0\], but the engine has 2 rank"):
         VllmConfig(tensor_parallel_size=2, devices=(0,))
+
+
+def test_launched_engines_see_their_own_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLIPSTREAM_PRETEND_GPUS", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # the trainer's
+    model = tmp_path / "model"
+    write_sample_config(model)
+    engine = EmbeddedConfig(max_num_seqs=2, max_model_len=32)
+    with pytest.raises(ConfigError, match=r"3 engine.* need 3 GPU.*2 are not the trainer's"):
+        slipstream.launch(model, engine=engine, engines=3, devices="auto", run_dir=tmp_path / "refused")
+    assert not (tmp_path / "refused").exists(), "something was started"
+    with slipstream.launch(model, engine=engine, engines=2, devices="auto", run_dir=tmp_path / "run") as bridge:
+        engines = [status.info for status in bridge.status().engines]
+        assert {info.name: info.devices for info in engines} == {"engine-0": ("2",), "engine-1": ("3",)}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_without_devices_several_engines_on_gpus_are_placed_and_one_inherits(monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_PRETEND_GPUS", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(placement, "_uses_gpus", lambda config: config.kind == "vllm")
+    two = [VllmConfig(), VllmConfig()]
+    assert [config.devices for config in place_here(two)] == [(1,), (2,)]
+    assert place_here([VllmConfig()]) == [VllmConfig()] and place_here([ONE, ONE]) == [ONE, ONE]
+    named = [VllmConfig(devices=(0,)), VllmConfig(devices=(0,))]
+    assert place_here(named) == named
+    with pytest.raises(ConfigError, match="share_gpus"):
+        place_here([TWO, TWO])
+
+
+def test_devices_in_toml_and_on_the_command_line(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('engine_devices = [[0, 1], [2, 3]]\ntrainer_devices = ["GPU-a"]\n')
+    config = load(TrainConfig, file, ["share_gpus=true"])
+    assert config.engine_devices == ((0, 1), (2, 3)) and config.trainer_devices == ("GPU-a",) and config.share_gpus
+    assert load(TrainConfig, None, ["engine_devices=auto"]).engine_devices == "auto"
+    assert load(TrainConfig, None, ["engine_devices=[2, 3]"]).engine_devices == (2, 3)
+    assert [parse_devices("--devices", text) for text in ("", "auto", "0,1", "[[0],[0]]")] == [
+        None,
+        "auto",
+        [0, 1],
+        [[0], [0]],
+    ]
+    with pytest.raises(ConfigError, match="--devices is 'GPU 0'; expected auto, 0,1 or"):
+        parse_devices("--devices", "GPU 0")
+
+
+def test_ray_chooses_gpus_by_itself(tmp_path):
+    write_sample_config(tmp_path)
+    with pytest.raises(ConfigError, match='Ray chooses the GPUs of its actors; use devices="auto"'):
+        slipstream.launch(tmp_path, devices=[[0]], cluster="ray")

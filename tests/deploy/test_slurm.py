@@ -4,13 +4,16 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from slipstream.config import VllmConfig
 from slipstream.deploy.slurm.job import JobNode, SlurmJob, expand, script, this_node
-from slipstream.deploy.slurm.node import NodeRole, split_devices
+from slipstream.deploy.slurm.node import NodeRole
 from slipstream.errors import ConfigError, DeadlineExceeded
 
 
@@ -149,13 +152,36 @@ def test_jobs_that_cannot_be(environ, num_inference, said):
         this_node(environ, num_inference)
 
 
-def test_engines_of_a_node_share_its_gpus():
-    assert split_devices("", 2) == [{}, {}] and split_devices("0,1", 1) == [{}]
-    assert split_devices("4,5,6,7", 2) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
-    assert split_devices("GPU-a,GPU-b", 2) == [{"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}]
-    for visible, count in (("0,1,2", 2), ("0", 2)):
-        with pytest.raises(ConfigError, match="evenly"):
-            split_devices(visible, count)
+@pytest.mark.parametrize(
+    ("alone", "devices", "trainer", "placed", "trainers"),
+    [
+        (False, None, (), [(4, 5), (6, 7)], ()),
+        (False, "auto", (), [(4, 5), (6, 7)], ()),
+        (False, [[7, 6], [5, 4]], (), [(7, 6), (5, 4)], ()),
+        (True, "auto", (), [(5, 6), (7, 0)], (4,)),
+        (True, "auto", (4, 5), "3 are not the trainer's", (4, 5)),
+        (True, None, (), "0 are not the trainer's", ()),
+        (True, [[0, 1], [2, 3]], (4,), [(0, 1), (2, 3)], (4,)),
+    ],
+)
+def test_engines_of_a_node_take_gpus_of_its_allocation(monkeypatch, alone, devices, trainer, placed, trainers):
+    monkeypatch.setenv("SLIPSTREAM_PRETEND_GPUS", "8")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7" if not alone else "4,5,6,7,0")
+    engine = VllmConfig(python=sys.executable, tensor_parallel_size=2)
+    node = JobNode(("a",), 0, 0) if alone else JobNode(("a", "b"), 1, 1)
+    role = NodeRole(node, Path(), Path(), ["true"], engine, 2, devices=devices, trainer_devices=trainer)
+    assert tuple(role.trainer_gpus) == trainers
+    if isinstance(placed, str):
+        with pytest.raises(ConfigError, match=placed):
+            role._placed(engine)
+    else:
+        assert [config.devices for config in role._placed(engine)] == placed
+    if alone and devices == "auto" and not trainer:
+        with pytest.raises(
+            ConfigError, match=r"3 engine\(s\) of 2 rank\(s\) leave none of the 5 GPU\(s\) of a for the trainer"
+        ):
+            replace(role, engines_per_node=3).trainer_gpus  # noqa: B018
 
 
 @pytest.mark.parametrize(("index", "waits_for"), [(1, "all engines"), (2, "the gateway")])

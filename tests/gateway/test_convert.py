@@ -173,7 +173,7 @@ def test_engine_info_with_and_without_layout():
     )
     info = EngineInfo(
         "e", "embedded", config.fingerprint(), "float32", 2, families.tensors(config), families.parameters(config, 2),
-        ("shm",), "host", 64, 8, 3, 17,
+        ("shm",), "host", 64, 8, 3, 17, devices=("0", "0"), not_held=("seeds: a reason",),
     )  # fmt: skip
     assert convert.engine_from_pb(pb.EngineInfo.FromString(convert.engine_to_pb(info).SerializeToString())) == info
     assert convert.engine_from_pb(convert.engine_to_pb(info, layout=False)).parameters == ()

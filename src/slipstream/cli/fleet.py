@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.options import EngineSettings, JoinGateway, JoinRunDir, Owner
+from slipstream.cli.options import (
+    EngineDevices,
+    EngineSettings,
+    JoinGateway,
+    JoinRunDir,
+    Owner,
+    ShareGpus,
+    TrainerDevices,
+    parse_devices,
+)
 from slipstream.cli.stderr import log_to_stderr
 from slipstream.errors import ConfigError
 
@@ -33,6 +42,9 @@ def launch(
     ],
     options: EngineSettings = None,
     engines: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
+    devices: EngineDevices = "",
+    trainer_devices: TrainerDevices = "",
+    share_gpus: ShareGpus = False,
     ray: Annotated[bool, typer.Option("--ray", help="Run on a Ray cluster instead of this machine.")] = False,
     ray_option: Annotated[
         list[str] | None,
@@ -65,6 +77,9 @@ def launch(
         model,
         engines=engines,
         engine=load(EngineConfig, overrides=options or ()),
+        devices=parse_devices("--devices", devices),
+        trainer_devices=parse_devices("--trainer-devices", trainer_devices) or (),  # the trainer is another process
+        share_gpus=share_gpus,
         gateway=GatewayConfig(port=port),
         run_dir=run_dir,
         start_timeout=start_seconds,
@@ -164,6 +179,11 @@ def _print_status(fleet: FleetStatus, console: Console) -> None:
         table.add_row(*_status_row(engine))
     console.print(table)
     for engine in fleet.engines:
+        if engine.info.devices:
+            where = f"{engine.info.name}: GPU {', '.join(engine.info.devices)} of {engine.info.host}"
+            console.print(where, markup=False, highlight=False)
+        for promise in engine.info.not_held:
+            console.print(f"{engine.info.name} does not hold {promise}", markup=False, highlight=False)
         if engine.note:
             console.print(f"{engine.info.name}: {engine.note}", markup=False, highlight=False)
     for decision in fleet.decisions[-SHOWN_DECISIONS:]:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from slipstream.cli.options import EngineDevices, ShareGpus, TrainerDevices, parse_devices
+
 Command = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- COMMAND...", help="Command that starts the trainer: -- python train.py"),
@@ -19,7 +21,7 @@ Model = Annotated[
     Path, typer.Option(help="HF model directory on a file system shared by all nodes, or name on the Hub.")
 ]
 Inference = Annotated[int, typer.Option(help="Number of nodes for engines, the last of the job; 0 runs all on one.")]
-EnginesPerNode = Annotated[int, typer.Option(min=1, help="Engines per inference node; they divide its GPUs evenly.")]
+EnginesPerNode = Annotated[int, typer.Option(min=1, help="Engines per inference node.")]
 
 
 def certificates(
@@ -49,6 +51,9 @@ def slurm(
     trainer_nodes: Annotated[int, typer.Option(help="Number of nodes for the trainer, the first of the job.")] = 1,
     engines_per_node: EnginesPerNode = 1,
     engine: Engine = None,
+    devices: EngineDevices = "",
+    trainer_devices: TrainerDevices = "",
+    share_gpus: ShareGpus = False,
     run_dir: Annotated[
         Path, typer.Option(help="Parent of run directories, on a file system shared by all nodes.")
     ] = Path("runs"),
@@ -65,6 +70,10 @@ def slurm(
     from slipstream.deploy.slurm.job import SlurmJob, script
     from slipstream.model.checkpoints.hub import absolute_model
 
+    parse_devices("--devices", devices)  # raises
+    parse_devices("--trainer-devices", trainer_devices)
+    given = {"--devices": devices, "--trainer-devices": trainer_devices}
+    placement = [f"{option}={value}" for option, value in given.items() if value] + ["--share-gpus"] * share_gpus
     job = SlurmJob(
         command=command or (),
         model=absolute_model(model),
@@ -73,6 +82,7 @@ def slurm(
         num_inference=inference_nodes,
         engines_per_node=engines_per_node,
         engine=engine or (),
+        placement=placement,
         name=name,
         sbatch=sbatch or (),
     )
@@ -89,6 +99,9 @@ def role(
     inference_nodes: Inference = 0,
     engines_per_node: EnginesPerNode = 1,
     engine: Engine = None,
+    devices: EngineDevices = "",
+    trainer_devices: TrainerDevices = "",
+    share_gpus: ShareGpus = False,
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 0,
     start_seconds: Annotated[float, typer.Option(help="Time limit for gateway and engines to start.")] = 900.0,
 ) -> None:
@@ -107,5 +120,17 @@ def role(
         raise ConfigError("no trainer command given: slipstream role … -- python train.py")
     config = load(EngineConfig, overrides=engine or ())
     node = this_node(os.environ, inference_nodes)
-    node_role = NodeRole(node, run_dir.resolve(), model, command, config, engines_per_node, port, start_seconds)
+    node_role = NodeRole(
+        node,
+        run_dir.resolve(),
+        model,
+        command,
+        config,
+        engines_per_node,
+        port,
+        start_seconds,
+        devices=parse_devices("--devices", devices),
+        trainer_devices=parse_devices("--trainer-devices", trainer_devices) or (),
+        share_gpus=share_gpus,
+    )
     raise typer.Exit(node_role.run())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from slipstream.config import parse_value
+from slipstream.errors import ConfigError
 
 JoinRunDir = Annotated[Path | None, typer.Option("--run-dir", help="Run directory of a running gateway.")]
 JoinGateway = Annotated[
@@ -15,5 +18,26 @@ EngineSettings = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Engine settings: kind=vllm tensor_parallel_size=2 max_num_seqs=64 …"),
 ]
+EngineDevices = Annotated[
+    str,
+    typer.Option(
+        "--devices",
+        help="GPUs of the engines: auto takes those that the trainer does not; 0,1,2,3 are divided; [[0,1],[2,3]] are of each.",
+    ),
+]
+TrainerDevices = Annotated[str, typer.Option("--trainer-devices", help="GPUs that the trainer takes: 0,1.")]
+ShareGpus = Annotated[
+    bool, typer.Option("--share-gpus", help="Let several ranks, or a rank and the trainer, be on one GPU.")
+]
 Owner = Annotated[int, typer.Option("--owner", help="Pid of the parent process; exit when it exits.", hidden=True)]
 Dtype = Annotated[str, typer.Option("--dtype", help="Data type of the weights to write: float32 or bfloat16.")]
+
+
+def parse_devices(option: str, text: str) -> Any:
+    """Return the value of `--devices` or `--trainer-devices`; None if it was not given."""
+    if not text or text == "auto":
+        return text or None
+    value = parse_value(text if text.startswith("[") else f"[{text}]")
+    if not isinstance(value, list):
+        raise ConfigError(f'{option} is {text!r}; expected auto, 0,1 or [[0,1],[2,3]], and UUIDs as ["GPU-…"]')
+    return value

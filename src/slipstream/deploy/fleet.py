@@ -119,7 +119,7 @@ def launch(
         configs = place_here(configs, devices, trainer_devices, share_gpus)
     directory = Path(run_dir) if run_dir is not None else new_run_dir()
     keep_alive = keep_alive or cluster != "local"  # Ray always restarts actors
-    group = _group(cluster, directory, start_timeout, len(configs), keep_alive)
+    group = _group(cluster, directory, start_timeout, configs, devices, keep_alive)
     try:
         group.start_gateway(gateway, front)
         for index, config in enumerate(configs):
@@ -251,7 +251,12 @@ def _check_startable(model: Path, configs: Sequence[EngineConfig]) -> None:
 
 
 def _group(
-    cluster: Literal["local", "ray"] | RayConfig, run_dir: Path, start_timeout: float, engines: int, keep_alive: bool
+    cluster: Literal["local", "ray"] | RayConfig,
+    run_dir: Path,
+    start_timeout: float,
+    configs: Sequence[EngineConfig],
+    devices: Devices | None,
+    keep_alive: bool,
 ) -> ProcessGroup | ActorGroup:
     if cluster == "local":
         group = ProcessGroup(run_dir, start_timeout)
@@ -260,9 +265,17 @@ def _group(
         return group
     if cluster != "ray" and not isinstance(cluster, RayConfig):
         raise ConfigError(f"cluster must be 'local', 'ray' or a RayConfig, got {cluster!r}")
+    if devices not in (None, "auto"):
+        raise ConfigError(
+            f'devices is {devices!r}, but Ray chooses the GPUs of its actors; use devices="auto" for one per rank, or '
+            "RayConfig(gpus=…) for another number or a share"
+        )
     from slipstream.deploy.ray.cluster import ActorGroup
 
-    return ActorGroup(run_dir, start_timeout, engines, RayConfig() if cluster == "ray" else cluster)
+    config = RayConfig() if cluster == "ray" else cluster
+    ranks = [0 if engine.kind == "remote" else engine.num_ranks for engine in configs]
+    gpus = ranks if devices == "auto" else [config.gpus] * len(configs)
+    return ActorGroup(run_dir, start_timeout, gpus, config)
 
 
 def _http_config(http: bool | HttpConfig, model: str | Path) -> HttpConfig | None:

@@ -303,7 +303,7 @@ class Box(_message.Message):
     def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol", "vocab_size", "weights_epoch")
+    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol", "vocab_size", "weights_epoch", "devices", "not_held")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -320,6 +320,8 @@ class EngineInfo(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    NOT_HELD_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     model: str
@@ -336,7 +338,9 @@ class EngineInfo(_message.Message):
     protocol: int
     vocab_size: int
     weights_epoch: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., vocab_size: _Optional[int] = ..., weights_epoch: _Optional[int] = ...) -> None: ...
+    devices: _containers.RepeatedScalarFieldContainer[str]
+    not_held: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., vocab_size: _Optional[int] = ..., weights_epoch: _Optional[int] = ..., devices: _Optional[_Iterable[str]] = ..., not_held: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FleetRequest(_message.Message):
     __slots__ = ()

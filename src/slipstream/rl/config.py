@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.config import EmbeddedConfig, EngineConfig, PathName, Settings
+from slipstream.config import DeviceGroups, DeviceNames, EmbeddedConfig, EngineConfig, PathName, Settings
 from slipstream.errors import ConfigError
 from slipstream.types import InFlight
 
@@ -334,6 +334,12 @@ class TrainConfig(Settings):
     """Engine processes; 0 generates in the trainer process."""
     devices: NonNegativeInt = 1
     """Trainer devices that share parameters, optimizer state and rows (`rl/algorithm/sharding.py`); 0 uses all of this host."""
+    engine_devices: Literal["auto"] | DeviceNames | DeviceGroups | None = None
+    """GPUs of the engines, as for `launch(devices=…)`: "auto", GPUs to divide among them, or a list for each engine."""
+    trainer_devices: DeviceNames | None = None
+    """GPUs of the trainer, which "auto" leaves alone; by default those in CUDA_VISIBLE_DEVICES."""
+    share_gpus: bool = False
+    """Let several ranks, or a rank and the trainer, be on one GPU."""
     mode: Literal["sync", "partial", "one_step_off", "async"] = "sync"
     """`sync`: completions of a step come from the weights of the step before it. `partial`: as `sync`, but a step starts
     more prompts than it needs and does not wait for the slowest, which continue in the next step. `one_step_off`: engines

@@ -35,6 +35,13 @@ def installed() -> tuple[Gpu, ...]:
     return _from_nvml() or _from_smi() or tuple(Gpu(device) for device in visible())
 
 
+def allocated() -> tuple[Gpu, ...]:
+    """Return the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or else all."""
+    found = installed()
+    by_name = {name: gpu for gpu in found for name in (gpu.id, gpu.uuid)}
+    return tuple(by_name.get(device, Gpu(device)) for device in visible()) or found
+
+
 def visible() -> tuple[Device, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES lists."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

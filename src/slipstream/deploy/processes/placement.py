@@ -28,18 +28,23 @@ def place_here(
     trainer: Sequence[Device] | None = None,
     share: bool = False,
 ) -> list[EngineConfig]:
-    """Place engines on the GPUs of this machine. `trainer` are the trainer's GPUs; None: those that this process sees.
+    """Place engines on GPUs of this machine. `trainer` are the trainer's GPUs; None: this process is the trainer, and has those
+    of CUDA_VISIBLE_DEVICES.
 
     Without `devices`, a single engine sees the GPUs of its environment, as the trainer does. Several are placed as by
     "auto"."""
     if devices is None:
-        if sum(map(_uses_gpus, configs)) < 2 or any(c.devices for c in configs if c.kind != "remote"):
+        is_placed = any(config.devices for config in configs if config.kind != "remote")
+        if is_placed or sum(map(_uses_gpus, configs)) < 2 or not discovery.installed():
             return list(configs)
-        if not (found := discovery.installed()):
-            return list(configs)
-        return place(configs, "auto", found, discovery.visible() or None if trainer is None else trainer)
-    seen = discovery.visible() or None if trainer is None and devices == "auto" else trainer
-    return place(configs, devices, discovery.installed(), seen, share)
+        devices = "auto"
+    if devices != "auto":
+        return place(configs, devices, discovery.installed(), trainer or (), share)
+    if trainer is None:
+        # In a job, other GPUs of the machine may be another job's.
+        found = discovery.allocated() if "SLURM_JOB_ID" in os.environ else discovery.installed()
+        return place(configs, devices, found, discovery.visible() or None, share)
+    return place(configs, devices, discovery.allocated(), trainer, share)
 
 
 def place(
@@ -133,8 +138,8 @@ def _check_shares(configs: Sequence[EngineConfig]) -> None:
         if sum(used) > 1:
             added = " + ".join(f"{share:g}" for share in used)
             raise ConfigError(
-                f"GPU {device} has {len(used)} ranks with gpu_memory_utilization {added} = {sum(used):g}; lower it so that they "
-                "fit, or set kv_cache_tokens"
+                f"GPU {device} has {len(used)} ranks with gpu_memory_utilization {added} = {sum(used):g}; lower it so that "
+                "they fit, or set kv_cache_tokens"
             )
 
 
@@ -146,8 +151,8 @@ def _too_few(needs: Sequence[int], gpus: Sequence[Gpu], free: Sequence[Gpu], unk
             "for it, or pass trainer_devices; or name the engines' with devices, and share_gpus=True to share the trainer's"
         )
     return (
-        f"{wanted}; of {_named(gpus)}, {len(free)} are not the trainer's; take fewer engines or ranks, or share GPUs: name "
-        "them with devices and set share_gpus=True"
+        f"{wanted}; of {_named(gpus)}, {len(free)} are not the trainer's; take fewer engines or ranks, name the trainer's with "
+        "trainer_devices, or share GPUs with share_gpus=True"
     )
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,7 +45,6 @@ class ProcessGroup:
         self._start_timeout = start_timeout
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, list[str]] = {}
-        self._environments: dict[str, Mapping[str, str]] = {}
         self._ready_files: dict[str, Path] = {}
         self._ending = threading.Event()
         self._lock = threading.Lock()
@@ -92,15 +91,12 @@ class ProcessGroup:
         config: EngineConfig,
         patience: float,
         joins: Path | None = None,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start an engine. `joins` is the gateway's run directory, if it is not this group's. `environment` is added to
-        ours."""
+        """Start an engine. `joins` is the gateway's run directory, if it is not this group's."""
         ready = self._ready_files[name] = ready_file(joins or self.run_dir, name)
         ready.unlink(missing_ok=True)
         arguments = ["engine", "--run-dir", str(joins or self.run_dir), "--model", str(model), "--name", name]
         arguments += ["--patience", f"{patience:g}"]
-        self._environments[name] = environment or {}
         self._start(name, arguments + _overrides(config), interpreter(config))
 
     def wait_for_engines(self, count: int) -> None:
@@ -169,7 +165,6 @@ class ProcessGroup:
             # A new session: Ctrl-C reaches only this process, which then stops the others in order.
             self._processes[name] = subprocess.Popen(
                 self._commands[name],
-                env={**os.environ, **self._environments.get(name, {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

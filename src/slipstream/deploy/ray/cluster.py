@@ -40,8 +40,9 @@ KILL_SECONDS = 2 * STOP_SECONDS
 class ActorGroup:
     """The actors of one run, with the interface of `ProcessGroup`. They end when this process ends, for whatever reason."""
 
-    def __init__(self, run_dir: Path, start_timeout: float, num_engines: int, config: RayConfig) -> None:
-        self._run_dir, self._config, self._num_engines = run_dir.absolute(), config, num_engines
+    def __init__(self, run_dir: Path, start_timeout: float, gpus: Sequence[float], config: RayConfig) -> None:
+        """`gpus` are those to reserve for each engine."""
+        self._run_dir, self._config, self._gpus = run_dir.absolute(), config, gpus
         self._deadline, self._start_timeout = time.monotonic() + start_timeout, start_timeout
         self._gateway: Any = None
         self._engines: dict[str, Any] = {}
@@ -60,12 +61,13 @@ class ActorGroup:
 
     def _place(self) -> None:
         """Reserve resources for all engines, or fail."""
-        bundle = {kind: amount for kind, amount in (("CPU", self._config.cpus), ("GPU", self._config.gpus)) if amount}
-        self._placement = placement_group([bundle] * self._num_engines, strategy=self._config.strategy)
+        needs = [{"CPU": self._config.cpus, "GPU": gpus} for gpus in self._gpus]
+        bundles = [{kind: amount for kind, amount in need.items() if amount} for need in needs]
+        self._placement = placement_group(bundles, strategy=self._config.strategy)
         if not self._placement.wait(self._start_timeout):
             free = {kind: amount for kind, amount in ray.available_resources().items() if kind in ("CPU", "GPU")}
             raise DeadlineExceeded(
-                f"waited {self._start_timeout:g} s for Ray to reserve {bundle} for each of {self._num_engines} engine(s) "
+                f"waited {self._start_timeout:g} s for Ray to reserve {bundles[0]} for each of {len(bundles)} engine(s) "
                 f"({self._config.strategy}); free in the cluster: {free or 'nothing'}"
             )
 
@@ -86,8 +88,9 @@ class ActorGroup:
         self._engine_token = make_token(self._run_dir, "engine", self._token_name)
 
     def start_engine(self, name: str, model: str | Path, config: EngineConfig, patience: float) -> None:
-        place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=len(self._engines))
-        options = {"num_cpus": self._config.cpus, "num_gpus": self._config.gpus, "scheduling_strategy": place}
+        index = len(self._engines)
+        place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
+        options = {"num_cpus": self._config.cpus, "num_gpus": self._gpus[index], "scheduling_strategy": place}
         self._engines[name] = (
             ray.remote(EngineActor)
             .options(max_restarts=self._config.max_restarts, **options)

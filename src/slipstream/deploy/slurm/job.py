@@ -148,6 +148,8 @@ class SlurmJob:
     engine: Sequence[str] = ()
     """Engine settings, such as `tensor_parallel_size=2`."""
     name: str = "slipstream"
+    placement: Sequence[str] = ()
+    """Options of `slipstream role` that say which GPUs engines and trainer take, such as `--devices=auto`."""
     sbatch: Sequence[str] = ()
     """Further options of sbatch, such as `--partition=gpu`."""
 
@@ -181,7 +183,7 @@ def script(job: SlurmJob) -> str:
     ]
     settings = [word for setting in job.engine for word in ("--engine", setting)]
     role = ["slipstream", "role", "--model", job.model, "--inference-nodes", str(job.num_inference)]
-    role += ["--engines-per-node", str(job.engines_per_node), *settings]
+    role += ["--engines-per-node", str(job.engines_per_node), *settings, *job.placement]
     nodes = (
         f"{job.num_trainers} for the trainer, then {job.num_inference} for engines"
         if job.num_inference

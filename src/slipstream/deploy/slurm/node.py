@@ -15,14 +15,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.config import EmbeddedConfig, EngineConfig, GatewayConfig
+from slipstream.config import Device, EmbeddedConfig, EngineConfig, GatewayConfig
 from slipstream.deploy.fleet import RESTART_SECONDS
 from slipstream.deploy.processes import certificates
 from slipstream.deploy.processes.certificates import Certificates
+from slipstream.deploy.processes.gpus import allocated
+from slipstream.deploy.processes.placement import Devices, place_here
 from slipstream.deploy.processes.process_group import ProcessGroup, ready_file
 from slipstream.deploy.slurm.job import JobNode
 from slipstream.errors import ConfigError, DeadlineExceeded
@@ -48,6 +50,11 @@ class NodeRole:
     port: int = 0
     """Port of the gateway."""
     start_seconds: float = START_SECONDS
+    devices: Devices | None = None
+    """GPUs of a node's engines, as for `launch`."""
+    trainer_devices: Sequence[Device] = ()
+    """GPUs of the trainer on each of its nodes; empty: all of the node, or what engines on the same node leave."""
+    share_gpus: bool = False
 
     def run(self) -> int:
         """Run this node to its end. Return the trainer's exit code, or 0 on an inference node."""
@@ -98,11 +105,31 @@ class NodeRole:
         return 0
 
     def _start_engines(self, group: ProcessGroup, config: EngineConfig) -> None:
-        shares = split_devices(os.environ.get("CUDA_VISIBLE_DEVICES", ""), self.engines_per_node)
-        for index, devices in enumerate(shares):
-            name = _engine_name(self.node.name, index)
-            group.start_engine(name, self.model, config, RESTART_SECONDS, joins=self.run_dir, environment=devices)
+        for index, placed in enumerate(self._placed(config)):
+            group.start_engine(
+                _engine_name(self.node.name, index), self.model, placed, RESTART_SECONDS, joins=self.run_dir
+            )
         group.wait_for_engines(self.engines_per_node)
+
+    def _placed(self, config: EngineConfig) -> list[EngineConfig]:
+        """Return the config of each engine of this node, with its GPUs."""
+        is_open = self.node.is_alone and self.devices is None and not self.trainer_devices
+        trainer = None if is_open else self.trainer_gpus
+        return place_here([config] * self.engines_per_node, self.devices, trainer, self.share_gpus)
+
+    @property
+    def trainer_gpus(self) -> Sequence[Device]:
+        """GPUs of the trainer on this node: those that were named, or else, beside engines that are placed, the first of the
+        node, as many as they leave."""
+        if self.trainer_devices or not self.node.is_alone or self.devices != "auto" or self.engine.kind == "remote":
+            return self.trainer_devices if self.node.is_trainer else ()
+        ids, needed = [gpu.id for gpu in allocated()], self.engines_per_node * self.engine.num_ranks
+        if len(ids) <= needed and not self.share_gpus:
+            raise ConfigError(
+                f"{self.engines_per_node} engine(s) of {self.engine.num_ranks} rank(s) leave none of the {len(ids)} GPU(s) of "
+                f"{self.node.name} for the trainer; take fewer, or share them with --share-gpus"
+            )
+        return ids[: max(0, len(ids) - needed)]
 
     def _train(self) -> int:
         """Run the trainer's command and forward SIGTERM to it."""
@@ -112,6 +139,8 @@ class NodeRole:
             "SLIPSTREAM_PROCESS_INDEX": str(self.node.index),
             "SLIPSTREAM_PROCESS_COUNT": str(len(self.node.trainers)),
         }
+        if gpus := self.trainer_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         started: list[subprocess.Popen[bytes]] = []
         terminated = False
 
@@ -160,15 +189,3 @@ class NodeRole:
 
 def _engine_name(host: str, index: int) -> str:
     return f"{host}-{index}"
-
-
-def split_devices(visible: str, count: int) -> list[Mapping[str, str]]:
-    """Divide a node's GPUs evenly among its engines; return the environment variables of each engine."""
-    devices = [device for device in visible.split(",") if device]
-    if count == 1 or not devices:
-        return [{}] * count
-    share, rest = divmod(len(devices), count)
-    if rest or not share:
-        raise ConfigError(f"{len(devices)} GPU(s) ({visible}) cannot be divided evenly among {count} engines of a node")
-    parts = (devices[index * share : (index + 1) * share] for index in range(count))
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]

@@ -183,6 +183,7 @@ class EmbeddedEngine(EngineFrontend):
             transports=(*TRANSPORTS, *self._shared_transports),
             max_num_seqs=self._options.max_num_seqs,
             version=self._compute.version,
+            devices=self._options.device_names,
         )
 
     def _check_ready(self) -> None:

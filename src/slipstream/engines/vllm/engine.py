@@ -116,6 +116,7 @@ class VllmEngine(EngineFrontend):
             transports=self._loader.transports,
             max_num_seqs=self._options.max_num_seqs,
             version=self._samples.version,
+            devices=self._options.device_names,
         )
 
     def _check_ready(self) -> None:

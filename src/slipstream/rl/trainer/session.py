@@ -127,6 +127,9 @@ def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path, snapshot: 
         model_dir,
         engines=config.engines,
         engine=config.engine,
+        devices=config.engine_devices,
+        trainer_devices=config.trainer_devices,
+        share_gpus=config.share_gpus,
         run_dir=run_dir,
         snapshot=snapshot,
         keep_alive=config.patience > 0,
@@ -143,4 +146,5 @@ def open_reference(config: TrainConfig, model_dir: Path, run_dir: Path) -> Abstr
             f"kl.scored_by = 'engine' needs a second fleet, but {config.engine.url} is one server, which serves the policy; "
             "use 'trainer', or call `training_loop` with a bridge to another server as `reference`"
         )
-    return _open_bridge(config.replace(engines=min(config.engines, 1)), model_dir, run_dir, snapshot="copy")
+    alone = config.replace(engines=min(config.engines, 1), engine_devices=None)  # beside the trainer
+    return _open_bridge(alone, model_dir, run_dir, snapshot="copy")
