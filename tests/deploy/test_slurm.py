@@ -181,7 +181,7 @@ def test_engines_of_a_node_take_gpus_of_its_allocation(monkeypatch, alone, devic
         with pytest.raises(
             ConfigError, match=r"3 engine\(s\) of 2 rank\(s\) leave none of the 5 GPU\(s\) of a for the trainer"
         ):
-            replace(role, engines_per_node=3).trainer_gpus  # noqa: B018
+            replace(role, engines_per_node=3).trainer_gpus
 
 
 @pytest.mark.parametrize(("index", "waits_for"), [(1, "all engines"), (2, "the gateway")])
