@@ -368,6 +368,9 @@ class HttpConfig(Settings):
     """Model name in requests; empty uses the name of its directory."""
     weights: PathName = ""
     """Directory of checkpoints that may be loaded over HTTP; empty allows none."""
+    tokenless: bool = False
+    """Serve `/generate` and `/bridge/…` without a token, for trainers that know none. On loopback only: every process of every
+    user of this machine may then generate, pause the engines and load checkpoints from `weights`."""
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 16 << 20
     """Maximum size of a request body."""
     max_requests: PositiveInt = 4096
@@ -388,6 +391,11 @@ class HttpConfig(Settings):
     @model_validator(mode="after")
     def _check_listening(self) -> Self:
         check_listening("host", self.host, certificate=self.certificate, key=self.key)
+        if self.tokenless and self.host not in LOOPBACK:
+            raise ConfigError(
+                f"tokenless is set and host is {self.host!r}: without a token only loopback ({', '.join(LOOPBACK)}) is served; "
+                "drop one of the two"
+            )
         return self
 
 

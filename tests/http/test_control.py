@@ -217,8 +217,6 @@ def test_state_dict_info(fleet):
 
 def test_the_mapping_file_describes_every_tensor(fleet):
     file = Path(fleet.bridge.run_dir) / "vllm_bridge_config.json"
-    file.unlink(missing_ok=True)
-    assert fleet.get("/bridge/info")["enabled"]
     found = json.loads(file.read_text())
     assert found == fleet.get("/bridge/parameters") and found["model_name"] == "tiny"
     assert found["engines"].keys() == {"engine-0", "engine-1"}
@@ -228,6 +226,9 @@ def test_the_mapping_file_describes_every_tensor(fleet):
     }
     wanted = dict(shape=[64, 32], local_shape=[64, 32], dtype="float32", tp_degree=1, data_shard_degree=1)
     assert rows["model.embed_tokens.weight"] == wanted | {"engine_name": "model.embed_tokens.weight"}
+    for name, row in found["param_mappings"].items():
+        assert row["vllm_name"] == rows[name]["engine_name"] and row["dp_shard_degree"] == 1
+        assert all(row[key] == rows[name][key] for key in ("local_shape", "dtype", "tp_degree"))
 
 
 def test_a_checkpoint_in_shared_memory(tmp_path):

@@ -258,7 +258,7 @@ def gateway(
         from slipstream.http.server import companion_server
 
         settings = load(HttpConfig, overrides=[f"port={http}", *(options or ())])
-        front = companion_server(settings, config, run_dir)
+        front = companion_server(settings, config)
     elif options:
         raise ConfigError(f"{options[0]} is a setting of the HTTP server and needs --http PORT")
 

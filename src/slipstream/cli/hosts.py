@@ -20,7 +20,12 @@ Engine = Annotated[
 Model = Annotated[
     Path, typer.Option(help="HF model directory on a file system shared by all nodes, or name on the Hub.")
 ]
-Inference = Annotated[int, typer.Option(help="Number of nodes for engines, the last of the job; 0 runs all on one.")]
+Inference = Annotated[
+    int,
+    typer.Option(
+        envvar="NUM_INFERENCE_NODES", help="Number of nodes for engines, the last of the job; 0 runs all on one."
+    ),
+]
 EnginesPerNode = Annotated[int, typer.Option(min=1, help="Engines per inference node.")]
 
 
@@ -93,7 +98,9 @@ def role(
     model: Model,
     run_dir: Annotated[
         Path,
-        typer.Option(envvar="SLIPSTREAM_RUN_DIR", help="Run directory of this attempt, on a shared file system."),
+        typer.Option(
+            envvar=["SLIPSTREAM_RUN_DIR", "LOGDIR"], help="Run directory of this attempt, on a shared file system."
+        ),
     ],
     command: Command = None,
     inference_nodes: Inference = 0,
@@ -102,7 +109,9 @@ def role(
     devices: EngineDevices = "",
     trainer_devices: TrainerDevices = "",
     share_gpus: ShareGpus = False,
-    port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(help="Port of the gateway; 0 takes a free one, or 26758 if NUM_INFERENCE_NODES is set.")
+    ] = 0,
     start_seconds: Annotated[float, typer.Option(help="Time limit for gateway and engines to start.")] = 900.0,
 ) -> None:
     """Run one node of a SLURM job.
@@ -111,7 +120,7 @@ def role(
     """
     from slipstream.cli.stderr import log_to_stderr
     from slipstream.config import EngineConfig, load
-    from slipstream.deploy.slurm.job import this_node
+    from slipstream.deploy.slurm.job import INFERENCE_PORT, NUM_INFERENCE_NODES, this_node
     from slipstream.deploy.slurm.node import NodeRole
     from slipstream.errors import ConfigError
 
@@ -120,6 +129,7 @@ def role(
         raise ConfigError("no trainer command given: slipstream role … -- python train.py")
     config = load(EngineConfig, overrides=engine or ())
     node = this_node(os.environ, inference_nodes)
+    port = port or (INFERENCE_PORT if os.environ.get(NUM_INFERENCE_NODES) else 0)
     node_role = NodeRole(
         node,
         run_dir.resolve(),

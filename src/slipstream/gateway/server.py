@@ -25,6 +25,7 @@ from slipstream.errors import ConfigError, Forbidden, Unauthorized
 from slipstream.gateway import channels, slipstream_pb2_grpc
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.admission import Admission
+from slipstream.gateway.mapping_file import MappingFile
 from slipstream.gateway.service import Service
 from slipstream.gateway.tokens import RUN_TOKEN, Role, TokenTable
 from slipstream.runtime import tls
@@ -143,11 +144,12 @@ async def running(
     address = channels.listen(server, config)
     await server.start()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    leases = asyncio.create_task(service.watch_leases())
+    tasks = [asyncio.create_task(service.watch_leases()), asyncio.create_task(service.write_mapping())]
     try:
         yield address
     finally:
-        leases.cancel()
+        for task in tasks:
+            task.cancel()
         await health.enter_graceful_shutdown()
         await server.stop(grace=0.5)
         await service.close()
@@ -173,7 +175,9 @@ async def serve(
     if config.port == 0 and port:
         config = config.replace(port=port if is_free(config.host, port) else 0)
     tokens = TokenTable(token, run_dir)
-    service = Service(config.lease_seconds, private_file(run_dir / "journal.sqlite"), _admission(config))
+    logs = os.environ.get("LOGDIR")
+    mapping = MappingFile([run_dir, Path(logs)] if logs else [run_dir])
+    service = Service(config.lease_seconds, private_file(run_dir / "journal.sqlite"), _admission(config), mapping)
     is_expected = False  # whether engines and trainers wait for the next gateway under this address
     try:
         async with contextlib.AsyncExitStack() as stack:

@@ -30,6 +30,7 @@ from slipstream.gateway.dispatch import Dispatch, score
 from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.engine_watch import EngineWatch
 from slipstream.gateway.journal import Journal
+from slipstream.gateway.mapping_file import MappingFile
 from slipstream.gateway.prefix_affinity import PrefixAffinity
 from slipstream.gateway.registry import Registry
 from slipstream.gateway.rollout_queue import RolloutQueue, RolloutRun, prompts_by_id
@@ -51,8 +52,15 @@ MAX_TAKE_SECONDS = 3600.0
 class Service(GatewayServicer):
     """All methods run on one event loop, so the registry and the links need no locks."""
 
-    def __init__(self, lease_seconds: float, journal: Path | None = None, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        lease_seconds: float,
+        journal: Path | None = None,
+        admission: Admission | None = None,
+        mapping: MappingFile | None = None,
+    ) -> None:
         """`journal` is the file of the rollout journal; without it the journal is kept in memory."""
+        self.mapping = mapping or MappingFile()
         opened = Journal(journal)
         self._registry = Registry(lease_seconds, opened.quarantined(), opened.drained())
         self._admission = admission or Admission(MAX_REQUESTS, MAX_BUFFERED_BYTES, "the gateway")
@@ -74,6 +82,9 @@ class Service(GatewayServicer):
     def position(self) -> int:
         """Position of the last group that the journal knows to be taken."""
         return self._rollouts.position
+
+    async def write_mapping(self) -> None:
+        await self.mapping.follow(lambda: [member.info for member in self._registry.alive()])
 
     async def watch_leases(self) -> None:
         seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
@@ -267,6 +278,7 @@ class Service(GatewayServicer):
             link = self._links[info.name] = EngineLink(info.name)
             if 0 <= version < self._registry.version:  # it committed a version that a killed gateway did not record
                 self._on_commit(self._registry.version)
+            self.mapping.on_register()
             log.info("engine %s registered: %s, version %d, pid %d", info.name, info.model, info.version, info.pid)
             seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
             welcome = pb.Registered(heartbeat_seconds=seconds, fleet_version=self._registry.version)

@@ -68,5 +68,5 @@ def create_app(front: Front, tokens: TokenTable) -> FastAPI:
         app.include_router(router, dependencies=[document_token])
     app.add_middleware(MetricsMiddleware, metrics=front.metrics)
     app.add_middleware(AdmissionMiddleware, admission=front.admission)
-    app.add_middleware(BearerAuth, tokens=tokens)  # added last, so it runs first
+    app.add_middleware(BearerAuth, tokens=tokens, tokenless=front.config.tokenless)  # added last, so it runs first
     return app

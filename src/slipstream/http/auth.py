@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,12 +18,15 @@ CLIENT_PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 """What a client may POST to. Everything else that is not a GET changes the fleet for all, and is for trainers."""
 
 
+_LOOPBACK_HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
+
+
 class BearerAuth:
     """ASGI middleware: `Authorization: Bearer TOKEN`, or Basic with the token as the password for clients that take only a
-    URL (`http://trainer:TOKEN@127.0.0.1:9001`)."""
+    URL (`http://trainer:TOKEN@127.0.0.1:9001`). With `tokenless`, local trainers may call the bridge dialect without one."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenTable) -> None:
-        self._app, self._tokens = app, tokens
+    def __init__(self, app: ASGIApp, tokens: TokenTable, tokenless: bool = False) -> None:
+        self._app, self._tokens, self._tokenless = app, tokens, tokenless
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
@@ -30,6 +34,9 @@ class BearerAuth:
             return
         token = _token(scope)
         role = self._tokens.role_of(token) if token is not None else None
+        if self._tokenless and _is_local_trainer(scope):
+            await self._app(scope, receive, send)
+            return
         if role is not None and _may_call(role, scope["method"], scope["path"]):
             await self._app(scope, receive, send)
             return
@@ -54,6 +61,17 @@ def _may_call(role: Role, method: str, path: str) -> bool:
         case "viewer":
             return method in ("GET", "HEAD")
     return False  # an engine speaks gRPC
+
+
+def _is_local_trainer(scope: Scope) -> bool:
+    """Whether a call without a token may come from a local trainer. A web page that a browser on this machine shows could send
+    such calls too. Browsers name the page's origin, and the host that they believe to call."""
+    headers = dict(scope["headers"])
+    return (
+        (scope["path"] == "/generate" or scope["path"].startswith("/bridge/"))
+        and not headers.keys() & {b"authorization", b"origin", b"sec-fetch-site"}
+        and _LOOPBACK_HOST.fullmatch(headers.get(b"host", b"")) is not None
+    )
 
 
 def _token(scope: Scope) -> bytes | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import Field
 from pydantic_core import to_json
 
-from slipstream.errors import DeadlineExceeded, NotReady, PeerError, RequestError
+from slipstream.errors import RequestError
 from slipstream.http import vllm_dialect
 from slipstream.http.errors import JSON
 from slipstream.http.generation import (
@@ -24,8 +23,6 @@ from slipstream.http.limits import LimitedRoute, cancel_on_disconnect
 from slipstream.http.openai_choices import finite
 from slipstream.http.request_models import JsonModel
 from slipstream.http.state import CurrentFront, CurrentTicket
-
-log = logging.getLogger(__name__)
 
 router = APIRouter(tags=["Local trainers"], route_class=LimitedRoute)
 OK = {"status": "ok"}
@@ -77,19 +74,13 @@ async def generate(request: Request, front: CurrentFront, ticket: CurrentTicket,
 
 @router.get("/bridge/info")
 async def info(front: CurrentFront) -> dict[str, Any]:
-    """Describe the fleet. Trainers look for the mapping file after this call, so it is written here."""
+    """Describe the fleet, and where it takes checkpoints from."""
     status = await front.fleet.status()
     engines = [engine.info for engine in status.present]
-    if front.run_dir is not None and engines and not front.is_mapped(engines):
-        try:
-            await front.parameter_mapping()
-        except (PeerError, DeadlineExceeded):  # these are OSErrors too
-            raise
-        except (NotReady, OSError) as error:
-            log.warning("could not write the mapping file: %s", error)
     return {
         "enabled": front.config.weights != "",
         "shared_weights": False,
+        "weights": front.local_weights,
         "update_count": front.updates.num_committed,
         "last_update_time": front.updates.last_time or None,
         "model_name": front.model_name,

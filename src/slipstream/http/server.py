@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -42,8 +41,8 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-def companion_server(config: HttpConfig, gateway: GatewayConfig, run_dir: Path | None = None) -> CompanionServer:
-    """Return a function that starts the HTTP server in a gateway's process. `run_dir` receives the mapping file."""
+def companion_server(config: HttpConfig, gateway: GatewayConfig) -> CompanionServer:
+    """Return a function that starts the HTTP server in a gateway's process."""
     identity = tls.Identity(gateway.certificate, gateway.key) if gateway.mutual_tls else tls.ANONYMOUS
 
     @contextlib.asynccontextmanager
@@ -56,7 +55,9 @@ def companion_server(config: HttpConfig, gateway: GatewayConfig, run_dir: Path |
 
         fleet = connect()
         try:
-            async with serve(Front.create(fleet, connect, config, run_dir), tokens, previous) as url:
+            front = Front.create(fleet, connect, config)
+            service.mapping.model_name = front.model_name
+            async with serve(front, tokens, previous) as url:
                 yield {"http": url}
         finally:
             await fleet.close()
@@ -93,6 +94,11 @@ async def serve(front: Front, tokens: TokenTable, previous: Mapping[str, object]
     host = f"[{front.config.host}]" if ":" in front.config.host else front.config.host
     url = f"http{'s' if is_tls else ''}://{host}:{listener.getsockname()[1]}"
     log.info("HTTP server listens on %s", url)
+    if front.config.tokenless:
+        log.warning(
+            "tokenless: without a token, every process on this machine may generate, pause engines and load checkpoints at %s",
+            url,
+        )
     try:
         yield url
     finally:

@@ -37,9 +37,14 @@ def update_weights(
     partial: bool = False,
 ) -> SyncReport:
     """Copy a module's parameters, or a state dict, to every engine. See `Bridge.sync`."""
-    named = dict(weights.named_parameters()) if isinstance(weights, torch.nn.Module) else weights
+    named = named_parameters(weights) if isinstance(weights, torch.nn.Module) else weights
     tensors = {_without_wrappers(name): tensor.detach() for name, tensor in named.items()}
     return bridge.sync(tensors, in_flight=in_flight, partial=partial)
+
+
+def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return a module's parameters by their names in the checkpoint."""
+    return {_without_wrappers(name): parameter for name, parameter in module.named_parameters()}
 
 
 def share_weights(
@@ -52,7 +57,7 @@ def share_weights(
     never a second copy of the model, not even while loading.
 
     The module must be on the engines' device, the CPU or their GPU, in their dtype; see `Bridge.share`."""
-    parameters = {_without_wrappers(name): parameter for name, parameter in module.named_parameters()}
+    parameters = named_parameters(module)
     device = _device_of(module, has_weights=weights is not None)
     tensors = named_tensors({n: p.detach() for n, p in parameters.items()} if weights is None else weights)
     if unmatched := sorted(tensors.keys() ^ parameters.keys()):

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from slipstream.errors import ConfigError
 
 MAX_HOSTS = 1 << 16
+NUM_INFERENCE_NODES = "NUM_INFERENCE_NODES"
+NCCL_PORT, GLOO_PORT, INFERENCE_PORT = 26756, 26757, 26758
+"""Ports of the trainer's process group, by backend, and of the gateway in a job that sets NUM_INFERENCE_NODES."""
 _COMMA = re.compile(r",(?![^\[]*\])")
 """A comma outside brackets."""
 _PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
@@ -90,6 +93,11 @@ class JobNode:
 
 def this_node(environ: Mapping[str, str], num_inference: int) -> JobNode:
     """Return the node that this process runs on. It must be the only task of `srun` on its node."""
+    hosts = _hosts(environ, num_inference)
+    return JobNode(hosts, _index(environ, hosts) if "SLURM_JOB_NODELIST" in environ else 0, num_inference)
+
+
+def _hosts(environ: Mapping[str, str], num_inference: int) -> tuple[str, ...]:
     if num_inference < 0:
         raise ConfigError(f"the number of inference nodes must be at least 0, got {num_inference}")
     nodelist = environ.get("SLURM_JOB_NODELIST", "")
@@ -99,7 +107,7 @@ def this_node(environ: Mapping[str, str], num_inference: int) -> JobNode:
                 f"SLURM_JOB_NODELIST is not set, so this is not a SLURM job, but {num_inference} inference node(s) were "
                 "requested; run it with srun, or on one machine without inference nodes"
             )
-        return JobNode(("localhost",), 0, 0)
+        return ("localhost",)
     hosts = tuple(expand(nodelist))
     if num_inference == 0 and len(hosts) > 1:
         raise ConfigError(
@@ -112,7 +120,32 @@ def this_node(environ: Mapping[str, str], num_inference: int) -> JobNode:
         )
     if len(set(hosts)) < len(hosts):
         raise ConfigError(f"SLURM_JOB_NODELIST names a node twice: {nodelist}")
-    return JobNode(hosts, _index(environ, hosts), num_inference)
+    return hosts
+
+
+@dataclass(frozen=True, slots=True)
+class JobRendezvous:
+    """Where the ranks of a trainer and the engines of a job meet."""
+
+    head: str
+    """The trainer's first host, where the gateway runs."""
+    inference: tuple[str, ...] = ()
+
+    def trainers_url(self, backend: str) -> str:
+        """Return where the trainer's ranks form their process group, as `torch.distributed` takes it."""
+        return f"tcp://{self.head}:{NCCL_PORT if backend == 'nccl' else GLOO_PORT}"
+
+
+def rendezvous(environ: Mapping[str, str]) -> JobRendezvous:
+    """Return the meeting points of a job: the trainer is on the first host of SLURM_JOB_NODELIST, engines are on the last
+    NUM_INFERENCE_NODES. Without inference nodes everything is on this machine."""
+    text = environ.get(NUM_INFERENCE_NODES) or "0"
+    if not text.isdecimal():
+        raise ConfigError(f"{NUM_INFERENCE_NODES} must be a number of nodes, got {text!r}")
+    if (count := int(text)) == 0:
+        return JobRendezvous("localhost")
+    hosts = _hosts(environ, count)
+    return JobRendezvous(hosts[0], hosts[-count:])
 
 
 def _index(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
