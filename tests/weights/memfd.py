@@ -25,7 +25,9 @@ _buffer_ids = itertools.count(1)
 class Memfd:
     device_type = CPU
 
-    def __init__(self) -> None:
+    def __init__(self, handles: bool = False) -> None:
+        """With `handles`, regions are exported by handle, as PyTorch's memory is, and not as file descriptors."""
+        self._handles = handles
         self.owned: dict[Region, tuple[int, mmap.mmap]] = {}
         self.mapped: dict[int, mmap.mmap] = {}
         self.num_maps = self.num_copies = 0
@@ -44,10 +46,11 @@ class Memfd:
                 return region
         return Region(pointer, 1, 0, 0)  # not allocated here
 
-    def export(self, region: Region) -> int:
+    def export(self, region: Region) -> int | bytes:
         if region not in self.owned:
             raise NotExportable("not allocated here")
-        return os.dup(self.owned[region][0])
+        fd = self.owned[region][0]
+        return f"/proc/{os.getpid()}/fd/{fd}".encode() if self._handles else os.dup(fd)
 
     def copy(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
@@ -61,7 +64,8 @@ class Memfd:
         fd, _ = self.owned.pop(region)
         os.close(fd)
 
-    def map(self, fd: int, size: int) -> int:
+    def map(self, exported: int | bytes, size: int) -> int:
+        fd = os.open(exported, os.O_RDWR) if isinstance(exported, bytes) else exported
         try:
             memory = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:

@@ -525,6 +525,53 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
     outbox.close()
 
 
+def torch_tensors(config: Any, driver: Memfd, base: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Return a model's tensors in device memory; one is a transposed view."""
+    tensors: dict[str, torch.Tensor] = {}
+    start = 0
+    for name, values in named_tensors.named_tensors(random_params(config, seed)).items():
+        array = np.asarray(values)
+        array = array.T if name.endswith("o_proj.weight") else array
+        memory = HostMemory(base.base, base.size).view("float32", Strided.row_major(array.shape), start)
+        memory[...] = array
+        tensor = torch.from_numpy(memory)
+        tensors[name] = tensor.T if name.endswith("o_proj.weight") else tensor
+        start += -(-array.nbytes // 256) * 256
+    return tensors
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_torch_tensors_are_read_where_they_lie(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory has handles instead of file descriptors. A tensor that is not row-major is computed, and then staged."""
+    driver = Memfd(handles=True)
+    monkeypatch.setattr(mapped_memory, "CudaDriver", lambda *_: driver)
+    config = tiny_config("llama")
+    info = written_parameters(config, tp, ())[0]
+    region = driver.allocate(1 << 20)
+    tensors = torch_tensors(config, driver, region, 0)
+    plan = make_plan(named_tensors.describe(tensors), families.tensors(config), info, "float32")
+    ranks = [rank_of(config, tp, rank, plan, monkeypatch, torch.float32) for rank in range(tp)]
+    outbox = DeviceOutbox(plan, info, 0, "engine-0", "cuda", ScanOptions())
+    outbox.destinations = Destinations(tuple(tuple(links) for _, _, links, _ in ranks), b"")
+    for version in (1, 2):
+        tensors = torch_tensors(config, driver, region, version)
+        if version == 2:
+            tensors = {name: t.contiguous() if not t.is_contiguous() else t for name, t in tensors.items()}
+        manifests, num_bytes = outbox.send(tensors, set(), version)
+        assert num_bytes == plan.num_bytes
+        heard(outbox)
+        for rank, (live, held, _, _) in enumerate(ranks):
+            held.apply(version, unpack_manifest(manifests[rank], version, len(plan.incoming[rank])), 0.0)
+            assert_bits(live, naive(config, tensors, tp, rank, torch.float32))
+        assert asyncio.run(outbox.released()) > 0
+        outbox.committed(set())
+    with torch.no_grad():
+        tensors["model.norm.weight"][3] = float("nan")
+    with pytest.raises(NonFiniteWeights, match=r"model.norm.weight"):
+        outbox.send(tensors, set(), 3)
+    outbox.close()
+
+
 def test_pieces_outside_the_plan_are_refused_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
     config = tiny_config("llama")

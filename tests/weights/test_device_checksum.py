@@ -21,6 +21,7 @@ from slipstream.weights.rank_image import numpy_dtype
 from slipstream.weights.sources.transforms import View
 from slipstream.weights.transports.device import DevicePiece, DeviceSlice
 from slipstream.weights.update.device_scan import DeviceScanner
+from slipstream.weights.update.torch_scan import TorchScanner
 from tests.weights.naive_checksum import naive_checksum
 
 
@@ -70,6 +71,22 @@ def test_a_flipped_bit_and_swapped_values_change_it(at: int, bit: int, distance:
     other = (at + distance) % 1000
     swapped[[at, other]] = array[[other, at]]
     assert naive_checksum(swapped) != expected or array.view(np.uint16)[at] == array.view(np.uint16)[other]
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_torch_tensors_are_scanned_as_jax_arrays_are(casts: bool) -> None:
+    values = np.arange(72, dtype=np.float32).reshape(3, 4, 6)
+    values[1, 1, 2], values[2, 3, 3] = np.inf, np.finfo(np.float32).max
+    cuts = [DeviceSlice(View(), index) for index in ((), (slice(0, 1),), (slice(0, 3), slice(0, 4), slice(2, 4)))]
+    expected = DeviceScanner(ScanOptions(), "bfloat16", casts).scan(
+        {(0, n): DevicePiece(jnp.asarray(values), cut, None) for n, cut in enumerate(cuts)}
+    )
+    tensor = torch.from_numpy(values).requires_grad_()
+    pieces = {(0, n): DevicePiece(tensor, cut, None) for n, cut in enumerate(cuts)}
+    assert TorchScanner(ScanOptions(), "bfloat16", casts).scan(pieces) == expected
+    assert [scan.num_nonfinite for scan in expected.values()] == [2, 0, 2]
+    unchecked = TorchScanner(ScanOptions(finite=False), "bfloat16", casts).scan(pieces)
+    assert unchecked == {key: PieceScan(scan.checksum) for key, scan in expected.items()}
 
 
 @pytest.mark.parametrize("casts", [False, True])

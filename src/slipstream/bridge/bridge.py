@@ -55,6 +55,7 @@ from slipstream.types import (
     VerifyReport,
     checked_ids,
 )
+from slipstream.weights.sources.torch_shards import wait_until_computed
 from slipstream.weights.update.publisher import Publisher
 
 GENERATE_SECONDS = 3600.0
@@ -92,6 +93,11 @@ class Bridge:
     def version(self) -> int:
         """Policy version that this bridge committed last, or found when it connected; -1 before there are weights."""
         return self._version
+
+    @property
+    def process_count(self) -> int:
+        """Number of trainer processes that take part in every sync."""
+        return self._options.process_count
 
     def sync(
         self,
@@ -139,6 +145,7 @@ class Bridge:
         Until the future is done, `params` must be neither donated nor written to, and no other sync can start. Closing the
         bridge cancels the sync."""
         check_in_flight(in_flight)
+        wait_until_computed(params)
         self._syncing.acquire("another sync of this bridge is in progress; run one at a time")
         known, self._known_fleet = self._known_fleet, None  # set again on success
 

@@ -24,6 +24,7 @@ from slipstream.errors import MappingError, Unsupported, VersionError
 from slipstream.tensors.dlpack import DLPackView
 from slipstream.types import InFlight, SyncReport
 from slipstream.weights.sources.named_tensors import named_tensors
+from slipstream.weights.sources.torch_shards import replicated
 
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to names."""
@@ -39,7 +40,8 @@ def update_weights(
     """Copy a module's parameters, or a state dict, to every engine. See `Bridge.sync`."""
     named = named_parameters(weights) if isinstance(weights, torch.nn.Module) else weights
     tensors = {_without_wrappers(name): tensor.detach() for name, tensor in named.items()}
-    return bridge.sync(tensors, in_flight=in_flight, partial=partial)
+    params = replicated(tensors, bridge.process_count) if bridge.process_count > 1 else tensors
+    return bridge.sync(params, in_flight=in_flight, partial=partial)
 
 
 def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

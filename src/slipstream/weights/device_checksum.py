@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slipstream.weights.checksum import EXPONENT_BITS
+
 if TYPE_CHECKING:
     import jax
     import torch
@@ -47,31 +49,43 @@ def jax_checksum(values: jax.Array) -> jax.Array:
 
 def torch_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the checksums of tensors on one device. Waits for the current stream."""
-    if tensors and tensors[0].is_cuda and importlib.util.find_spec("triton"):
-        return _with_triton(tensors)
-    return _row_by_row(tensors)
+    return torch_scans(tensors, finite=False)[0]
 
 
-def _with_triton(tensors: Sequence[torch.Tensor]) -> list[int]:
+def torch_scans(tensors: Sequence[torch.Tensor], finite: bool = True) -> tuple[list[int], list[int]]:
+    """Return the checksums of tensors on one device, and how many values of each are not finite. Waits for the current
+    stream."""
+    if not tensors or not tensors[0].is_cuda or importlib.util.find_spec("triton") is None:
+        return _row_by_row(tensors), [int((~t.isfinite()).sum()) if finite else 0 for t in tensors]
     import torch
 
     from slipstream.weights.triton_checksum import Part, add_parts
 
-    sums = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
-    by_size: dict[int, list[Part]] = {2: [], 4: []}
+    found = torch.zeros(2, len(tensors), dtype=torch.int32, device=tensors[0].device)
+    sums, counts = found
+    by_dtype: dict[torch.dtype, list[Part]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.is_contiguous():
             size = 2 if tensor.element_size() == 2 else 4
-            by_size[size].append(Part(number, tensor.data_ptr(), 0, tensor.nbytes // size))
+            part = Part(number, tensor.data_ptr(), 0, tensor.nbytes // size)
+            by_dtype.setdefault(tensor.dtype, []).append(part)
             continue
         first = 0
         for elements in _slabs(tensor):  # copies, one at a time
-            add_parts(sums, [Part(number, elements.data_ptr(), first, elements.numel())], elements.element_size(), ROW)
+            part = Part(number, elements.data_ptr(), first, elements.numel())
+            add_parts(sums, [part], elements.element_size(), ROW, counts, _exponent(tensor.dtype) if finite else 0)
             first += elements.numel()
-    for size, parts in by_size.items():
-        add_parts(sums, parts, size, ROW)
-    found: list[int] = sums.cpu().numpy().view(np.uint32).tolist()
-    return found
+    for dtype, parts in by_dtype.items():
+        add_parts(sums, parts, 2 if dtype.itemsize == 2 else 4, ROW, counts, _exponent(dtype) if finite else 0)
+    for number, tensor in enumerate(tensors):
+        if finite and tensor.element_size() == 8:  # two elements each, which have no exponent of their own
+            counts[number] = (~tensor.isfinite()).sum()
+    checksums, num_nonfinite = found.cpu().numpy().view(np.uint32).tolist()
+    return checksums, num_nonfinite
+
+
+def _exponent(dtype: torch.dtype) -> int:
+    return EXPONENT_BITS[str(dtype).removeprefix("torch.")] if dtype.itemsize < 8 else 0
 
 
 def _row_by_row(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -7,7 +7,7 @@ A leaf is named by its path: keys, indices and attributes joined by dots. `named
 - dataclasses that are not registered as pytrees, by their fields;
 - a Flax NNX `State` or module. Its variables are pytree nodes with a single child, `GetAttrKey("value")`, which is not
   part of the name: the leaf at `layers.0.attn.q_proj.w.value` is named `layers.0.attn.q_proj.w`;
-- a PyTorch state dict: a flat mapping, read in place in host memory;
+- a PyTorch state dict: a flat mapping, read in place; of a `DTensor`, the shard of this process;
 - the path of a safetensors directory, read lazily from disk;
 - a flat mapping from names to any of these tensors, used unchanged.
 
@@ -31,6 +31,7 @@ from slipstream.tensors.boxes import full_box, intersect, shape_of, shift, slice
 from slipstream.tensors.safetensors_dir import EMBED, HEAD, stored_tensors
 from slipstream.types import Box
 from slipstream.weights.plan import SourceTensor
+from slipstream.weights.sources.torch_shards import TorchShards, dtensor_shards, is_dtensor_type, is_torch, torch_array
 
 
 class Tensor(Protocol):
@@ -58,7 +59,7 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
     if isinstance(params, (str, Path)):
         return dict(stored_tensors(params))
     if isinstance(params, Mapping) and params and _are_named_arrays(params):
-        return _without_tied_head(dict(params))
+        return _without_tied_head(_with_local_shards(params))
     import jax
 
     leaves, structure = jax.tree.flatten(params)
@@ -81,6 +82,12 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
             _names.clear()
         _names[structure] = tuple(tensors)
     return tensors
+
+
+def _with_local_shards(params: Mapping[str, Any]) -> dict[str, Any]:
+    if not any(map(is_dtensor_type, set(map(type, params.values())))):
+        return dict(params)
+    return {name: dtensor_shards(name, t) if is_dtensor_type(type(t)) else t for name, t in params.items()}
 
 
 def _are_named_arrays(params: Mapping[Any, Any]) -> bool:
@@ -125,6 +132,8 @@ def describe(tensors: Mapping[str, Tensor], rank: int = 0) -> dict[str, SourceTe
 def _source(leaf: Any, rank: int) -> SourceTensor:
     if is_jax_array(leaf):
         return _jax_source(tuple(leaf.shape), np.dtype(leaf.dtype).name, leaf.sharding, rank)
+    if isinstance(leaf, TorchShards):
+        return SourceTensor(leaf.shape, dtype_name(leaf), leaf.holders)
     return SourceTensor(tuple(leaf.shape), dtype_name(leaf), tuple((rank, box) for box in boxes(leaf)))
 
 
@@ -155,7 +164,7 @@ def read(tensor: Tensor, box: Box) -> np.ndarray:
         return tensor.read_box(box)
     if _is_sharded(tensor):
         return assemble(box, ((part, partial(np.asarray, data)) for part, data in _shards(tensor).items()))
-    return (_torch_array(tensor) if _is_torch(tensor) else np.asarray(tensor))[slices(box)]
+    return (torch_array(tensor) if is_torch(tensor) else np.asarray(tensor))[slices(box)]
 
 
 def assemble(box: Box, parts: Iterable[tuple[Box, Callable[[], np.ndarray]]]) -> np.ndarray:
@@ -176,7 +185,7 @@ def assemble(box: Box, parts: Iterable[tuple[Box, Callable[[], np.ndarray]]]) ->
 
 
 def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.") if _is_torch(tensor) else np.dtype(tensor.dtype).name
+    return str(tensor.dtype).removeprefix("torch.") if is_torch(tensor) else np.dtype(tensor.dtype).name
 
 
 def _leaves(params: Any) -> Iterator[tuple[str, Any]]:
@@ -268,25 +277,9 @@ def shard_boxes(array: Any) -> list[Box]:
     ]
 
 
-def _is_torch(tensor: Any) -> bool:
-    return hasattr(tensor, "data_ptr") and hasattr(tensor, "detach")
-
-
-def _torch_array(tensor: Any) -> np.ndarray:
-    """Return a view of a host tensor, a copy of a device tensor. torch converts bfloat16 to numpy only as int16."""
-    import torch
-
-    tensor = tensor.detach().cpu()
-    if tensor.dtype != torch.bfloat16:
-        return tensor.numpy()
-    import ml_dtypes
-
-    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-
-
 def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Drop a tied head: PyTorch state dicts list it under both names, checkpoints and engines have it once."""
     head, embed = tensors.get(HEAD), tensors.get(EMBED)
-    if _is_torch(head) and _is_torch(embed) and head.data_ptr() == embed.data_ptr():  # type: ignore[union-attr]
+    if is_torch(head) and is_torch(embed) and head.data_ptr() == embed.data_ptr():  # type: ignore[union-attr]
         del tensors[HEAD]
     return tensors

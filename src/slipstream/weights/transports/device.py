@@ -25,6 +25,7 @@ from slipstream.tensors.boxes import intersect, shift, slices
 from slipstream.tensors.strided import Strided
 from slipstream.types import Box
 from slipstream.weights.sources.named_tensors import Tensor, is_jax_array, shard_boxes
+from slipstream.weights.sources.torch_shards import TorchShards, is_torch
 from slipstream.weights.sources.transforms import View
 from slipstream.weights.sources.tree_mapping import MappedTensor, Origin
 
@@ -50,7 +51,7 @@ class DevicePiece:
     """A box of a device array to transfer. The piece keeps the array's memory alive."""
 
     array: Any
-    """A JAX array on one device."""
+    """A JAX array or torch tensor on one device."""
     slice: Callable[[Any], Any]
     """Returns the piece, given the array; traceable. Usually a `DeviceSlice`."""
     strides: Strided | None
@@ -128,12 +129,14 @@ def _platform(tensor: Any) -> str:
         platforms = {_platform(leaf) for leaf in tensor.leaves}
         return platforms.pop() if len(platforms) == 1 else "mixed"
     if not is_jax_array(tensor):
-        return "host"
+        local = tensor.local if isinstance(tensor, TorchShards) else tensor
+        return "gpu" if getattr(local, "is_cuda", False) else "host"
     return str(next(iter(tensor.sharding.device_set)).platform)
 
 
 def are_ready(tensors: Iterable[Any]) -> bool:
-    """Whether all tensors are computed. Host arrays are; deleted arrays are not, and waiting for one raises."""
+    """Whether all tensors are computed. Host arrays are, and torch tensors, for which the bridge has waited. Deleted arrays are
+    not, and waiting for one raises."""
     for tensor in tensors:
         if is_jax_array(tensor):
             if tensor.is_deleted() or not tensor.is_ready():  # `is_ready` of a deleted array crashes the process
@@ -150,6 +153,20 @@ def is_row_major(array: Any) -> bool:
     return order is None or tuple(order) == tuple(range(array.ndim))
 
 
+def pointer_of(array: Any) -> int:
+    return int(array.data_ptr() if is_torch(array) else array.unsafe_buffer_pointer())
+
+
+def wait_for(array: Any) -> None:
+    """Wait until an array is computed that this process has just started to compute."""
+    if not is_torch(array):
+        array.block_until_ready()
+    elif array.is_cuda:
+        import torch
+
+        torch.cuda.current_stream(array.device).synchronize()
+
+
 def locate(tensor: Tensor, box: Box) -> tuple[ArrayFinder, DeviceSlice]:
     """Return how to get a box of a tensor, now and from later values with the same sharding. Raise `MappingError`
     unless one addressable shard contains the box."""
@@ -162,6 +179,11 @@ def locate(tensor: Tensor, box: Box) -> tuple[ArrayFinder, DeviceSlice]:
         for shard in shard_boxes(tensor):
             if intersect(shard, box) == box:
                 return _shard_finder(tensor, shard), DeviceSlice(View(), slices(shift(box, shard)))
+    elif isinstance(tensor, TorchShards):
+        if intersect(tensor.box, box) == box:
+            return (lambda tensor: _row_major(tensor.local)), DeviceSlice(View(), slices(shift(box, tensor.box)))
+    elif is_torch(tensor):
+        return _row_major, DeviceSlice(View(), slices(box))
     raise MappingError(
         f"no device of this process holds the complete box {box} of a tensor of shape {list(tensor.shape)}"
     )
@@ -172,7 +194,17 @@ def _origin_finder(origin: Origin, number: int) -> ArrayFinder:
     return lambda tensor: find(tensor.origins[number].leaf)
 
 
+def _row_major(tensor: Any) -> Any:
+    """Return a torch tensor itself, or a copy if it is a view with other strides."""
+    row_major = tensor.contiguous()
+    if row_major is not tensor:
+        wait_for(row_major)
+    return row_major
+
+
 def _shard_finder(array: Any, box: Box) -> ArrayFinder:
+    if is_torch(array):
+        return _row_major
     if len(array.sharding.device_set) == 1:
         return lambda array: array
     number = shard_boxes(array).index(box)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING
 
 from slipstream.errors import TransferError
 from slipstream.tensors.strided import Strided, strided_view
@@ -10,6 +11,7 @@ from slipstream.types import Box, Destinations, Parameter
 from slipstream.weights.checksum import ScanOptions, add_manifest_header, check_finite, pack_entries
 from slipstream.weights.plan import Move, Plan, missing_tensor_error
 from slipstream.weights.sources.named_tensors import Tensor, check_not_deleted
+from slipstream.weights.sources.torch_shards import is_torch
 from slipstream.weights.transports.contract import unpack_link
 from slipstream.weights.transports.device import (
     DEVICE_TRANSPORTS,
@@ -21,6 +23,9 @@ from slipstream.weights.transports.device import (
     locate,
 )
 from slipstream.weights.update.device_scan import DeviceScanner
+
+if TYPE_CHECKING:
+    from slipstream.weights.update.torch_scan import TorchScanner
 
 
 class DeviceOutbox:
@@ -36,8 +41,9 @@ class DeviceOutbox:
         options: ScanOptions,
     ) -> None:
         self._plan, self._rank, self._engine, self._options = plan, rank, engine, options
-        # Over `cuda` the engine reads the trainer's bytes and casts them.
-        self._scanner = DeviceScanner(options, plan.dtype, casts=transport != "cuda")
+        self._casts = transport != "cuda"
+        """Over `cuda` the engine reads the trainer's bytes and casts them."""
+        self._scanner: DeviceScanner | TorchScanner | None = None
         self._streams = [plan.stream(rank, r) for r in range(1 + max(p.rank for p in parameters))]
         self._sizes = [{i: plan.size_of(move) for i, move in stream.items()} for stream in self._streams]
         self._senders: dict[bytes, DeviceSender] = {}
@@ -102,10 +108,13 @@ class DeviceOutbox:
         return self.promise(unchanged, version)
 
     def _wait(self, tensors: Mapping[str, Tensor]) -> None:
+        arrays = [piece.array for pieces in self._pinned for piece in pieces.values()]
+        if all(map(is_torch, arrays)):  # the bridge has waited for them
+            return
         import jax
 
         try:
-            jax.block_until_ready([piece.array for pieces in self._pinned for piece in pieces.values()])
+            jax.block_until_ready(arrays)
         except RuntimeError:
             check_not_deleted(tensors)
             raise
@@ -114,12 +123,21 @@ class DeviceOutbox:
         """Add the checksums to the pieces. Raise `NonFiniteWeights`, before the engine can commit them."""
         pieces = {(rank, index): piece for rank, own in enumerate(self._pinned) for index, piece in own.items()}
         counts: dict[tuple[str, Box], int] = {}
+        if self._scanner is None:
+            self._scanner = self._make_scanner(all(is_torch(piece.array) for piece in pieces.values()))
         for (rank, index), scan in self._scanner.scan(pieces).items():
             move = self._streams[rank][index]
             counts[move.tensor, move.tensor_box] = scan.num_nonfinite
             if self._options.checksums:
                 pieces[rank, index].checksum = scan.checksum
         check_finite(counts, {name: tensors[name].shape for name, _ in counts}, self._plan.dtype)
+
+    def _make_scanner(self, for_torch: bool) -> DeviceScanner | TorchScanner:
+        if not for_torch:
+            return DeviceScanner(self._options, self._plan.dtype, self._casts)
+        from slipstream.weights.update.torch_scan import TorchScanner
+
+        return TorchScanner(self._options, self._plan.dtype, self._casts)
 
     def _piece(self, tensors: Mapping[str, Tensor], move: Move) -> DevicePiece:
         tensor = tensors.get(move.tensor)

@@ -2,8 +2,9 @@
 processes.
 
 JAX's allocators, except `cuda_async`, allocate through CUDA's virtual memory management API. Such allocations can be
-exported as file descriptors; an importing process maps the same physical memory read-only. Needs the package
-cuda-bindings."""
+exported as file descriptors; an importing process maps the same physical memory read-only. PyTorch's allocator calls
+`cudaMalloc`. Such allocations have a CUDA IPC handle, which an importing process opens; it could write there too. Needs the
+package cuda-bindings."""
 
 from __future__ import annotations
 
@@ -51,6 +52,8 @@ class CudaDriver:
         self._do("cuInit", 0)
         self._contexts: dict[int, Any] = {}
         self._granularity = 2 << 20
+        self._opened: set[int] = set()
+        """Addresses of allocations that were opened by their CUDA IPC handle."""
 
     def region(self, pointer: int) -> Region:
         """Return the allocation that contains an address."""
@@ -61,16 +64,21 @@ class CudaDriver:
         device = self._do("cuPointerGetAttribute", attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)
         return Region(int(base), int(size), int(buffer_id), int(device))
 
-    def export(self, region: Region) -> int:
-        """Return a file descriptor of the region's memory, which the caller closes. Raise `NotExportable`."""
+    def export(self, region: Region) -> int | bytes:
+        """Return a file descriptor of the region's memory, which the caller closes, or a CUDA IPC handle. Raise
+        `NotExportable`."""
+        self._use(region.device)
         try:
             handle = self._do("cuMemRetainAllocationHandle", region.base)
             try:
                 return int(self._do("cuMemExportToShareableHandle", handle, self._posix, 0))
             finally:
                 self._do("cuMemRelease", handle)
-        except TransferError as error:
-            raise NotExportable(str(error)) from None
+        except TransferError as no_fd:
+            try:
+                return bytes(self._do("cuIpcGetMemHandle", region.base).reserved)
+            except TransferError as no_handle:
+                raise NotExportable(f"{no_fd}; {no_handle}") from None
 
     def allocate(self, size: int, device: int) -> Region:
         """Allocate memory that can be exported."""
@@ -102,18 +110,29 @@ class CudaDriver:
         """Free memory from `allocate`."""
         self.unmap(region.base, region.size)
 
-    def map(self, fd: int, size: int) -> int:
-        """Map an exported region read-only and return its address. Close `fd`."""
+    def map(self, exported: int | bytes, size: int) -> int:
+        """Map an exported region, read-only where possible, and return its address. Close the file descriptor."""
         self._use(self._device)
+        if isinstance(exported, bytes):
+            ipc = self._cu.CUipcMemHandle()
+            ipc.reserved = exported
+            flags = self._cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            address = int(self._do("cuIpcOpenMemHandle", ipc, flags.value))
+            self._opened.add(address)
+            return address
         try:
-            handle = self._do("cuMemImportFromShareableHandle", fd, self._posix)
+            handle = self._do("cuMemImportFromShareableHandle", exported, self._posix)
         finally:
-            os.close(fd)
+            os.close(exported)
         flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
         return self._map_handle(handle, size, self._device, flags)
 
     def unmap(self, address: int, size: int) -> None:
         self._use(self._device)
+        if address in self._opened:
+            self._opened.discard(address)
+            self._do("cuIpcCloseMemHandle", address)
+            return
         self._do("cuMemUnmap", address, size)
         self._do("cuMemAddressFree", address, size)
 

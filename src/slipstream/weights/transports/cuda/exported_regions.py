@@ -6,7 +6,7 @@ reader's counterpart."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,16 @@ class RegionUpdate:
 
     places: dict[int, tuple[int, int]]
     """By pointer: the region's number and the offset in it."""
-    new: dict[int, tuple[Region, int]] = field(default_factory=dict)
-    """New regions by number, with file descriptors to pass on and close."""
+    new: dict[int, tuple[Region, int | bytes]] = field(default_factory=dict)
+    """New regions by number, with file descriptors to pass on and close, or CUDA IPC handles."""
     removed: list[int] = field(default_factory=list)
     """Numbers of withdrawn regions."""
+
+    def close(self) -> None:
+        """Close the file descriptors."""
+        for _, exported in self.new.values():
+            if isinstance(exported, int):
+                os.close(exported)
 
 
 class ExportedRegions:
@@ -50,22 +56,24 @@ class ExportedRegions:
                 self.is_staged = True
         return self._staged(arrays)
 
-    def _in_place(self, pointers: Collection[int]) -> RegionUpdate:
+    def _in_place(self, arrays: Mapping[int, Any]) -> RegionUpdate:
         update, used = RegionUpdate({}), list[Region]()
         base = end = number = 0
         self._sync += 1
         try:
-            for pointer in sorted(pointers):
+            for pointer in sorted(arrays):
                 # Sorted, so that the arrays of a region are adjacent. Ask the driver in every sync: an allocator may have
                 # freed a region and received other memory at the same addresses.
                 if not base <= pointer < end:
                     used.append(region := self._driver.region(pointer))
                     base, end, number = region.base, region.base + region.size, self._number(region, update)
+                if pointer + arrays[pointer].nbytes > end:  # torch's expandable segments are many small allocations
+                    raise NotExportable("the array spans several allocations")
                 update.places[pointer] = (number, pointer - base)
         except NotExportable:
-            for region, fd in update.new.values():
-                os.close(fd)
+            for region, _ in update.new.values():
                 del self._numbers[region]
+            update.close()
             raise
         self._last_used |= dict.fromkeys(used, self._sync)
         # Memory that a reader has mapped stays allocated even after the trainer's allocator has freed it.

@@ -2,16 +2,16 @@
 nothing is sent.
 
 For each region of memory the trainer passes a file descriptor over a Unix socket once, and the engine rank maps it
-read-only. For each piece the trainer announces its place, shape, strides and dtype; the engine rank copies it from
-device to device and casts, transposes and slices on the way. The trainer keeps the arrays unchanged until the engine
-reports that it has copied them.
+read-only; of PyTorch's memory it passes a CUDA IPC handle. For each piece the trainer announces its place, shape, strides and
+dtype; the engine rank copies it from device to device and casts, transposes and slices on the way. The trainer keeps the
+arrays unchanged until the engine reports that it has copied them.
 
     trainer   CudaSender           exported_regions.py    which memory the engine knows
               wire_format.py                              announcements and replies
     engine    CudaReceiver         mapped_regions.py      the mappings, and views of the pieces
 
-If memory cannot be exported (JAX's `cuda_async` allocator), arrays are first copied into a staging buffer that can be,
-and the sync report says so."""
+If memory cannot be exported (JAX's `cuda_async` allocator, PyTorch's `expandable_segments`), arrays are first copied into a
+staging buffer that can be, and the sync report says so."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ import numpy as np
 
 from slipstream.errors import ChecksumMismatch, TransferError, WeightsError
 from slipstream.tensors.strided import Strided
+from slipstream.weights.sources.named_tensors import dtype_name
+from slipstream.weights.sources.torch_shards import is_torch
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
 from slipstream.weights.transports.cuda.driver import CudaDriver
 from slipstream.weights.transports.cuda.exported_regions import ExportedRegions, RegionUpdate
@@ -44,7 +46,7 @@ from slipstream.weights.transports.cuda.wire_format import (
     send_announcements,
     send_reply,
 )
-from slipstream.weights.transports.device import DevicePiece, DeviceSender
+from slipstream.weights.transports.device import DevicePiece, DeviceSender, pointer_of, wait_for
 
 log = logging.getLogger(__name__)
 
@@ -119,9 +121,10 @@ class CudaSender(DeviceSender):
         arrays |= computed
         self._computed = list(computed.values())
         for array in self._computed:
-            array.block_until_ready()
-        pointers = [array.unsafe_buffer_pointer() for array in arrays.values()]
-        update = self._exports.update(dict(zip(pointers, arrays.values())))
+            wait_for(array)
+        pointers = [pointer_of(array) for array in arrays.values()]
+        by_size = sorted(zip(pointers, arrays.values()), key=lambda item: item[1].nbytes)
+        update = self._exports.update(dict(by_size))  # of several arrays at one address, the largest
         rows = np.empty((len(arrays), 4), np.int64)
         rows[:, 0] = list(arrays)
         rows[:, 1:3] = [update.places[pointer] for pointer in pointers]
@@ -129,7 +132,7 @@ class CudaSender(DeviceSender):
         for index in pieces.keys() - self._announced:
             array = arrays[index]
             view = pieces[index].strides or Strided.row_major(tuple(array.shape))
-            layouts.append([index, np.dtype(array.dtype).name, view.offset, view.shape, view.strides])
+            layouts.append([index, dtype_name(array), view.offset, view.shape, view.strides])
         return update, layouts, rows
 
     async def confirmed(self) -> None:
@@ -144,6 +147,8 @@ class CudaSender(DeviceSender):
         return await self._receive_reply(version, f"confirm that it has copied version {version}")
 
     def _compute(self, index: int, piece: DevicePiece) -> Any:
+        if is_torch(piece.array):
+            return piece.slice(piece.array).contiguous()
         if index not in self._compiled:
             import jax
 

@@ -47,10 +47,11 @@ class MappedRegions:
             self._driver.unmap(address, size)
         if announcement.removed or announcement.layouts:
             self._drop_views()
-        if len(announcement.regions) != len(fds):
-            raise TransferError(f"{len(announcement.regions)} regions were announced with {len(fds)} file descriptors")
-        for number, size in announcement.regions:
-            address = self._driver.map(fds.pop(0), size)
+        without_handle = sum(len(region) == 2 for region in announcement.regions)
+        if without_handle != len(fds):
+            raise TransferError(f"{without_handle} regions were announced with {len(fds)} file descriptors")
+        for number, size, *handle in announcement.regions:
+            address = self._driver.map(bytes.fromhex(handle[0]) if handle else fds.pop(0), size)
             self._regions[number] = (address, size, self._wrap(address, size))
         for index, dtype, offset, shape, strides in announcement.layouts:
             if dtype not in DTYPE_BYTES or min((offset, *shape, *strides), default=0) < 0:

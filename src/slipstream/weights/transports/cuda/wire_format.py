@@ -2,7 +2,8 @@
 
     announcement = header, JSON, rows; with file descriptors        trainer → engine
         header   = magic, version, bytes of JSON, bytes of rows, number of file descriptors
-        JSON     = regions: [number, size] of each region whose file descriptor is attached
+        JSON     = regions: [number, size] of each region whose file descriptor is attached, [number, size, handle] of
+                            each that has a CUDA IPC handle, in hexadecimal digits
                    removed: numbers of the regions to unmap
                    layouts: [index, dtype, offset, shape, strides] of pieces announced for the first time, in elements
         rows     = (index, region, offset in bytes, checksum or -1) of each piece, as int64; the checksum is -2 if it
@@ -60,19 +61,21 @@ def send_announcements(
         for number, batch in enumerate(batches):
             is_first, is_last = number == 0, number == len(batches) - 1
             fields = {
-                "regions": [[key, region.size] for key, (region, _) in batch],
+                "regions": [
+                    [key, region.size, *([shared.hex()] if isinstance(shared, bytes) else [])]
+                    for key, (region, shared) in batch
+                ],
                 "removed": update.removed if is_first else [],
                 "layouts": layouts if is_last else [],
             }
             text = json.dumps(fields, separators=(",", ":")).encode()
             data = rows.tobytes() if is_last else b""
-            fds = [fd for _, (_, fd) in batch]
+            fds = [shared for _, (_, shared) in batch if isinstance(shared, int)]
             message = HEADER.pack(MAGIC, version, len(text), len(data), len(fds)) + text + data
             if rest := message[socket.send_fds(connection, [message], fds) :]:
                 connection.sendall(rest)
     finally:
-        for _, fd in update.new.values():
-            os.close(fd)
+        update.close()
 
 
 def receive_announcement(connection: socket.socket) -> tuple[Announcement, list[int]]:

@@ -41,6 +41,7 @@ class SharedCudaMemory:
         region = self._driver.allocate(size, device)
         self.buffer = _address_range(region.base, size, partial(self._driver.free, region), self._driver)
         fd = self._driver.export(region)
+        assert isinstance(fd, int), "memory from `allocate` has a file descriptor"
         listener = FdListener(partial(_send_fd, region.size, fd), DEADLINE_SECONDS)
         self.close = weakref.finalize(self, _close, listener, fd)
         listener.start()
