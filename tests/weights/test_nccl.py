@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ from slipstream.weights.transports.nccl.wire_format import (
 from tests.test_architecture import loaded_by
 from tests.weights.fake_nccl import FakeNccl
 from tests.weights.nccl_by_hand import Model, Piece, same, staged
+from tests.weights.test_device_checksum import as_torch
 
 SMALL = 8 << 10  # with buckets of this size, some moves of the tiny model are large, and some fill a bucket
 SOON = 2.0  # the deadline in tests that wait for it
@@ -47,9 +49,9 @@ def nccl(tmp_path):
 class Fleet:
     """Every trainer rank connected to every engine rank, in one process."""
 
-    def __init__(self, model, nccl, tp=1, trainers=1, deadline=20.0, bucket=SMALL, primitive="send"):
+    def __init__(self, model, nccl, tp=1, trainers=1, deadline=20.0, bucket=SMALL, primitive="send", device=None):
         self.model, self.tp, self.trainers, self.nccl = model, tp, trainers, nccl
-        self.deadline, self.bucket = deadline, bucket
+        self.deadline, self.bucket, self.device = deadline, bucket, device
         self.receivers = [
             NcclReceiver(model.plan, rank, range(trainers), -1, model.parameters, deadline, primitive, nccl)
             for rank in range(tp)
@@ -71,17 +73,18 @@ class Fleet:
                     f"engine 'e0' rank {rank}",
                     self.bucket,
                     self.deadline,
+                    self.device,
                     library=self.nccl,
                 )
 
-    def update(self, version, weights, only=lambda move: True):
+    def update(self, version, weights, only=lambda move: True, convert=lambda pieces: pieces):
         for receiver in self.receivers:
             receiver.expect(version)
         indices = [set() for _ in self.receivers]
         with ThreadPoolExecutor(len(self.senders)) as pool:
             sends = []
             for (trainer, rank), sender in self.senders.items():
-                pieces = self.model.pieces(weights, trainer, rank, only)
+                pieces = convert(self.model.pieces(weights, trainer, rank, only))
                 indices[rank] |= pieces.keys()
                 sends.append(pool.submit(sender.send, version, pieces))
             num_bytes = sum(receiver.wait(version, indices[rank]) for rank, receiver in enumerate(self.receivers))
@@ -252,6 +255,28 @@ def test_pieces_on_another_device_are_copied_first(nccl):
             fleet.senders[0, rank].send(0, pieces | here)
             receiver.wait(0, pieces.keys())
             same(staged(receiver, model, rank), model.expected(weights, rank))
+
+
+@pytest.mark.parametrize(("source", "dtype"), [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+def test_torch_tensors_arrive_like_jax_arrays(nccl, source, dtype):
+    """Shards of two trainer ranks, some of which are sent in place and some cast first."""
+    model = Model(tp=2, trainers=2, source=source, dtype=dtype)
+    fleet = Fleet(model, nccl, tp=2, trainers=2, device=torch.device("cpu"))
+    for version in range(2):
+        weights = model.weights(version)
+        assert fleet.update(version, weights, convert=torch_pieces) == model.plan.num_bytes
+        for rank, receiver in enumerate(fleet.receivers):
+            same(staged(receiver, model, rank), model.expected(weights, rank))
+    piece = next(iter(torch_pieces(model.pieces(weights, 0, 0)).items()))
+    with pytest.raises(MappingError, match="the plan says"):
+        fleet.senders[0, 0].send(2, {piece[0]: dataclasses.replace(piece[1], box=((0, 1),))})
+
+
+def torch_pieces(pieces):
+    return {
+        index: dataclasses.replace(piece, array=as_torch(np.array(piece.array)).requires_grad_())
+        for index, piece in pieces.items()
+    }
 
 
 def test_transposed_and_reshaped_pieces(nccl):

@@ -25,6 +25,8 @@ from slipstream.weights.transports.device import (
 from slipstream.weights.update.device_scan import DeviceScanner
 
 if TYPE_CHECKING:
+    import torch
+
     from slipstream.weights.update.torch_scan import TorchScanner
 
 
@@ -156,8 +158,10 @@ class DeviceOutbox:
         assert self.destinations is not None
         link = self.destinations.links[rank][self._rank]
         if link not in self._senders:
+            array = next((piece.array for piece in self._pinned[rank].values()), None)
+            device = array.device if array is not None and is_torch(array) else None
             self._senders[link] = open_device_sender(
-                link, self._plan, self._streams[rank], f"{self._engine}, rank {rank}"
+                link, self._plan, self._streams[rank], f"{self._engine}, rank {rank}", device
             )
         return self._senders[link]
 
@@ -171,7 +175,10 @@ class DeviceOutbox:
         self._senders, self.destinations = {}, None
 
 
-def open_device_sender(link: bytes, plan: Plan, moves: dict[int, Move], peer: str) -> DeviceSender:
+def open_device_sender(
+    link: bytes, plan: Plan, moves: dict[int, Move], peer: str, device: torch.device | None = None
+) -> DeviceSender:
+    """`device` is that of the pieces, if they are torch tensors."""
     match unpack_link(link)["transport"]:
         case "cuda":
             from slipstream.weights.transports.cuda.mapped_memory import CudaSender
@@ -180,7 +187,7 @@ def open_device_sender(link: bytes, plan: Plan, moves: dict[int, Move], peer: st
         case "nccl":
             from slipstream.weights.transports.nccl.transport import NcclSender
 
-            return NcclSender(link, plan, moves, peer)
+            return NcclSender(link, plan, moves, peer, device=device)
         case other:
             raise TransferError(
                 f"engine {peer}: {other!r} is not a transport between devices; known: {', '.join(DEVICE_TRANSPORTS)}"

@@ -85,6 +85,23 @@ class Packer:
         self._compiled_slices: dict[_SliceProgram, Any] = {}
         self._compiled: dict[_BucketProgram, Any] = {}
 
+    @property
+    def ordinal(self) -> int:
+        return self._device.local_hardware_id or 0
+
+    def upload(self, data: bytes) -> tuple[int, Any]:
+        """Return the address of a copy on the device, and what owns its memory."""
+        import jax
+
+        array = jax.device_put(np.frombuffer(data, np.uint8), self._device).block_until_ready()
+        return array.unsafe_buffer_pointer(), array
+
+    def wait(self, inputs: Mapping[int, PackInput]) -> None:
+        """NCCL's stream does not wait for JAX's."""
+        import jax
+
+        jax.block_until_ready([source.array for source in inputs.values()])
+
     def inputs(self, pieces: Mapping[int, DevicePiece]) -> dict[int, PackInput]:
         """Raise `MappingError` for a piece whose size is not as planned."""
         return {index: self._input(index, piece) for index, piece in pieces.items()}

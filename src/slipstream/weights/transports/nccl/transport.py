@@ -22,8 +22,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from slipstream.errors import MappingError, TransferError
 from slipstream.tensors.boxes import slices
 from slipstream.types import Parameter
@@ -69,23 +67,20 @@ class NcclSender(DeviceSender):
         peer: str,
         bucket_bytes: int = BUCKET_BYTES,
         deadline: float = DEADLINE_SECONDS,
-        device: jax.Device | None = None,
+        device: jax.Device | torch.device | None = None,
         library: Nccl4py = NCCL,
     ) -> None:
-        import jax
-
+        """`device` is a torch device if the pieces are torch tensors; by default it is JAX's first."""
         fields = NcclLink.unpack(link, len(moves))
         check_versions(library.version(), fields.nccl, peer)
         if fields.plan != plan.fingerprint:
             raise TransferError(f"{peer} follows plan {fields.plan}, this trainer follows plan {plan.fingerprint}")
         self._plan, self._moves, self._peer, self._limit = plan, moves, peer, bucket_bytes
         self._contiguous = unpack_indices(fields.contiguous, moves)
-        self._device = device or jax.local_devices()[0]
-        self._packer = Packer(plan, moves, self._device)
+        self._packer = _packer(plan, moves, device)
         self._lock, self._stop = threading.Lock(), threading.Event()
-        ordinal = self._device.local_hardware_id or 0
         self._pair: NcclPair | None = library.pair(
-            fields.unique_id, 0, ordinal, fields.primitive, peer, deadline, self._stop
+            fields.unique_id, 0, self._packer.ordinal, fields.primitive, peer, deadline, self._stop
         )
 
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
@@ -110,24 +105,22 @@ class NcclSender(DeviceSender):
             self._close_pair([])
 
     def _send(self, pair: NcclPair, version: int, pieces: Mapping[int, DevicePiece], held: list[object]) -> None:
-        import jax
-
         if unknown := sorted(pieces.keys() - self._moves.keys()):
             raise MappingError(f"the plan has no move {unknown[0]} from this trainer rank to {self._peer}")
         inputs = self._packer.inputs(pieces)
         held.append(inputs)
-        jax.block_until_ready([source.array for source in inputs.values()])  # NCCL's stream does not wait for JAX's
+        self._packer.wait(inputs)
         direct = frozenset(index for index in self._contiguous & inputs.keys() if inputs[index].is_sent_in_place)
         buckets = buckets_of(sizes_of(self._plan, self._moves, inputs), direct, self._limit)
         self._packer.prepare(buckets, inputs)
         checksums = {index: piece.checksum for index, piece in pieces.items() if piece.checksum is not None}
         header = UpdateHeader(version, self._limit, frozenset(inputs), direct, checksums).pack(self._moves)
-        data = jax.device_put(np.frombuffer(header, np.uint8), self._device).block_until_ready()
+        pointer, data = self._packer.upload(header)
         # Pack the first bucket before sending anything: a kernel that waits for its peer delays kernels that compute.
         packed = self._packer.pack(buckets[0], inputs) if buckets else None
         held += [data, packed]
         with pair.group(f"sending the header of version {version}"):
-            pair.send(data.unsafe_buffer_pointer(), data.nbytes)
+            pair.send(pointer, len(header))
         in_flight: deque[tuple[str, Any, object]] = deque()
         held.append(in_flight)
         for number, bucket in enumerate(buckets, 1):
@@ -155,6 +148,16 @@ class NcclSender(DeviceSender):
         pair, self._pair = self._pair, None
         if pair is not None and not pair.close():
             leaked_memory.append(held)
+
+
+def _packer(plan: Plan, moves: dict[int, Move], device: jax.Device | torch.device | None) -> Any:
+    if type(device).__module__ == "torch":
+        from slipstream.weights.transports.nccl.torch_packing import TorchPacker
+
+        return TorchPacker(plan, moves, device)  # type: ignore[arg-type]
+    import jax
+
+    return Packer(plan, moves, device or jax.local_devices()[0])
 
 
 class NcclReceiver:
