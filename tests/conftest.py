@@ -60,7 +60,7 @@ def few_mappings() -> Iterator[None]:
 SLOW = """
     chaos cli/test_cli cli/test_demo deploy/test_elastic deploy/test_fanout deploy/test_faults deploy/test_hosts
     deploy/test_kill deploy/test_lan deploy/test_launch deploy/test_ray deploy/test_rollouts
-    deploy/test_shared_weights deploy/test_trainer_group engines/test_attention engines/test_attention_gpu
+    deploy/test_shared_weights deploy/test_torch_ranks deploy/test_trainer_group engines/test_attention engines/test_attention_gpu
     engines/test_determinism engines/test_drafts engines/test_embedded engines/test_remote engines/test_sampling
     engines/test_sglang engines/test_shared engines/test_smollm2 engines/test_soak gateway/test_process
     gateway/test_real_affinity gateway/test_real_quarantine http/test_control http/test_docs http/test_evaluation
