@@ -1,7 +1,8 @@
 """The GPU half of `weight_sync.py`: a JAX trainer's weights into a vLLM process on the same GPU.
 
 Measures for each shape in one run: (a) mapped memory, (b) NCCL, (c) vLLM's own NCCL weight transfer, for one shape, (d)
-a plain device copy of the same bytes, (e) a raw NCCL broadcast of them. Reports medians over the rounds:
+a plain device copy of the same bytes, (e) a raw NCCL broadcast of them, (f) mapped memory of a PyTorch trainer. Reports
+medians over the rounds:
 
     sync      all of `bridge.sync` through the gateway, from the call until the new version serves
     transfer  moving the bytes, timed in vLLM's worker (for the raw broadcast, in its receiver)
@@ -88,7 +89,7 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
     )
 
     def syncs(
-        run_dir: Path, transport: str, versions: list[dict[str, jax.Array]], checked: bool = True
+        run_dir: Path, transport: str, versions: list[dict[str, Any]], checked: bool = True
     ) -> Iterator[dict[str, float]]:
         """Sync `rounds` times after two syncs of warm-up (connections, caches), and yield the timings."""
         with slipstream.connect(run_dir, transport=transport, checksums=checked, check_finite=checked) as bridge:
@@ -121,6 +122,13 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
             versions = [make(specs, "float32", seed) for seed in range(2)]
             take("cuda, float32 to bfloat16", []).extend(syncs(root / "run", "cuda", versions))
             del versions
+            with attempt(result, "PyTorch", console):
+                tensors = [make_torch(specs, seed) for seed in range(2)]
+                take("torch", []).extend(syncs(root / "run", "cuda", tensors))
+                take("torch, unchecked", []).extend(syncs(root / "run", "cuda", tensors, checked=False))
+                take("torch, through the host", []).extend(syncs(root / "run", "shm", tensors))
+                take("torch, nccl", []).extend(syncs(root / "run", "nccl", tensors))
+                del tensors
     with attempt(result, "raw NCCL", console):
         from nccl_raw import OPERATIONS
         from nccl_raw import measure as raw_nccl
@@ -175,6 +183,17 @@ def make(specs: Any, dtype: str, seed: int) -> dict[str, jax.Array]:
         arrays[spec.name] = (scale if len(spec.shape) > 1 else 1 + scale).astype(dtype)
     jax.block_until_ready(arrays)
     return arrays
+
+
+def make_torch(specs: Any, seed: int) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(seed)
+    tensors = {}
+    for spec in specs:
+        scale = 0.02 * torch.randn(spec.shape, device="cuda")
+        tensors[spec.name] = (scale if len(spec.shape) > 1 else 1 + scale).bfloat16()
+    return tensors
 
 
 def timings(report: slipstream.SyncReport) -> dict[str, float]:
@@ -276,6 +295,10 @@ def targets(shapes: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
                 median(rows["native"], "sync") / median(rows["cuda"], "transfer"),
                 30,
             )
+    for kind in ("", ", unchecked"):
+        if rows.get(f"torch{kind}") and rows.get(f"cuda{kind}"):
+            ratio = median(rows[f"torch{kind}"], "sync") / median(rows[f"cuda{kind}"], "sync")
+            at_most(f"(f) whole sync{kind}, of (a)", ratio, 1.5)
     if rows.get("nccl") and rows.get("broadcast"):
         at_least("(b) transfer, of (e)", median(rows["broadcast"], "transfer") / median(rows["nccl"], "transfer"), 0.9)
         at_most("(b) pause, ms", 1e3 * median(rows["nccl"], "pause"), 3)
@@ -293,6 +316,10 @@ NAMES = {
     "copy": "(d) raw device copy",
     "broadcast": "(e) raw NCCL broadcast",
     "send": "    raw NCCL send and receive",
+    "torch": "(f) mapped memory, from PyTorch",
+    "torch, unchecked": "(f) mapped memory, from PyTorch, no checksums, no check for NaN",
+    "torch, through the host": "    from PyTorch, through host memory",
+    "torch, nccl": "    from PyTorch, NCCL",
 }
 
 

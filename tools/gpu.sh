@@ -9,6 +9,8 @@
 #   embedded tests of the embedded engine, in parallel; 5 minutes
 #   trust    checksums on the device; three vLLM engines, of which one computes something else, one freezes and one is
 #            killed; 4 minutes
+#   torch    a PyTorch trainer: its CUDA tensors over mapped memory and NCCL, two ranks, weights shared with vLLM; 5 minutes
+#   torchsync  weight sync benchmark of 1.2B, from JAX and from PyTorch; 4 minutes
 #
 # Needs a GPU with at least 80 GB, and an environment with JAX for CUDA, vLLM and the test dependencies. The environment
 # variable PYTHON selects the interpreter (default: python3).
@@ -73,8 +75,16 @@ case $what in
         logged checksums pytest tests/gpu/test_device_checksum_gpu.py
         logged trust pytest tests/gpu/test_vllm_trust_gpu.py
         ;;
+    torch)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        logged torch pytest tests/gpu/test_torch_gpu.py
+        ;;
+    torchsync)
+        logged torchsync "$python" benchmarks/weight_sync.py --gpu --shapes 1.2B --repeats 11 --no-native \
+            --json "$out/torchsync.json"
+        ;;
     *)
-        sed -n '2,14p' "$0"
+        sed -n '2,16p' "$0"
         exit 2
         ;;
 esac

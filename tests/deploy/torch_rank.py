@@ -34,7 +34,8 @@ def step(module, number):
 def main(model, out):
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
-    bridge = TorchWeightBridge(copy.deepcopy(whole), transport=os.environ.get("TRANSPORT"), timeout=120)
+    mode, transport = os.environ.get("MODE"), os.environ.get("TRANSPORT")
+    bridge = TorchWeightBridge(copy.deepcopy(whole), mode=mode, transport=transport, timeout=120)
     if device.type == "cuda":  # PyTorch's NCCL takes one rank per GPU, and FSDP2's own steps are not of interest here
         torch.distributed.init_process_group(
             "gloo", init_method=bridge._job.trainers_url("gloo"), rank=int(os.environ["RANK"]), world_size=2
