@@ -28,7 +28,7 @@ recomputed with the new weights. `requeue`: they drop their tokens and restart f
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 """Memory that a sleeping engine has released and `wake` restores."""
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def duplicated(sender, index, array):
 def truncated(sender, index, array):
     """Send half of the piece, then nothing."""
     if isinstance(sender, TcpSender):
-        sender._socket.sendall(_FRAME.pack(sender._version, index, array.nbytes) + b"\0" * (array.nbytes // 2))
+        sender._connection.sendall(_FRAME.pack(sender._version, index, array.nbytes) + b"\0" * (array.nbytes // 2))
         sender.close()
         raise TransferError("the trainer's connection broke")
     checksum = sender.send(index, array)

@@ -255,7 +255,7 @@ class Outbox:
     def promise(self, unchanged: Any, version: int) -> Any:
         return ([b"manifest"], 4) if self._promises else None
 
-    def send(self, tensors: Any, unchanged: Any, version: int, is_computed: bool = False) -> Any:
+    def send(self, tensors: Any, unchanged: Any, version: int, is_computed: bool, replicas: Any) -> Any:
         self._events.append("send" if is_computed else "send: computed later")
         if self._breaks:
             raise TransferError("the line is dead")
@@ -295,9 +295,10 @@ def published(
     """What happens in the second of two updates, when links are known."""
     events: list[str] = []
     route = SimpleNamespace(
-        engine=SimpleNamespace(name="a", num_ranks=ranks),
+        engine=SimpleNamespace(name="a", num_ranks=ranks, host="here"),
         outbox=Outbox(events, promises, breaks),
         is_quick=True,
+        network=None,
         transport_label="here",
         is_checksummed=True,
         offer=lambda: Offer(b"", "plan", "memory"),
@@ -361,9 +362,10 @@ def test_an_engine_that_cannot_be_reached_is_dropped_only_on_request(
     fleet, events = Fleet(), list[str]()
     routes = {
         name: SimpleNamespace(
-            engine=SimpleNamespace(name=name, num_ranks=1),
+            engine=SimpleNamespace(name=name, num_ranks=1, host="here"),
             outbox=Outbox(events, promises=False, breaks=False),
             is_quick=False,
+            network=None,
             transport="tcp",
             transport_label="tcp",
             is_checksummed=True,

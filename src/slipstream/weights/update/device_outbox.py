@@ -88,7 +88,12 @@ class DeviceOutbox:
         return self._chosen[1:]
 
     def send(
-        self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int, is_computed: bool = False
+        self,
+        tensors: Mapping[str, Tensor],
+        unchanged: Set[str],
+        version: int,
+        is_computed: bool = False,
+        replicas: Sequence[DeviceOutbox] = (),
     ) -> tuple[list[bytes], int]:
         """Send what changed, once computed. Afterwards each rank has its pieces or knows where to read them."""
         assert self.destinations is not None

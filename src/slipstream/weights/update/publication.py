@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from slipstream.config import SyncOptions
@@ -33,7 +33,7 @@ from slipstream.weights.sources.named_tensors import Tensor
 from slipstream.weights.transports.device import DEVICE_TRANSPORTS, are_ready
 from slipstream.weights.update import transport_choice
 from slipstream.weights.update.device_outbox import DeviceOutbox
-from slipstream.weights.update.transfer import Outbox
+from slipstream.weights.update.transfer import ChainNotOpen, Outbox
 from slipstream.weights.update.unchanged import HeldTensors
 
 log = logging.getLogger(__name__)
@@ -77,12 +77,22 @@ class Route:
         self.is_quick = transport_choice.is_quick(transport, plan.num_bytes)
         self._is_connected = False
         """The engine has the plan, and the trainer has links to it."""
+        self.is_alone = False
+        """Gets its bytes from the trainer, because engines could not pass them on."""
         self._offered = ""
 
     @property
     def transport_label(self) -> str:
         """The transport, with the note of its sender if there is one."""
         return ", ".join(filter(None, (self.transport, self.outbox.note)))
+
+    @property
+    def network(self) -> str | None:
+        """See `transport_choice.network_of`."""
+        destinations = self.outbox.destinations
+        if self.is_alone or destinations is None:
+            return None
+        return transport_choice.network_of(self.transport, self.engine.host, destinations)
 
     @property
     def is_checksummed(self) -> bool:
@@ -141,7 +151,7 @@ class Publication:
         self._are_destinations_known = not drop_failed and all(
             r.outbox.destinations is not None for r in routes.values()
         )
-        self.num_bytes = 0
+        self.num_bytes, self._counting = 0, threading.Lock()
         self.stages: dict[str, StageReport] = {}
         self.commits: dict[str, CommitReport] = {}
         self.sent_at = self.staged_at = 0.0
@@ -260,18 +270,44 @@ class Publication:
     async def _send_bytes(self, is_computed: bool) -> _Sent:
         """Send the bytes to all engines at once, in threads where that takes long enough to pay off. `is_computed` says that
         the arrays are computed and sending them is quick."""
-        sends = {
-            name: partial(route.outbox.send, self._tensors, self.unchanged[name], self._version, is_computed)
-            for name, route in self.routes.items()
-        }
         in_thread = not is_computed or self._is_scanning or self._drop_failed
         step("sync.send", version=self._version)
         if in_thread:
-            sent = await self._for_each({name: asyncio.to_thread(send) for name, send in sends.items()})
+            groups = await self._for_each({names[0]: self._send_group(names, is_computed) for names in self._groups()})
+            sent = {name: of_engine for of_group in groups.values() for name, of_engine in of_group.items()}
         else:
-            sent = {name: send() for name, send in sends.items()}
+            sent = {name: self._send([name], is_computed) for name in self.routes}
         step("sync.sent", version=self._version)
-        self.num_bytes = sum(num_bytes for _, num_bytes in sent.values())
+        return sent
+
+    def _groups(self) -> list[list[str]]:
+        """Return the engines in groups that get the same bytes, which leave the trainer once for each group. With `drop_failed`
+        no engine depends on another, which may fail."""
+        groups: dict[object, list[str]] = {}
+        for name, route in self.routes.items():
+            network = None if self._drop_failed else route.network
+            key = name if network is None else (network, id(route.plan), frozenset(self.unchanged[name]))
+            groups.setdefault(key, []).append(name)
+        # Engines of one host are neighbours in a chain, so that bytes enter and leave the host once.
+        return [sorted(names, key=lambda name: self.routes[name].engine.host) for names in groups.values()]
+
+    async def _send_group(self, names: Sequence[str], is_computed: bool) -> _Sent:
+        try:
+            return dict.fromkeys(names, await asyncio.to_thread(self._send, names, is_computed))
+        except ChainNotOpen as error:
+            log.warning("the trainer sends to %s one by one: %s", ", ".join(names), error)
+            for name in names:
+                self.routes[name].is_alone = True
+            groups = await asyncio.gather(*(self._send_group([name], is_computed) for name in names))
+            return {name: sent for group in groups for name, sent in group.items()}
+
+    def _send(self, names: Sequence[str], is_computed: bool) -> tuple[list[bytes], int]:
+        """Send to the first engine, and through it to the others."""
+        first, *replicas = (self.routes[name].outbox for name in names)
+        facts = self._tensors, self.unchanged[names[0]], self._version, is_computed
+        sent = first.send(*facts, replicas)  # type: ignore[arg-type]
+        with self._counting:
+            self.num_bytes += sent[1]
         return sent
 
     async def _confirm(self) -> None:

@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.errors import ChecksumMismatch, PlanMismatch, UnknownVersion, UpdateInProgress, VersionError
+from slipstream.errors import (
+    ChecksumMismatch,
+    PlanMismatch,
+    TransferError,
+    UnknownVersion,
+    UpdateInProgress,
+    VersionError,
+)
 from slipstream.runtime.failpoints import step
 from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.dlpack import DLPackView
@@ -40,8 +47,13 @@ from slipstream.weights.update.transport_choice import SMALL_BYTES, make_receive
 NUM_SLOTS = 2
 
 
+class ChainNotOpen(TransferError):
+    """The engines cannot pass weights on to each other. Nothing was sent."""
+
+
 class Outbox:
-    """The sending half for one engine. Keeps its connections, and the slots in use, from update to update."""
+    """The sending half for one engine, or for a chain of replicas. Keeps its connections, and the slots in use, from update to
+    update."""
 
     def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, options: ScanOptions) -> None:
         self._plan, self._rank, self._options = plan, rank, options
@@ -49,7 +61,10 @@ class Outbox:
         num_ranks = 1 + max(p.rank for p in parameters)
         self._images = [rank_image(parameters, r, plan.dtype) for r in range(num_ranks)]
         self._streams = [plan.stream(rank, r) for r in range(num_ranks)]
-        self._senders: dict[bytes, HostSender] = {}
+        self._senders: dict[tuple[bytes, ...], HostSender] = {}
+        """By the links to this engine and to the replicas behind it."""
+        self._behind: list[tuple[tuple[bytes, ...], ...]] = []
+        """Links of the replicas that the senders are for."""
         self._used: list[HostSender] = []
         """Senders of the update in progress."""
         self.destinations: Destinations | None = None
@@ -70,18 +85,28 @@ class Outbox:
         """Return None: checksums are known only after the bytes are sent."""
 
     def send(
-        self, tensors: Mapping[str, Tensor], unchanged: Set[str], version: int, is_computed: bool = False
+        self,
+        tensors: Mapping[str, Tensor],
+        unchanged: Set[str],
+        version: int,
+        is_computed: bool = False,
+        replicas: Sequence[Outbox] = (),
     ) -> tuple[list[bytes], int]:
         """Send the parameters with changed tensors to all ranks; return a manifest per rank and the number of bytes. Raise
-        `NonFiniteWeights` if values are not finite, unless the options say that it does not matter."""
+        `NonFiniteWeights` if values are not finite, unless the options say that it does not matter.
+
+        The engines of `replicas` get the same bytes, each from the engine before it. Raise `ChainNotOpen` if they cannot."""
         sent = self._plan.changed_parameters(unchanged)
         ranks = range(len(self._streams))
         self._used = []
+        for replica in replicas:  # an engine that waits for the one before it should be connected to nobody else
+            replica._close_senders()
+        paths = self._open_paths([replica.destinations for replica in replicas if replica.destinations], sent)
         if len(ranks) == 1 or not sent or self._plan.num_bytes <= SMALL_BYTES:
-            scans = [self._send_rank(rank, tensors, sent, version) for rank in ranks]
+            scans = [self._send_rank(rank, tensors, paths, version) for rank in ranks]
         else:
             with ThreadPoolExecutor(len(ranks)) as pool:  # copying and hashing release the GIL
-                scans = list(pool.map(lambda rank: self._send_rank(rank, tensors, sent, version), ranks))
+                scans = list(pool.map(lambda rank: self._send_rank(rank, tensors, paths, version), ranks))
         self._check_finite(tensors, scans)
         for sender in self._used:
             sender.flush()
@@ -98,24 +123,38 @@ class Outbox:
         }
         check_finite(counts, {name: tensors[name].shape for name, _ in counts}, self._plan.dtype)
 
+    def _open_paths(self, behind: Sequence[Destinations], sent: set[str]) -> dict[str, tuple[int, ...]]:
+        """Return the slots that each parameter goes to, in this engine and in the replicas `behind` it. Open the connections
+        through several engines, before anything is sent."""
+        assert self.destinations is not None
+        places = [self.destinations, *behind]
+        paths = {name: path for name, *path in zip(self._names, *(d.slots for d in places)) if name in sent}
+        if (links := [d.links for d in behind]) != self._behind:
+            self._close_senders()
+            self._behind = links
+        try:
+            for rank, stream in enumerate(self._streams if behind else ()):
+                for slots in {tuple(paths[move.parameter]) for move in stream.values() if move.parameter in paths}:
+                    self._sender(rank, slots)
+        except TransferError as error:
+            raise ChainNotOpen(str(error)) from None
+        return {name: tuple(path) for name, path in paths.items()}
+
     def _send_rank(
-        self, rank: int, tensors: Mapping[str, Tensor], sent: set[str], version: int
+        self, rank: int, tensors: Mapping[str, Tensor], paths: Mapping[str, tuple[int, ...]], version: int
     ) -> dict[int, PieceScan]:
         """Send one rank's pieces; return what was found out about them, by index."""
-        assert self.destinations is not None
-        slot_of = dict(zip(self._names, self.destinations.slots))
         scans: dict[int, PieceScan] = {}
-        used: dict[int, HostSender] = {}
-        for index, move in self._streams[rank].items() if sent else ():
-            if move.parameter in sent:
-                slot = slot_of[move.parameter]
-                if slot not in used:
-                    used[slot] = self._sender(self.destinations.links[rank][slot], rank)
-                    used[slot].begin(version)
+        used: dict[tuple[int, ...], HostSender] = {}
+        for index, move in self._streams[rank].items() if paths else ():
+            if (slots := paths.get(move.parameter)) is not None:
+                if slots not in used:
+                    used[slots] = self._sender(rank, slots)
+                    used[slots].begin(version)
                 if move.tensor not in tensors:
                     raise missing_tensor_error(move)
                 array = read(tensors[move.tensor], move.tensor_box)
-                scans[index] = used[slot].send(index, array.reshape(shape_of(move.local_box)))
+                scans[index] = used[slots].send(index, array.reshape(shape_of(move.local_box)))
         self._used += used.values()
         return scans
 
@@ -128,14 +167,21 @@ class Outbox:
         self.destinations = Destinations(self.destinations.links, slots) if complete else None
 
     def close(self) -> None:
+        self._close_senders()
+        self._used, self.destinations = [], None
+
+    def _close_senders(self) -> None:
         for sender in self._senders.values():
             sender.close()
-        self._senders, self._used, self.destinations = {}, [], None
+        self._senders = {}
 
-    def _sender(self, link: bytes, rank: int) -> HostSender:
-        if link not in self._senders:
-            self._senders[link] = open_sender(link, self._images[rank], self._streams[rank], self._options)
-        return self._senders[link]
+    def _sender(self, rank: int, slots: tuple[int, ...]) -> HostSender:
+        assert self.destinations is not None
+        path = tuple(links[rank][slot] for links, slot in zip((self.destinations.links, *self._behind), slots))
+        if path not in self._senders:
+            stream = self._streams[rank]
+            self._senders[path] = open_sender(path[0], self._images[rank], stream, self._options, path[1:])
+        return self._senders[path]
 
 
 @dataclass

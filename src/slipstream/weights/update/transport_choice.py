@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from slipstream.config import LOOPBACK
 from slipstream.errors import TransferError
 from slipstream.types import Destinations
 from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
-from slipstream.weights.transports.contract import HostReceiver, HostSender, unpack_link
+from slipstream.weights.transports.contract import HostReceiver, HostSender, link_field, unpack_link
 from slipstream.weights.transports.host.disk import DiskReceiver, DiskSender
 from slipstream.weights.transports.host.memory import MemoryReceiver, memory_sender
 from slipstream.weights.transports.host.shm import ShmReceiver, shm_sender
@@ -47,6 +48,16 @@ def withdraw(offered: str) -> None:
         sglang_gloo.withdraw(offered)
 
 
+def network_of(transport: str, host: str, destinations: Destinations) -> str | None:
+    """Return a name that engines have in common if they can get the same bytes together; None if an engine gets its own from
+    the trainer. `host` is the engine's `host_identity`: what listens on loopback cannot be reached from other hosts."""
+    if transport == "nccl":
+        return "nccl"
+    if transport != "tcp" or not (link := next(filter(None, destinations.links[0]), b"")):
+        return None
+    return f"loopback of {host}" if link_field(unpack_link(link), "host", str) in LOOPBACK else "tcp"
+
+
 def takes_all(transport: str) -> bool:
     """Whether the receiver takes all tensors or none, so that unchanged tensors must be sent too."""
     return transport == vllm_nccl.NAME
@@ -73,8 +84,11 @@ def make_receiver(transport: str, size: int, num_pieces: int, listen: ListenConf
     raise TransferError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
 
 
-def open_sender(link: bytes, image: RankImage, moves: dict[int, Move], options: ScanOptions) -> HostSender:
-    """Open the trainer's half. `moves` are the moves it will send over this link, by index."""
+def open_sender(
+    link: bytes, image: RankImage, moves: dict[int, Move], options: ScanOptions, path: Sequence[bytes] = ()
+) -> HostSender:
+    """Open the trainer's half. `moves` are the moves it will send over this link, by index. Over `tcp`, `path` has the links of
+    the engines that the bytes are passed on to."""
     name = unpack_link(link)["transport"]
 
     def pieces(buffer: np.ndarray) -> dict[int, np.ndarray]:
@@ -88,7 +102,7 @@ def open_sender(link: bytes, image: RankImage, moves: dict[int, Move], options: 
         case "shm":
             return shm_sender(link, pieces, options)
         case "tcp":
-            return TcpSender(link, image.dtype, options)
+            return TcpSender(link, image.dtype, options, path)
         case "disk":
             return DiskSender(link, image.dtype, options)
         case vllm_nccl.NAME:

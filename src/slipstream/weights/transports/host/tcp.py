@@ -1,24 +1,27 @@
 """`tcp`: trainer and engine on any hosts. The engine listens; each trainer rank opens a connection and streams its
 pieces.
 
-    trainer   secret (32 bytes, from the link)
-    engine    one byte, if the secret is right
+    trainer   secret (32 bytes, from the link), path: the links of the engines behind this one
+    engine    "+", if the secret is right and the next engine of the path has answered so too; "-" and the reason, if it has not
     trainer   frame, frame, …       frame = version, piece index, length, bytes of the piece
 
-Bytes go directly from the socket into the image. On loopback the secret is sufficient. Beyond loopback the engine needs
-a certificate; the link carries its fingerprint."""
+Bytes go directly from the socket into the image. An engine with a path passes them on to the next engine, which it connects
+to as a trainer does. So replicas form a chain, and the trainer sends to the first only. On loopback the secret is sufficient.
+Beyond loopback an engine needs a certificate; its link carries the fingerprint."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import hmac
+import json
+import queue
 import secrets
 import socket
 import ssl
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +43,15 @@ from slipstream.weights.transports.host.memory import anonymous_memory
 from slipstream.weights.transports.sockets import read_exactly, read_into
 
 _FRAME = struct.Struct("<qIQ")
+_LENGTH = struct.Struct("<I")
+_MAX_TEXT_BYTES = 1 << 20
 _SECRET_BYTES = 32
-_WELCOME = b"+"
+_WELCOME, _REFUSED = b"+", b"-"
 _SOCKET_BUFFER = 4 << 20
 CONNECT_SECONDS = 10.0
 SEND_SECONDS = 60.0
+HOP_SECONDS = 1.0
+"""A peer waits this much longer for each engine behind the next one, so that the peer next to a fault reports it first."""
 STALL_SECONDS = 30.0
 """A receiver gives up when nothing has arrived for this long."""
 
@@ -62,7 +69,8 @@ class ListenConfig:
 
 
 class TcpReceiver(HostReceiver):
-    """The engine's half. Pieces arrive on any number of connections, each served by a thread."""
+    """The engine's half. Pieces arrive on any number of connections, each served by a thread, and may be passed on by another.
+    `checksums` also waits until the pieces are passed on."""
 
     def __init__(self, size: int, listen: ListenConfig | None = None) -> None:
         listen = listen or ListenConfig()
@@ -80,6 +88,7 @@ class TcpReceiver(HostReceiver):
         fingerprint = tls.fingerprint(listen.certificate) if self._tls else ""
         self.link = pack_link("tcp", host=host, port=port, secret=self._secret.hex(), certificate=fingerprint)
         self._connections: list[socket.socket] = []
+        self._forwarders: list[Forwarder] = []
         threading.Thread(target=self._accept, name="slipstream-tcp", daemon=True).start()
 
     def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
@@ -91,15 +100,22 @@ class TcpReceiver(HostReceiver):
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
         timer = StallTimer(STALL_SECONDS)
         with self._changed:
-            while missing := [i for i in expected if i not in self._checksums]:
-                if self._error:
-                    raise TransferError(f"tcp: {self._error}; {len(missing)} piece(s) did not arrive")
-                if timer.is_stalled(len(self._checksums)):
-                    raise TransferError(
-                        f"tcp: {len(missing)} piece(s) did not arrive; nothing came for {STALL_SECONDS:g} s"
-                    )
+            while True:
+                missing = [i for i in expected if i not in self._checksums]
+                if missing and (self._error or not self._connections):  # all senders have connected by now
+                    why = self._error or "nobody is connected any more"
+                    raise TransferError(f"tcp: {why}; {len(missing)} piece(s) did not arrive")
+                if failed := next((f for f in self._forwarders if f.error), None):
+                    raise TransferError(f"tcp: passing pieces on to the engine at {failed.peer} failed: {failed.error}")
+                behind = [f for f in self._forwarders if f.num_sent != f.num_queued]
+                if not missing and not behind:
+                    return {i: self._checksums[i] for i in expected}
+                if timer.is_stalled(len(self._checksums) + sum(f.num_sent for f in self._forwarders)):
+                    what = f"{len(missing)} piece(s) did not arrive; nothing came"
+                    if not missing:
+                        what = f"pieces could not be passed on to the engine at {behind[0].peer}; it took nothing"
+                    raise TransferError(f"tcp: {what} for {STALL_SECONDS:g} s")
                 self._changed.wait(0.2)
-            return {i: self._checksums[i] for i in expected}
 
     def close(self) -> None:
         with self._changed:
@@ -108,8 +124,10 @@ class TcpReceiver(HostReceiver):
         with contextlib.suppress(OSError):  # wakes the thread in `accept`; `close` alone would accept one more peer
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        for connection in self._connections:
+        for connection in self._connections[:]:
             connection.close()
+        for forwarder in self._forwarders[:]:
+            forwarder.close()
 
     def _accept(self) -> None:
         while True:
@@ -120,30 +138,49 @@ class TcpReceiver(HostReceiver):
             threading.Thread(target=self._serve, args=(connection, str(peer[0])), daemon=True).start()
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
-        """Serve one trainer rank until it disconnects. Drop a peer without the secret silently."""
+        """Serve a trainer rank, or the engine before this one, until it disconnects. Drop a peer without the secret
+        silently."""
+        forwarder: Forwarder | None = None
         try:
             connection.settimeout(CONNECT_SECONDS)
             if self._tls:
                 connection = self._tls.wrap_socket(connection, server_side=True)
             if not hmac.compare_digest(read_exactly(connection, _SECRET_BYTES), self._secret):
                 return connection.close()
-            connection.sendall(_WELCOME)
+            try:
+                if path := _path(_read_text(connection)):
+                    forwarder = Forwarder(path, self._notify)
+            except TransferError as error:
+                connection.sendall(_REFUSED + _text(str(error)))
+                return connection.close()
         except (OSError, EOFError):
             return connection.close()
+        self._connections.append(connection)
+        if forwarder is not None:
+            self._forwarders.append(forwarder)
         try:
+            connection.sendall(_WELCOME)
             connection.settimeout(None)
             _set_options(connection)
-            self._connections.append(connection)
             while (first := connection.recv(1)) != b"":  # disconnecting between frames is fine
-                self._receive_piece(connection, *_FRAME.unpack(first + read_exactly(connection, _FRAME.size - 1)))
-            connection.close()
+                frame = _FRAME.unpack(first + read_exactly(connection, _FRAME.size - 1))
+                self._receive_piece(connection, forwarder, *frame)
         except (OSError, EOFError, TransferError) as error:
-            with self._changed:
-                self._error = f"the connection from {peer} ended ({error})"
-                self._changed.notify_all()
-            connection.close()
+            self._error = f"the connection from {peer} ended ({error})"
+        connection.close()
+        self._connections.remove(connection)
+        if forwarder is not None:
+            self._forwarders.remove(forwarder)
+            forwarder.close()
+        self._notify()
 
-    def _receive_piece(self, connection: socket.socket, version: int, index: int, size: int) -> None:
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _receive_piece(
+        self, connection: socket.socket, forwarder: Forwarder | None, version: int, index: int, size: int
+    ) -> None:
         with self._changed:
             # A sender may be ahead of the control plane. Before `expect` there is no place for the bytes.
             if not self._changed.wait_for(lambda: self._version >= version, STALL_SECONDS):
@@ -151,71 +188,157 @@ class TcpReceiver(HostReceiver):
             piece = self._pieces.get(index) if self._version == version else None
         if piece is None or piece.nbytes != size:
             raise TransferError(f"received an unexpected piece {index} of version {version}, {size} bytes")
+        if forwarder is not None:
+            forwarder.put(_FRAME.pack(version, index, size))
         digest, is_contiguous = xxhash.xxh3_64(), piece.flags.c_contiguous
         for part in chunks(piece):
             target = piece[part]
             received = target if is_contiguous else np.empty(target.shape, target.dtype)
             data = received.reshape(-1).view(np.uint8).data
             read_into(connection, data, CHUNK_BYTES)
-            if self._hashed:
-                digest.update(data)
             if not is_contiguous:
                 target[...] = received
+            if forwarder is not None:
+                forwarder.put(target)
+            if self._hashed:
+                digest.update(data)
         with self._changed:
             self._checksums[index] = digest.intdigest() if self._hashed else 0
             self._changed.notify_all()
 
 
-class TcpSender(HostSender):
-    def __init__(self, link: bytes, dtype: np.dtype, options: ScanOptions) -> None:
+class TcpConnection:
+    """A connection to an engine's receiver, which passes everything on to the engines of `path`, one after the other."""
+
+    def __init__(self, link: bytes, path: Sequence[bytes] = ()) -> None:
         fields = unpack_link(link)
         host, port = link_field(fields, "host", str), link_field(fields, "port", int)
         secret = link_field(fields, "secret", str)
-        self._dtype, self._options, self._peer = dtype, options, f"{host}:{port}"
+        self.peer = f"{host}:{port}"
         try:
             self._socket = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         except (OSError, OverflowError) as error:
-            raise TransferError(f"cannot connect to the engine's tcp receiver at {self._peer}: {error}") from None
+            raise TransferError(f"cannot connect to the engine's tcp receiver at {self.peer}: {error}") from None
         try:
             if fields.get("certificate") or host not in LOOPBACK:
-                self._socket = _pinned_tls(self._socket, link_field(fields, "certificate", str), self._peer)
-            self._authenticate(bytes.fromhex(secret))
-            self._socket.settimeout(SEND_SECONDS)
+                self._socket = _pinned_tls(self._socket, link_field(fields, "certificate", str), self.peer)
+            self._socket.settimeout(CONNECT_SECONDS + HOP_SECONDS * len(path))
+            self._authenticate(bytes.fromhex(secret), path)
+            self._socket.settimeout(SEND_SECONDS + HOP_SECONDS * len(path))
             _set_options(self._socket)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             self._socket.close()
-            raise TransferError(f"tcp: the handshake with the engine at {self._peer} failed: {error}") from None
+            raise TransferError(f"tcp: the handshake with the engine at {self.peer} failed: {error}") from None
         except TransferError:
             self._socket.close()
             raise
 
-    def _authenticate(self, secret: bytes) -> None:
-        """Send the secret. A receiver with another secret disconnects without an answer."""
+    def _authenticate(self, secret: bytes, path: Sequence[bytes]) -> None:
+        """Send the secret and the path. A receiver with another secret disconnects without an answer."""
         try:
-            self._socket.sendall(secret)
+            self._socket.sendall(secret + _text(json.dumps([link.decode() for link in path])))
             answer = self._socket.recv(len(_WELCOME))
         except (ConnectionError, ssl.SSLEOFError):
             answer = b""
+        if answer == _REFUSED:
+            raise TransferError(f"the engine at {self.peer} cannot pass weights on: {_read_text(self._socket)}")
         if answer != _WELCOME:
             raise TransferError(
-                f"the engine at {self._peer} rejected the connection: the link's secret is wrong, or the engine uses TLS and "
+                f"the engine at {self.peer} rejected the connection: the link's secret is wrong, or the engine uses TLS and "
                 "the link does not say so; was the engine restarted?"
             )
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        self._socket.sendall(data)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # ends a `sendall` in another thread
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class TcpSender(HostSender):
+    def __init__(self, link: bytes, dtype: np.dtype, options: ScanOptions, path: Sequence[bytes] = ()) -> None:
+        self._dtype, self._options = dtype, options
+        self._connection = TcpConnection(link, path)
 
     def send(self, index: int, array: np.ndarray) -> PieceScan:
         scanner = PieceScanner(self._options)
         try:
-            self._socket.sendall(_FRAME.pack(self._version, index, array.size * self._dtype.itemsize))
+            self._connection.sendall(_FRAME.pack(self._version, index, array.size * self._dtype.itemsize))
             for part in chunks(array):
                 values = np.ascontiguousarray(array[part], self._dtype).reshape(-1)
                 scanner.update(values)
-                self._socket.sendall(values.view(np.uint8).data)
+                self._connection.sendall(values.view(np.uint8).data)
         except OSError as error:
-            raise TransferError(f"tcp: sending piece {index} to the engine at {self._peer} failed: {error}") from None
+            raise TransferError(
+                f"tcp: sending piece {index} to the engine at {self._connection.peer} failed: {error}"
+            ) from None
         return scanner.result
 
     def close(self) -> None:
-        self._socket.close()
+        self._connection.close()
+
+
+class Forwarder:
+    """Passes on what one connection receives, chunk by chunk, to the next engine of its path. It runs in a thread, so that a
+    slow engine does not delay the one before it, and reads the image, where a version stays until every engine has it."""
+
+    def __init__(self, path: Sequence[bytes], notify: Callable[[], None]) -> None:
+        """`notify` is called when `num_sent` or `error` has changed."""
+        self._connection, self._notify = TcpConnection(path[0], path[1:]), notify
+        self._queue: queue.SimpleQueue[bytes | np.ndarray | None] = queue.SimpleQueue()
+        self.peer = self._connection.peer
+        self.num_queued = self.num_sent = 0
+        self.error = ""
+        threading.Thread(target=self._run, name="slipstream-tcp-forward", daemon=True).start()
+
+    def put(self, data: bytes | np.ndarray) -> None:
+        """Send a frame, or a part of the image."""
+        self.num_queued += 1
+        self._queue.put(data)
+
+    def close(self) -> None:
+        """Close the connection, although not everything may be sent."""
+        self._connection.close()
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        try:
+            while (data := self._queue.get()) is not None:
+                if isinstance(data, bytes):
+                    self._connection.sendall(data)
+                else:
+                    self._connection.sendall(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+                self.num_sent += 1
+                self._notify()
+        except OSError as error:
+            self.error = str(error)
+            self._notify()
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def _read_text(connection: socket.socket) -> str:
+    (size,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
+    if size > _MAX_TEXT_BYTES:
+        raise TransferError(f"tcp: a message of {size} bytes is too long")
+    return read_exactly(connection, size).decode(errors="replace")
+
+
+def _path(text: str) -> list[bytes]:
+    """Parse the links that a sender gives to a receiver."""
+    try:
+        links = [str(link).encode() for link in json.loads(text)]
+    except (ValueError, TypeError, RecursionError):
+        raise TransferError(f"tcp: malformed path {text[:80]!r}") from None
+    for link in links:
+        if (name := unpack_link(link)["transport"]) != "tcp":
+            raise TransferError(f"tcp: a path leads through links of this transport only, got one of {name!r}")
+    return links
 
 
 def _set_options(connection: socket.socket) -> None:

@@ -1,0 +1,326 @@
+"""Replicas pass weights on to each other, so that bytes leave the trainer once: real inboxes and sockets in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.config import SyncOptions
+from slipstream.deploy.processes import certificates
+from slipstream.errors import ChecksumMismatch, FleetChanged, TransferError
+from slipstream.model import families
+from slipstream.runtime import event_loop
+from slipstream.types import CommitReport, Destinations, EngineInfo, UpdateReports, UpdateSteps
+from slipstream.weights.transports.contract import pack_link
+from slipstream.weights.transports.host import tcp
+from slipstream.weights.update.publisher import Publisher
+from slipstream.weights.update.transfer import Inbox
+from slipstream.weights.update.transport_choice import network_of
+from tests.tiny import tiny_config
+
+CONFIG = tiny_config(hidden_size=64, intermediate_size=128)
+BYTES_SENT = 200
+"""Offset of `tcpi_bytes_sent` in Linux's `struct tcp_info`."""
+
+
+def weights(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {t.name: rng.standard_normal(t.shape, np.float32) for t in families.tensors(CONFIG)}
+
+
+class Engine:
+    """An inbox, and what serves."""
+
+    def __init__(self, name: str, tp: int, listen: tcp.ListenConfig | None) -> None:
+        self.parameters, self.tp = families.parameters(CONFIG, tp), tp
+        self.inbox = Inbox(self.parameters, "float32", name, listen)
+        self.info = EngineInfo(
+            name, "embedded", "model", "float32", tp, families.tensors(CONFIG), self.parameters, ("tcp",), "here", 8, 8, -1
+        )  # fmt: skip
+        self.version, self.serving = -1, dict[str, list[np.ndarray]]()
+        self._arrived: dict[str, list[np.ndarray]] = {}
+        self.before_stage: Callable[[], None] = lambda: None
+
+    def run(self, steps: UpdateSteps) -> UpdateReports:
+        destinations: Destinations | None = None
+        stage = commit = None
+        if steps.offer is not None:
+            destinations = self.inbox.begin(self.version, steps.version, steps.offer)
+            if steps.expected not in (None, destinations):
+                raise FleetChanged("it wants its weights elsewhere")
+        if steps.manifests is not None:
+            self.before_stage()
+            self._arrived, stage = self.inbox.receive(steps.version, steps.manifests)
+        if steps.in_flight is not None:
+            self.inbox.finish(steps.version)
+            self.serving |= self._arrived
+            self.version, commit = steps.version, CommitReport(0.0, 0.0)
+        return UpdateReports(destinations if steps.expected is None else None, stage, commit)
+
+    def holds(self, tensors: Mapping[str, np.ndarray]) -> None:
+        dims = families.shard_dims(CONFIG, self.tp)
+        for name, whole in tensors.items():
+            dim = dims[name]
+            parts = [whole] * self.tp if dim is None else np.split(whole, self.tp, axis=dim)
+            for rank, part in enumerate(parts):
+                np.testing.assert_array_equal(self.serving[name][rank], part, err_msg=name)
+
+
+class Fleet:
+    """Engines behind a gateway that knows no errors but theirs."""
+
+    def __init__(self, count: int, tp: int = 1, listen: tcp.ListenConfig | None = None) -> None:
+        self._tp, self._listen = tp, listen
+        self.engines: dict[str, Engine] = {}
+        self._lock, self._replies = asyncio.Lock(), list[asyncio.Task[dict[str, UpdateReports]]]()
+        for _ in range(count):
+            self.add()
+        self.publisher = Publisher(self, SyncOptions(transport="tcp"))
+        self._infos: list[EngineInfo] = []
+
+    def add(self) -> str:
+        name = f"engine-{len(self.engines)}"
+        self.engines[name] = Engine(name, self._tp, self._listen)
+        return name
+
+    async def send_steps(self, steps: Mapping[str, UpdateSteps], drop_failed: bool = False) -> None:
+        self._replies.append(asyncio.create_task(self._run(steps, drop_failed)))
+
+    async def receive_reports(self) -> dict[str, UpdateReports]:
+        return await self._replies.pop(0)
+
+    async def _run(self, steps: Mapping[str, UpdateSteps], drop_failed: bool) -> dict[str, UpdateReports]:
+        async with self._lock:
+            calls = [asyncio.to_thread(self.engines[name].run, engine_steps) for name, engine_steps in steps.items()]
+            found = dict(zip(steps, await asyncio.gather(*calls, return_exceptions=True)))
+        failed = [result for result in found.values() if isinstance(result, BaseException)]
+        if failed and not drop_failed:
+            raise failed[0]
+        return {name: result for name, result in found.items() if isinstance(result, UpdateReports)}
+
+    async def rollback(self, version: int) -> None:
+        await asyncio.gather(*self._replies, return_exceptions=True)
+        self._replies = []
+        for engine in self.engines.values():
+            engine.inbox.rollback(version)
+
+    async def checksums(self, engine: str = "") -> Any:
+        raise NotImplementedError
+
+    def sync(self, tensors: Mapping[str, np.ndarray], version: int, **options: Any) -> Any:
+        infos = [engine.info for engine in self.engines.values()]
+        self._infos = self._infos if infos == self._infos else infos
+        return event_loop.run(self.publisher.publish(tensors, self._infos, version, **options))
+
+    def sent(self) -> int:
+        """Bytes that the trainer has sent over the sockets that it has open."""
+        connections = [
+            sender._connection._socket  # type: ignore[attr-defined]
+            for route in self.publisher._routes.values()
+            for sender in route.outbox._senders.values()
+        ]
+        return sum(_bytes_sent(connection) for connection in connections)
+
+    def hold(self, tensors: Mapping[str, np.ndarray]) -> None:
+        for engine in self.engines.values():
+            engine.holds(tensors)
+
+    def close(self) -> None:
+        self.publisher.close()
+        for engine in self.engines.values():
+            engine.inbox.close()
+
+
+def _bytes_sent(connection: socket.socket) -> int:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT + 8)
+    return int(struct.unpack_from("<Q", info, BYTES_SENT)[0])
+
+
+@pytest.fixture
+def make() -> Any:
+    fleets = []
+
+    def made(*arguments: Any, **options: Any) -> Fleet:
+        fleets.append(Fleet(*arguments, **options))
+        return fleets[-1]
+
+    yield made
+    for fleet in fleets:
+        fleet.close()
+
+
+def size_of(tensors: Mapping[str, np.ndarray]) -> int:
+    return sum(array.nbytes for array in tensors.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_leave_the_trainer_once_for_any_number_of_replicas(make: Any, tp: int) -> None:
+    egress = {}
+    for count in (1, 2, 4):
+        fleet = make(count, tp)
+        reports = [fleet.sync(weights(version), version) for version in range(3)]
+        before = fleet.sent()
+        reports.append(fleet.sync(weights(3), 3))
+        egress[count] = fleet.sent() - before
+        fleet.hold(weights(3))
+        assert {report.num_bytes for report in reports} == {reports[0].num_bytes}
+        assert [e.stage.num_bytes for e in reports[3].engines] == [reports[3].num_bytes] * count
+    assert egress[1] >= size_of(weights(3))
+    assert max(egress.values()) <= 1.1 * egress[1], egress
+
+
+def test_only_changes_are_passed_on_and_an_engine_that_joins_gets_all(make: Any) -> None:
+    """The newcomer's slots are not those of the others: it has seen fewer versions."""
+    fleet = make(2)
+    tensors = weights(0)
+    fleet.sync(tensors, 0)
+    changed = tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}
+    assert fleet.sync(changed, 1).num_bytes == tensors["model.norm.weight"].nbytes
+    fleet.hold(changed)
+    newcomer = fleet.add()
+    repair = Publisher(fleet, SyncOptions(transport="tcp"))
+    event_loop.run(repair.publish(changed, [fleet.engines[newcomer].info], 1))
+    repair.close()
+    fleet.hold(changed)
+    whole = 2 * size_of(tensors)  # the trainer's own way to the newcomer is new, and it sends everything again
+    for version, expected in ((2, whole), (3, size_of(tensors)), (4, size_of(tensors))):
+        assert fleet.sync(weights(version), version).num_bytes <= expected
+        fleet.hold(weights(version))
+    assert len({tuple(engine.inbox._live.values()) for engine in fleet.engines.values()}) > 1
+    assert fleet.sync(weights(4), 5).num_bytes == 0
+
+
+def close_receivers(engine: Engine) -> None:
+    """What a peer sees of an engine that dies: its sockets close."""
+    for rank in engine.inbox._ranks:
+        for receiver in rank.receivers.values():
+            for connection in receiver._connections[:]:  # type: ignore[attr-defined]
+                connection.shutdown(socket.SHUT_RDWR)
+            receiver.close()
+
+
+@pytest.mark.parametrize("phase", ["begun", "sending", "sent"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_dead_engine_fails_the_update_wherever_it_is_in_the_chain(
+    make: Any, monkeypatch: pytest.MonkeyPatch, victim: int, phase: str
+) -> None:
+    monkeypatch.setattr(tcp, "STALL_SECONDS", 5.0)
+    fleet = make(3)
+    for version in range(3):
+        fleet.sync(weights(version), version)
+    dead = fleet.engines[f"engine-{victim}"]
+    if phase == "sending":
+        real = tcp.TcpSender.send
+
+        def dying(sender: tcp.TcpSender, index: int, array: np.ndarray) -> Any:
+            if index == 5:
+                close_receivers(dead)
+            return real(sender, index, array)
+
+        monkeypatch.setattr(tcp.TcpSender, "send", dying)
+    elif phase == "begun":
+        fleet.publisher.close()  # links are new, and the engine dies before they are used
+        begin = dead.inbox.begin
+
+        def dying_then(*arguments: Any) -> Destinations:
+            destinations = begin(*arguments)
+            close_receivers(dead)
+            return destinations
+
+        monkeypatch.setattr(dead.inbox, "begin", dying_then)
+    dead.before_stage = lambda: _lost(close_receivers(dead))
+    with pytest.raises(TransferError):
+        fleet.sync(weights(3), 3)
+    monkeypatch.undo()
+    fleet.hold(weights(2))
+    fleet.engines.pop(dead.info.name).inbox.close()
+    fleet.sync(weights(4), 4)
+    fleet.hold(weights(4))
+
+
+def _lost(*_: Any) -> Any:
+    raise TransferError("the engine is lost")
+
+
+def test_an_engine_that_fails_takes_no_other_with_it_where_that_is_asked_for(make: Any) -> None:
+    fleet = make(3)
+    fleet.sync(weights(0), 0)
+    dead = fleet.engines["engine-0"]
+    dead.before_stage = lambda: _lost()
+    report = fleet.sync(weights(1), 1, drop_failed=True)
+    assert report.lost == ("engine-0",) and report.num_bytes == 3 * size_of(weights(1))
+    for name in ("engine-1", "engine-2"):
+        fleet.engines[name].holds(weights(1))
+
+
+def test_engines_that_cannot_reach_each_other_are_sent_their_own_copies(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(*_: Any) -> Any:
+        raise TransferError("cannot connect to the engine's tcp receiver at 10.0.0.7:1: No route to host")
+
+    monkeypatch.setattr(tcp, "Forwarder", unreachable)
+    fleet = make(3)
+    with caplog.at_level(logging.WARNING):
+        for version in range(3):
+            assert fleet.sync(weights(version), version).num_bytes == 3 * size_of(weights(version))
+            fleet.hold(weights(version))
+    (record,) = caplog.records
+    assert "engine-0, engine-1, engine-2 one by one" in record.message and "No route to host" in record.message
+
+
+def test_bytes_that_an_engine_changed_are_refused_by_the_next(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are the trainer's."""
+    fleet = make(3)
+    fleet.sync(weights(0), 0)
+    real = tcp.Forwarder.put
+
+    def damaged(forwarder: tcp.Forwarder, data: bytes | np.ndarray) -> None:
+        real(forwarder, data if isinstance(data, bytes) else data + 1)
+
+    monkeypatch.setattr(tcp.Forwarder, "put", damaged)
+    with pytest.raises(ChecksumMismatch, match="engine 'engine-1', rank 0"):
+        fleet.sync(weights(1), 1)
+    monkeypatch.undo()
+    fleet.hold(weights(0))
+    fleet.sync(weights(2), 2)
+    fleet.hold(weights(2))
+
+
+def test_engines_encrypt_what_they_pass_on_and_know_whom_they_pass_it_to(make: Any, tmp_path: Any) -> None:
+    files = certificates.make(tmp_path, ["127.0.0.1"])
+    fleet = make(3, 1, tcp.ListenConfig("127.0.0.1", *files.of("127.0.0.1")))
+    for version in range(2):
+        assert fleet.sync(weights(version), version).num_bytes == size_of(weights(version))
+        fleet.hold(weights(version))
+    first, second = (tcp.TcpReceiver(64), tcp.TcpReceiver(64))
+    for change, message in (
+        ({"secret": "00" * 32}, "rejected the connection"),
+        ({"certificate": "ab" * 32}, "does not speak TLS"),
+        ({"host": "127.1"}, "announced no certificate"),
+        ({"transport": "shm"}, "links of this transport only"),
+    ):
+        link = json.dumps(json.loads(second.link) | change).encode()
+        with pytest.raises(
+            TransferError, match=rf"{first._server.getsockname()[1]} cannot pass weights on: .*({message})"
+        ):
+            tcp.TcpConnection(first.link, [link])
+    for receiver in (first, second):
+        receiver.close()
+
+
+def test_what_listens_on_loopback_is_reached_from_its_own_host_only() -> None:
+    def network(transport: str, listens: str, host: str) -> str | None:
+        return network_of(transport, host, Destinations(((b"", pack_link(transport, host=listens)),), b""))
+
+    assert network("tcp", "127.0.0.1", "a") == network("tcp", "::1", "a") != network("tcp", "127.0.0.1", "b")
+    assert network("tcp", "10.0.0.1", "a") == network("tcp", "10.0.0.2", "b") is not None
+    assert network("shm", "", "a") is network("disk", "", "a") is network("cuda", "", "a") is None
