@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from slipstream.types import SamplingParams as SamplingParams
     from slipstream.types import Score as Score
     from slipstream.types import SyncReport as SyncReport
+    from slipstream.types import TokenEvent as TokenEvent
     from slipstream.types import VerifyReport as VerifyReport
     from slipstream.types import VersionSpan as VersionSpan
 
@@ -77,6 +78,7 @@ _NAMES = {
         "SamplingParams",
         "Score",
         "SyncReport",
+        "TokenEvent",
         "VerifyReport",
         "VersionSpan",
     ),

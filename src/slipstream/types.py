@@ -16,6 +16,12 @@ from slipstream.errors import InvalidPrompt, InvalidSampling, NotReady, Slipstre
 Prompt: TypeAlias = str | Sequence[int]
 """A prompt: text, which the engine tokenizes, or token ids."""
 
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation that awaits an answer: `[{"role": "user", "content": "Hi"}]`. The model's chat template renders it."""
+
+Prompts: TypeAlias = Sequence[Prompt | Messages] | Messages
+"""Prompts, or the messages of one conversation."""
+
 FinishReason: TypeAlias = Literal["stop", "length"]
 """`stop`: ended by an end-of-sequence token, stop token (then the last token) or stop text. `length`: ended by `max_tokens` or
 the context length."""
@@ -314,6 +320,39 @@ class Progress:
     """One entry per token, if requested and already known."""
     prompt_index: int = 0
     """As in a completion."""
+    version: int = -1
+    """Policy version that drew the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Tokens that a sample has just drawn (`Bridge.stream_tokens`).
+
+    A character whose bytes are not all drawn yet, and what may be the start of a stop text, comes with a later event."""
+
+    request_id: str
+    prompt_index: int
+    """As in `Completion`."""
+    sample_index: int
+    token_ids: tuple[int, ...]
+    """The new tokens."""
+    text: str
+    """What they add to the text. A bridge without the model's tokenizer has all of it in the last event."""
+    logprobs: tuple[float, ...]
+    """As in `Completion`, for the new tokens."""
+    version: int
+    """Policy version that drew the last of them."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """One entry per token, if requested."""
+    restarted: bool = False
+    """The sample began anew with other tokens, after the loss of an engine or a `requeue`: discard its earlier events."""
+    completion: Completion | None = None
+    """The whole sample, with its last event."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sample ended; None before its last event."""
+        return self.completion.finish_reason if self.completion is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class FakeFleet:
         self._fail("status")
         return self.status_value
 
-    async def stream(self, requests: Sequence[Any]) -> AsyncIterator[list[Any]]:
+    async def generate(self, requests: Sequence[Any]) -> AsyncIterator[list[Any]]:
         for item in self._results(requests[0].id):
             if isinstance(item, Exception):
                 raise item

@@ -17,6 +17,7 @@ from slipstream.bridge.bridge import Bridge
 from tests.tiny import hf_directory
 
 TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ style | default('') }}"
     "{% for message in messages %}{{ message['role'][0] }} {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}a {% endif %}"
 )

@@ -278,7 +278,7 @@ def test_a_stream_holds_nothing_but_events(monkeypatch):
     monkeypatch.setattr(event_stream, "PING_SECONDS", 0.01, raising=False)  # for a server that sends comments
 
     class Slow(FakeFleet):
-        async def stream(self, requests):
+        async def generate(self, requests):
             await asyncio.sleep(0.1)
             yield [completion(requests[0].id, [5])]
 
@@ -288,7 +288,7 @@ def test_a_stream_holds_nothing_but_events(monkeypatch):
 
 def test_a_generation_past_its_deadline_fails():
     class Never(FakeFleet):
-        async def stream(self, requests):
+        async def generate(self, requests):
             await asyncio.Event().wait()
             yield []
 
@@ -303,7 +303,7 @@ class Held(FakeFleet):
         super().__init__()
         self.num_tokens, self.may_go, self.num_running = num_tokens, asyncio.Event(), 0
 
-    async def stream(self, requests):
+    async def generate(self, requests):
         self.num_running += 1
         await self.may_go.wait()
         yield [completion(requests[0].id, [5] * self.num_tokens)]

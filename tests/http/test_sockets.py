@@ -150,7 +150,7 @@ def test_a_client_that_never_reads_is_disconnected(monkeypatch):
     monkeypatch.setattr(limits, "SEND_SECONDS", 0.2)
 
     class Endless(FakeFleet):
-        async def stream(self, requests):
+        async def generate(self, requests):
             for start in itertools.count():
                 yield [progress(requests[0].id, start, [5])]
                 await asyncio.sleep(0)

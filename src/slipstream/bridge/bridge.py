@@ -12,12 +12,16 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, get_args
 
 from slipstream.bridge.background_repair import BackgroundRepair, UpdateLock
+from slipstream.bridge.chat_prompts import ChatPrompts, Tools, is_conversation
+from slipstream.bridge.chat_tokenizer import ChatTokenizer
 from slipstream.bridge.fleet import Fleet, with_engines
+from slipstream.bridge.incremental_text import IncrementalDetokenizer
 from slipstream.bridge.rollouts import Rollouts, Sampling, make_request, per_prompt
 from slipstream.bridge.shared_weights import SharedWeights
 from slipstream.bridge.trainer_canary import TrainerCanary, TrainerScore
@@ -27,7 +31,6 @@ from slipstream.errors import (
     DeadlineExceeded,
     EngineFailure,
     EngineLost,
-    InvalidPrompt,
     InvalidSampling,
     NotReady,
     RequestError,
@@ -48,10 +51,12 @@ from slipstream.types import (
     InFlight,
     MemoryReport,
     MemoryTag,
-    Prompt,
+    Progress,
+    Prompts,
     Request,
     Score,
     SyncReport,
+    TokenEvent,
     VerifyReport,
     checked_ids,
 )
@@ -67,10 +72,19 @@ DRAIN_SECONDS = 0.2
 class Bridge:
     """Made by `launch`, `connect` or `inprocess`.
 
-    Methods are synchronous; the slow ones have awaitable versions (`agenerate`, `astream`, `ascore`). All methods but `sync`
-    may be called from several threads at once, also while `sync` runs. As a context manager, it closes itself at the end."""
+    Methods are synchronous; the slow ones have async versions (`agenerate`, `astream`, `astream_tokens`, `ascore`). All methods
+    but `sync` may be called from several threads at once, also while `sync` runs. As a context manager, it closes itself at the
+    end."""
 
-    def __init__(self, fleet: Fleet, sync: SyncOptions | None = None, run_dir: str = "") -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        sync: SyncOptions | None = None,
+        run_dir: str = "",
+        read_tokenizer: Callable[[], ChatTokenizer] = ChatTokenizer,
+    ) -> None:
+        """`read_tokenizer` reads the model's tokenizer, on first use; without it there are no conversations, and streamed text
+        comes at the end."""
         self.run_dir = run_dir
         """Directory with the logs, address and token of the gateway; empty in-process."""
         self.http_url = ""
@@ -78,6 +92,7 @@ class Bridge:
         self._fleet, self._options = fleet, sync or SyncOptions()
         self._on_close: Callable[[], None] | None = None
         self._publisher = Publisher(fleet, self._options)
+        self._chats = ChatPrompts(read_tokenizer, self._max_length)
         self._known_fleet: FleetMembers | None = None
         """Engines and version after the last sync, if nothing has questioned them since."""
         self._syncing = UpdateLock()
@@ -250,9 +265,11 @@ class Bridge:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Sampling = None,
         *,
+        tools: Tools = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
@@ -260,56 +277,152 @@ class Bridge:
         """Generate completions; return them in order: the `n` samples of the first prompt, then those of the second, and so on.
 
         Args:
-            prompts: Texts or lists of token ids.
+            prompts: Texts, lists of token ids, or conversations, which the model's chat template renders. A conversation is a
+                list of messages, `[{"role": "user", "content": "Hi"}]`; one of them may stand in place of the list of prompts.
             sampling_params: For all prompts, or one per prompt.
+            tools: JSON schemas of the tools that the chat template offers to the model. Tool calls come back as text.
+            chat_template_kwargs: Further variables of the chat template, such as `enable_thinking`.
             engine: Name of the engine to use; empty uses all of them.
             priority: Requests with a lower priority go first when requests wait for room.
             timeout: Longest time in seconds without a result; then raises `DeadlineExceeded`.
 
         Raises the first failure, if any prompt failed. `.by_prompt()` of the result gives one list per prompt."""
-        return event_loop.run(self._generate(_requests(prompts, sampling_params, priority), engine, timeout))
+        requests = self._requests(prompts, sampling_params, priority, tools, chat_template_kwargs)
+        return event_loop.run(self._generate(requests, engine, timeout))
 
     async def agenerate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Sampling = None,
         *,
+        tools: Tools = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> Completions:
         """Awaitable version of `generate`, for any event loop. Cancelling it cancels the unfinished requests."""
-        return await event_loop.arun(self._generate(_requests(prompts, sampling_params, priority), engine, timeout))
+        requests = await self._arequests(prompts, sampling_params, priority, tools, chat_template_kwargs)
+        return await event_loop.arun(self._generate(requests, engine, timeout))
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Sampling = None,
         *,
+        tools: Tools = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> Iterator[Completion | Failure]:
         """Like `generate`, but yield completions and `Failure`s as they finish. Closing it early cancels the rest."""
-        batches = self._batches(_requests(prompts, sampling_params, priority), engine, timeout)
+        requests = self._requests(prompts, sampling_params, priority, tools, chat_template_kwargs)
+        batches = self._batches(requests, engine, timeout)
         for batch in event_loop.iterate(batches):
             yield from batch
 
     async def astream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Sampling = None,
         *,
+        tools: Tools = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> AsyncGenerator[Completion | Failure, None]:
         """Async version of `stream`, for any event loop. Closing it cancels the rest."""
-        batches = self._batches(_requests(prompts, sampling_params, priority), engine, timeout)
+        requests = await self._arequests(prompts, sampling_params, priority, tools, chat_template_kwargs)
+        batches = self._batches(requests, engine, timeout)
         async with contextlib.aclosing(event_loop.aiterate(batches)) as results:
             async for batch in results:
                 for result in batch:
                     yield result
+
+    def stream_tokens(
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
+        *,
+        tools: Tools = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        engine: str = "",
+        priority: int = 0,
+        timeout: float = GENERATE_SECONDS,
+    ) -> Iterator[TokenEvent | Failure]:
+        """Like `stream`, but yield tokens as they are drawn. The last event of a sample has its `finish_reason`.
+
+        Closing the iterator early, or leaving its loop, cancels the unfinished requests on the engines."""
+        requests = self._requests(prompts, sampling_params, priority, tools, chat_template_kwargs, progress=True)
+        for batch in event_loop.iterate(self._token_events(requests, engine, timeout)):
+            yield from batch
+
+    async def astream_tokens(
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
+        *,
+        tools: Tools = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        engine: str = "",
+        priority: int = 0,
+        timeout: float = GENERATE_SECONDS,
+    ) -> AsyncGenerator[TokenEvent | Failure, None]:
+        """Async version of `stream_tokens`, for any event loop. Closing it cancels the rest."""
+        requests = await self._arequests(prompts, sampling_params, priority, tools, chat_template_kwargs, progress=True)
+        batches = self._token_events(requests, engine, timeout)
+        async with contextlib.aclosing(event_loop.aiterate(batches)) as results:
+            async for batch in results:
+                for event in batch:
+                    yield event
+
+    def _requests(
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling,
+        priority: int,
+        tools: Tools,
+        template_kwargs: Mapping[str, Any] | None,
+        progress: bool = False,
+    ) -> list[Request]:
+        rows = self._chats.render(prompts, tools, template_kwargs)
+        params = per_prompt(sampling_params, len(rows))
+        if len(params) != len(rows):
+            raise InvalidSampling(
+                f"got {len(params)} sampling_params for {len(rows)} prompts; pass one, or one per prompt"
+            )
+        if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+            raise InvalidSampling(f"priority must be a 32-bit integer, got {priority!r}")
+        call = secrets.token_hex(6)
+        return [
+            make_request(
+                f"{call}/{i}", rows[i], params[i], secrets.randbits(63), f"{i} of {len(rows)}", priority, progress
+            )
+            for i in range(len(rows))
+        ]
+
+    async def _arequests(
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling,
+        priority: int,
+        tools: Tools,
+        template_kwargs: Mapping[str, Any] | None,
+        progress: bool = False,
+    ) -> list[Request]:
+        """Rendering takes a while, and asks the fleet: it must not hold up the caller's event loop."""
+        make = partial(self._requests, prompts, sampling_params, priority, tools, template_kwargs, progress)
+        if is_conversation(prompts) or any(map(is_conversation, prompts)):
+            return await event_loop.arun(asyncio.to_thread(make))
+        return make()
+
+    def _max_length(self) -> int:
+        status = self.status()
+        if not status.present:
+            raise status.no_engines("to render a conversation for")
+        return min(engine.info.max_model_len for engine in status.present)
 
     async def _generate(self, requests: Sequence[Request], engine: str, timeout: float) -> Completions:
         completions: list[Completion] = []
@@ -325,6 +438,27 @@ class Bridge:
         self, requests: Sequence[Request], engine: str, timeout: float
     ) -> AsyncGenerator[list[Completion | Failure], None]:
         """Yield results as they arrive, with the index of their prompt."""
+        async with contextlib.aclosing(self._results(requests, engine, timeout)) as batches:
+            async for batch in batches:
+                yield [result for result in batch if not isinstance(result, Progress)]
+
+    async def _token_events(
+        self, requests: Sequence[Request], engine: str, timeout: float
+    ) -> AsyncGenerator[list[TokenEvent | Failure], None]:
+        tokenizer = await asyncio.to_thread(lambda: self._chats.tokenizer)
+        texts = {
+            (i, sample): IncrementalDetokenizer(tokenizer, request.sampling.stop)
+            for i, request in enumerate(requests)
+            for sample in range(request.sampling.n)
+        }
+        async with contextlib.aclosing(self._results(requests, engine, timeout)) as batches:
+            async for batch in batches:
+                yield [event for result in batch if (event := _token_event(result, texts)) is not None]
+
+    async def _results(
+        self, requests: Sequence[Request], engine: str, timeout: float
+    ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        """Yield what arrives, with the index of its prompt, until every sample is answered."""
         if not requests:
             return
         index_of = {request.id: index for index, request in enumerate(requests)}
@@ -343,10 +477,13 @@ class Bridge:
                     ) from None
                 if batch is None:
                     break
-                results: list[Completion | Failure] = []
+                results: list[Completion | Failure | Progress] = []
                 for result in batch:
                     index = index_of[result.request_id]
-                    num_missing -= 1 if isinstance(result, Completion) else requests[index].sampling.n
+                    if isinstance(result, Completion):
+                        num_missing -= 1
+                    elif isinstance(result, Failure):
+                        num_missing -= requests[index].sampling.n
                     results.append(dataclasses.replace(result, prompt_index=index))
                 yield results
         if num_missing > 0:
@@ -373,7 +510,8 @@ class Bridge:
             position: Where a restarted trainer continues (`Rollouts.position`).
             patience: Seconds to wait for a gateway that is gone.
         """
-        return Rollouts(self._fleet, RolloutBound(max_staleness, batch, late, surplus), position, patience)
+        bound = RolloutBound(max_staleness, batch, late, surplus)
+        return Rollouts(self._fleet, bound, position, patience, self._chats)
 
     def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
         """Return the raw logprobs of token sequences under the current policy, in order. With `top_k`, also return those of the
@@ -491,21 +629,30 @@ class Bridge:
         self.close()
 
 
-def _requests(prompts: Sequence[Prompt], sampling_params: Sampling, priority: int) -> list[Request]:
-    if isinstance(prompts, str):
-        raise InvalidPrompt("prompts is one string; pass a list of prompts")
-    params = per_prompt(sampling_params, len(prompts))
-    if len(params) != len(prompts):
-        raise InvalidSampling(
-            f"got {len(params)} sampling_params for {len(prompts)} prompts; pass one, or one per prompt"
-        )
-    if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-        raise InvalidSampling(f"priority must be a 32-bit integer, got {priority!r}")
-    call = secrets.token_hex(6)
-    return [
-        make_request(f"{call}/{i}", prompts[i], params[i], secrets.randbits(63), f"{i} of {len(prompts)}", priority)
-        for i in range(len(prompts))
-    ]
+def _token_event(
+    result: Completion | Failure | Progress, texts: Mapping[tuple[int, int], IncrementalDetokenizer]
+) -> TokenEvent | Failure | None:
+    if isinstance(result, Failure):
+        return result
+    text, completion = texts[result.prompt_index, result.sample_index], None
+    if isinstance(result, Completion):
+        delta, version, completion = text.finish(result), result.spans[-1].version, result
+    elif (added := text.add(result)) is not None:
+        delta, version = added, result.version
+    else:
+        return None
+    return TokenEvent(
+        result.request_id,
+        result.prompt_index,
+        result.sample_index,
+        delta.token_ids,
+        delta.text,
+        delta.logprobs,
+        version,
+        delta.top_logprobs,
+        delta.restarted,
+        completion,
+    )
 
 
 def _sequences(sequences: Sequence[Sequence[int]], top_k: int) -> list[tuple[int, ...]]:

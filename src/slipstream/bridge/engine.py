@@ -16,14 +16,17 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.chat_prompts import ChatOptions
+from slipstream.bridge.chat_tokenizer import ChatTokenizer
 from slipstream.bridge.in_process import LocalFleet
 from slipstream.bridge.rollouts import Sampling
 from slipstream.config import EmbeddedConfig
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import ConfigError, InvalidPrompt, InvalidSampling, RequestError
+from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.config import ModelConfig
 from slipstream.runtime import event_loop
 from slipstream.types import (
@@ -34,9 +37,11 @@ from slipstream.types import (
     MemoryReport,
     MemoryTag,
     Prompt,
+    Prompts,
     SamplingParams,
     Score,
     SyncReport,
+    TokenEvent,
     checked_ids,
 )
 
@@ -60,8 +65,8 @@ class Engine:
         config: EmbeddedConfig | None = None,
         **options: Any,
     ) -> None:
-        """Load an HF model directory, `Engine("path/to/model")`, or use weights in memory, `Engine(model_config, params,
-        tokenizer=…)`. Without weights, the first `update` provides them.
+        """Load an HF model directory or a model of the Hub, `Engine("path/to/model")`, or use weights in memory,
+        `Engine(model_config, params, tokenizer=…)`. Without weights, the first `update` provides them.
 
         `options` are fields of `EmbeddedConfig`, as in `Engine("path", max_num_seqs=64)`; or pass a whole `config`."""
         if config is not None and options:
@@ -73,14 +78,18 @@ class Engine:
                 "directory uses the directory's; engine.update(params) replaces its weights"
             )
 
+        directory = None if isinstance(model, ModelConfig) else model_directory(model)
+
         async def start() -> LocalFleet:
             if isinstance(model, ModelConfig):
                 return LocalFleet(EmbeddedEngine(model, params, name=NAME, tokenizer=tokenizer, options=config))
-            return LocalFleet(EmbeddedEngine.from_directory(model, name=NAME, options=config))
+            return LocalFleet(EmbeddedEngine.from_directory(cast(Path, directory), name=NAME, options=config))
 
-        self._directory = None if isinstance(model, ModelConfig) else Path(model)
-        self._tokenizer = tokenizer
-        self._bridge = Bridge(event_loop.run(start()))
+        def read_tokenizer() -> ChatTokenizer:
+            return ChatTokenizer(tokenizer) if directory is None else ChatTokenizer.read(directory)
+
+        self._directory, self._tokenizer = directory, tokenizer
+        self._bridge = Bridge(event_loop.run(start()), read_tokenizer=read_tokenizer)
 
     @property
     def version(self) -> int:
@@ -90,31 +99,44 @@ class Engine:
     # --- rollouts ---
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, priority: int = 0
+        self, prompts: Prompts, sampling_params: Sampling = None, *, priority: int = 0, **chat: Unpack[ChatOptions]
     ) -> Completions:
         """Generate completions; return them in order: the `n` samples of the first prompt, then those of the second, and so on.
 
-        `sampling_params` is for all prompts, or one per prompt. Raises the first failure, if any prompt failed. `.by_prompt()`
-        of the result gives one list per prompt."""
-        return self._bridge.generate(prompts, sampling_params, priority=priority)
+        Prompts are texts, lists of token ids, or conversations (lists of messages; `tools` and `chat_template_kwargs` are for
+        these, as in `Bridge.generate`). `sampling_params` is for all prompts, or one per prompt. Raises the first failure, if
+        any prompt failed. `.by_prompt()` of the result gives one list per prompt."""
+        return self._bridge.generate(prompts, sampling_params, priority=priority, **chat)
 
     async def agenerate(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, priority: int = 0
+        self, prompts: Prompts, sampling_params: Sampling = None, *, priority: int = 0, **chat: Unpack[ChatOptions]
     ) -> Completions:
         """Awaitable version of `generate`. Cancelling it cancels the unfinished requests."""
-        return await self._bridge.agenerate(prompts, sampling_params, priority=priority)
+        return await self._bridge.agenerate(prompts, sampling_params, priority=priority, **chat)
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, priority: int = 0
+        self, prompts: Prompts, sampling_params: Sampling = None, *, priority: int = 0, **chat: Unpack[ChatOptions]
     ) -> Iterator[Completion | Failure]:
         """Yield completions, or a `Failure`, as they finish. Closing the iterator early cancels the rest."""
-        return self._bridge.stream(prompts, sampling_params, priority=priority)
+        return self._bridge.stream(prompts, sampling_params, priority=priority, **chat)
 
     def astream(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, priority: int = 0
+        self, prompts: Prompts, sampling_params: Sampling = None, *, priority: int = 0, **chat: Unpack[ChatOptions]
     ) -> AsyncGenerator[Completion | Failure, None]:
         """Async version of `stream`: `async for completion in engine.astream(prompts): ...`."""
-        return self._bridge.astream(prompts, sampling_params, priority=priority)
+        return self._bridge.astream(prompts, sampling_params, priority=priority, **chat)
+
+    def stream_tokens(
+        self, prompts: Prompts, sampling_params: Sampling = None, *, priority: int = 0, **chat: Unpack[ChatOptions]
+    ) -> Iterator[TokenEvent | Failure]:
+        """Yield tokens as they are drawn. Closing the iterator early cancels the rest."""
+        return self._bridge.stream_tokens(prompts, sampling_params, priority=priority, **chat)
+
+    def astream_tokens(
+        self, prompts: Prompts, sampling_params: Sampling = None, *, priority: int = 0, **chat: Unpack[ChatOptions]
+    ) -> AsyncGenerator[TokenEvent | Failure, None]:
+        """Async version of `stream_tokens`."""
+        return self._bridge.astream_tokens(prompts, sampling_params, priority=priority, **chat)
 
     def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
         """Return the raw logprobs of token sequences; with `top_k`, also of the most likely tokens at each position."""

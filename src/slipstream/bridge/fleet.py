@@ -39,10 +39,8 @@ class Fleet(UpdateClient, Protocol):
 
     def generate(
         self, requests: Sequence[Request], engine: str = ""
-    ) -> AsyncGenerator[list[Completion | Failure], None]: ...
-
-    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        """Like `generate`, with the progress of requests that ask for it."""
+    ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        """Yield results as they finish, and the progress of requests that ask for it. Closing it cancels the rest."""
 
     async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
 

@@ -72,18 +72,12 @@ class LocalFleet:
 
     async def generate(
         self, requests: Sequence[Request], engine: str = ""
-    ) -> AsyncGenerator[list[Completion | Failure], None]:
-        self._checked(engine)
-        async with contextlib.aclosing(self.stream(requests)) as batches:
-            async for batch in batches:
-                if results := [result for result in batch if not isinstance(result, Progress)]:
-                    yield results
-
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+    ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        backend = self._checked(engine)
         self._num_requests += len(requests)
-        vocab_size = self._engine.describe().vocab_size
+        vocab_size = backend.describe().vocab_size
         try:
-            async with contextlib.aclosing(self._engine.generate(requests)) as batches:
+            async with contextlib.aclosing(backend.generate(requests)) as batches:
                 async for batch in batches:
                     results = [self._checked_result(result, vocab_size) for result in batch]
                     self._num_completions += sum(isinstance(r, Completion) for r in results)

@@ -35,9 +35,10 @@ from slipstream.errors import (
 from slipstream.gateway.staleness import RolloutBound
 from slipstream.runtime import event_loop
 from slipstream.runtime.failpoints import is_recording, step
-from slipstream.types import Prompt, Request, RolloutGroup, SamplingParams, plain_ids
+from slipstream.types import Messages, Prompt, Request, RolloutGroup, SamplingParams, plain_ids
 
 if TYPE_CHECKING:
+    from slipstream.bridge.chat_prompts import ChatPrompts, Tools
     from slipstream.bridge.fleet import Fleet
 
 T = TypeVar("T")
@@ -55,8 +56,8 @@ SUBMIT_PROMPTS = 256
 class Rollouts:
     """Made by `Bridge.rollouts`. For one thread."""
 
-    def __init__(self, fleet: Fleet, bound: RolloutBound, position: int, patience: float) -> None:
-        self._fleet, self._patience = fleet, patience
+    def __init__(self, fleet: Fleet, bound: RolloutBound, position: int, patience: float, chats: ChatPrompts) -> None:
+        self._fleet, self._patience, self._chats = fleet, patience, chats
         self.bound = bound
         self.position = position
         """Position of the last group taken."""
@@ -66,10 +67,20 @@ class Rollouts:
         self._expected: tuple[int, int, Future[list[RolloutGroup]]] | None = None
         """Groups requested ahead of the next `take`: their number, version and future."""
 
-    def submit(self, ids: Sequence[str], prompts: Sequence[Prompt], sampling_params: Sampling = None) -> int:
+    def submit(
+        self,
+        ids: Sequence[str],
+        prompts: Sequence[Prompt | Messages],
+        sampling_params: Sampling = None,
+        *,
+        tools: Tools = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
         """Submit prompts, each with an id that is unique in the run; return how many are new.
 
-        A prompt that was submitted before is not generated again. A prompt without a seed gets one derived from its id."""
+        A prompt that was submitted before is not generated again. A prompt without a seed gets one derived from its id. `tools`
+        and `chat_template_kwargs` are for conversations, as in `Bridge.generate`."""
+        prompts = self._chats.render(prompts, tools, chat_template_kwargs)
         params = per_prompt(sampling_params, len(prompts))
         if not len(ids) == len(prompts) == len(params):
             raise InvalidSampling(
@@ -186,11 +197,19 @@ def per_prompt(sampling_params: Sampling, count: int) -> Sequence[SamplingParams
     return sampling_params
 
 
-def make_request(id: str, prompt: Prompt, params: SamplingParams, seed: int, shown: str, priority: int = 0) -> Request:
+def make_request(
+    id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    seed: int,
+    shown: str,
+    priority: int = 0,
+    progress: bool = False,
+) -> Request:
     """Return a request, with `seed` if its params have none. `shown` names the prompt in errors."""
     if params.seed is None:
         params = params.with_seed(seed)
     try:
-        return Request(id, prompt if isinstance(prompt, str) else plain_ids(prompt), params, priority)
+        return Request(id, prompt if isinstance(prompt, str) else plain_ids(prompt), params, priority, progress)
     except SlipstreamError as error:
         raise type(error)(f"prompt {shown}: {error}") from None

@@ -9,10 +9,12 @@ import importlib.util
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.chat_tokenizer import ChatTokenizer
 from slipstream.config import (
     MAX_MESSAGE_BYTES,
     SYNC_SECONDS,
@@ -129,7 +131,7 @@ def launch(
         until = time.monotonic() + (RESTART_SECONDS if keep_alive else 0.0)
         while True:
             try:
-                bridge = _join_run(directory, sync, gateway.max_message_bytes)
+                bridge = _join_run(directory, sync, gateway.max_message_bytes, model)
                 bridge.on_close(group.close)
                 return bridge
             except (GatewayLost, ConfigError):  # the gateway has just died and is being restarted
@@ -144,6 +146,7 @@ def launch(
 def connect(
     target: str | Path | None = None,
     *,
+    model: str | Path | None = None,
     token: str | None = None,
     ca: str | Path | None = None,
     certificate: str | Path | None = None,
@@ -162,6 +165,8 @@ def connect(
 
     Args:
         target: The fleet's run directory, or the gateway's address (`127.0.0.1:8471`). Default: SLIPSTREAM_RUN_DIR.
+        model: The model's directory or name on the Hub, for conversations as prompts and for the text of `stream_tokens`:
+            tokenizer and chat template are read from it.
         token: Bearer token of the gateway. Default: the one in the run directory, or SLIPSTREAM_TOKEN.
         ca: PEM certificate of the CA that signed the gateway's certificate, needed beyond loopback. Default: the one named
             in the run directory, or SLIPSTREAM_CA.
@@ -176,7 +181,7 @@ def connect(
     sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot, timeout)
     target = target if target is not None else os.environ.get("SLIPSTREAM_RUN_DIR", "")
     if target and Path(target).is_dir():
-        return _join_run(Path(target), sync, max_message_bytes, token, ca, certificate, key)
+        return _join_run(Path(target), sync, max_message_bytes, model, token, ca, certificate, key)
     if not target:
         raise ConfigError("no fleet given: pass its run directory or address, or set SLIPSTREAM_RUN_DIR")
     address = str(target).removeprefix("grpc://")
@@ -187,7 +192,7 @@ def connect(
         raise Unauthorized("connecting by address needs the gateway's token: pass token=, or set SLIPSTREAM_TOKEN")
     files = {"SLIPSTREAM_CA": ca, "SLIPSTREAM_CERTIFICATE": certificate, "SLIPSTREAM_KEY": key}
     authority, *own = (str(file or os.environ.get(name, "")) for name, file in files.items())
-    return _join((address, token, authority, Identity(*own)), sync, max_message_bytes)
+    return _join((address, token, authority, Identity(*own)), sync, max_message_bytes, model)
 
 
 def inprocess(
@@ -223,7 +228,7 @@ def inprocess(
         embedded = EmbeddedEngine.from_directory(directory, name="inprocess", options=engine or EmbeddedConfig())
         return LocalFleet(embedded, journal)
 
-    return Bridge(event_loop.run(start()), sync)
+    return Bridge(event_loop.run(start()), sync, read_tokenizer=partial(ChatTokenizer.read, directory))
 
 
 def _configs(engine: EngineConfig | str | Sequence[EngineConfig] | None, count: int) -> list[EngineConfig]:
@@ -290,6 +295,7 @@ def _join_run(
     run_dir: Path,
     sync: SyncOptions,
     max_message_bytes: int,
+    model: str | Path | None,
     token: str | None = None,
     ca: str | Path | None = None,
     certificate: str | Path | None = None,
@@ -299,13 +305,14 @@ def _join_run(
     address, _, own_ca = read_run_dir(run_dir)
     identity = Identity(str(certificate or ""), str(key or "")) if certificate or key else run_identity(run_dir)
     gateway = (address, token.strip() if token else run_token(run_dir), str(ca or own_ca), identity)
-    return _join(gateway, sync, max_message_bytes, run_dir)
+    return _join(gateway, sync, max_message_bytes, model, run_dir)
 
 
 def _join(
     gateway: tuple[str, Token, str, Identity],
     sync: SyncOptions,
     max_message_bytes: int,
+    model: str | Path | None,
     run_dir: Path | None = None,
 ) -> Bridge:
     """`gateway` is its address, its token, the PEM file of its CA, which is empty without TLS, and what we show to it."""
@@ -319,6 +326,7 @@ def _join(
             address, token, sync.timeout, max_message_bytes, sync.process_index, sync.process_count, ca, identity
         )
 
-    bridge = Bridge(event_loop.run(join()), sync, str(run_dir or ""))
+    read_tokenizer = ChatTokenizer if model is None else partial(ChatTokenizer.read, model)
+    bridge = Bridge(event_loop.run(join()), sync, str(run_dir or ""), read_tokenizer)
     bridge.http_url = http_url(run_dir) if run_dir is not None else ""
     return bridge

@@ -97,17 +97,7 @@ class GatewayFleet:
 
     async def generate(
         self, requests: Sequence[Request], engine: str = ""
-    ) -> AsyncGenerator[list[Completion | Failure], None]:
-        async with contextlib.aclosing(self._results(requests, engine)) as batches:
-            async for results in batches:
-                yield convert.results_from_pb(results)
-
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
-        async with contextlib.aclosing(self._results(requests)) as batches:
-            async for results in batches:
-                yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
-
-    async def _results(self, requests: Sequence[Request], engine: str = "") -> AsyncGenerator[pb.Results, None]:
+    ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         """A gateway that has no room for the requests is asked again, for as long as any other call may take."""
         message, clock = convert.requests_to_pb(requests, engine), asyncio.get_running_loop().time
         deadline, delay, has_begun = clock() + self._timeout, FIRST_RETRY_SECONDS, False
@@ -118,7 +108,7 @@ class GatewayFleet:
                     try:
                         async for results in call:
                             has_begun = True
-                            yield results
+                            yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
                         return
                     finally:
                         call.cancel()

@@ -131,20 +131,22 @@ class Completion(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., engine: _Optional[str] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("request_id", "sample_index", "start", "token_ids", "logprobs", "top_logprobs")
+    __slots__ = ("request_id", "sample_index", "start", "token_ids", "logprobs", "top_logprobs", "version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sample_index: int
     start: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     top_logprobs: TopLogprobs
-    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ...) -> None: ...
+    version: int
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("request_id", "error")

@@ -139,7 +139,7 @@ async def collect_completions(
 
 async def _run(front: Front, requests: Sequence[Request]) -> AsyncGenerator[Completion | Progress, None]:
     index_of = {request.id: index for index, request in enumerate(requests)}
-    async with contextlib.aclosing(front.fleet.stream(requests)) as batches:
+    async with contextlib.aclosing(front.fleet.generate(requests)) as batches:
         async for batch in batches:
             for result in batch:
                 index = index_of[result.request_id]

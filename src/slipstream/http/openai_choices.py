@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.http.incremental_text import TextDelta
-from slipstream.http.tokenizer import ChatTokenizer
+from slipstream.bridge.chat_tokenizer import ChatTokenizer
+from slipstream.bridge.incremental_text import TextDelta
 from slipstream.types import Completion, Score, TopLogprobs
 
 MIN_LOGPROB = -9999.0

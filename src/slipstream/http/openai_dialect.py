@@ -13,6 +13,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from slipstream import types
+from slipstream.bridge.incremental_text import IncrementalDetokenizer, TextDelta
 from slipstream.errors import InvalidPrompt, InvalidSampling
 from slipstream.gateway.admission import Ticket
 from slipstream.http import openai_choices as choices
@@ -29,7 +30,6 @@ from slipstream.http.generation import (
     make_requests,
     stream_results,
 )
-from slipstream.http.incremental_text import IncrementalDetokenizer, TextDelta
 from slipstream.http.limits import LimitedRoute, cancel_on_disconnect
 from slipstream.http.request_models import JsonModel
 from slipstream.http.state import CurrentFront, CurrentTicket, Front
@@ -253,14 +253,21 @@ async def _stream_chunks(
             detokenizers[index] = IncrementalDetokenizer(front.tokenizer, params.stop)
             if opening is not None:
                 yield {"index": index, **opening}
+        detokenizer, end = detokenizers[index], dict[str, Any](finish_reason=None)
         if isinstance(result, Completion):
             completions.append(result)
-            delta = detokenizers[index].finish(result)
             end = {"finish_reason": result.finish_reason, **choices.choice_additions(result)}
-            yield {"index": index, **to_chunk(delta), **end, "token_ids": list(delta.token_ids)}
-        elif progress := detokenizers[index].add(result):
-            token_ids = list(progress.token_ids)
-            yield {"index": index, **to_chunk(progress), "finish_reason": None, "token_ids": token_ids}
+        delta = detokenizer.finish(result) if isinstance(result, Completion) else detokenizer.add(result)
+        if delta is None:
+            return
+        if delta.restarted:
+            raise HttpError(
+                409,
+                "the completion restarted with other tokens, because an engine was lost or the weights changed; discard the "
+                "streamed text and retry",
+                "began_anew",
+            )
+        yield {"index": index, **to_chunk(delta), **end, "token_ids": list(delta.token_ids)}
 
     results = stream_results(front, ticket, head["id"], requests)
     async with contextlib.aclosing(results):

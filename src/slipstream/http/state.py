@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from slipstream.bridge.chat_tokenizer import ChatTokenizer
 from slipstream.bridge.fleet import Fleet
 from slipstream.config import LOOPBACK, HttpConfig
 from slipstream.gateway.admission import Admission, Ticket
@@ -21,8 +22,7 @@ from slipstream.http.errors import HttpError
 from slipstream.http.in_flight import InFlightRequests
 from slipstream.http.limits import TICKET
 from slipstream.http.metrics import Metrics
-from slipstream.http.tokenizer import ChatTokenizer
-from slipstream.model.checkpoints.hub import hub_name, model_directory
+from slipstream.model.checkpoints.hub import hub_name
 from slipstream.types import EngineInfo
 
 INFO_CACHE_SECONDS = 0.5
@@ -49,9 +49,7 @@ class Front:
     @classmethod
     def create(cls, fleet: Fleet, connect: Callable[[], Fleet], config: HttpConfig) -> Front:
         """`connect` opens a separate connection to the same fleet, for a weight update."""
-        tokenizer = (
-            ChatTokenizer.read(model_directory(config.model, weights=False)) if config.model else ChatTokenizer()
-        )
+        tokenizer = ChatTokenizer.read(config.model) if config.model else ChatTokenizer()
         updates = CheckpointUpdates(connect, Path(config.weights) if config.weights else None)
         admission = Admission(config.max_requests, config.max_buffered_bytes, "this server")
         return cls(fleet, config, tokenizer, updates, InFlightRequests(config.request_seconds), admission)

@@ -143,7 +143,13 @@ class Sample:
         if request.streams and self.finish_reason is None:
             start = len(self.tokens) - len(tokens)
             progress = Progress(
-                request.request_id, self.sample_index, start, tuple(tokens), tuple(logprobs), tuple(top_logprobs)
+                request.request_id,
+                self.sample_index,
+                start,
+                tuple(tokens),
+                tuple(logprobs),
+                tuple(top_logprobs),
+                version=version,
             )
             request.sink.deliver([StreamedTokens(request, progress)])
 

@@ -1,12 +1,11 @@
-"""Incremental detokenization for streaming. Emitted text is never retracted."""
+"""Incremental detokenization for streaming. Emitted text is never retracted, unless the sample began anew."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.http.errors import HttpError
-from slipstream.http.tokenizer import ChatTokenizer
+from slipstream.bridge.chat_tokenizer import ChatTokenizer
 from slipstream.types import Completion, Progress, TopLogprobs
 
 INCOMPLETE = "\ufffd"
@@ -23,6 +22,8 @@ class TextDelta:
     raw_logprobs: tuple[float, ...]
     """Empty while the completion is unfinished."""
     top_logprobs: tuple[TopLogprobs, ...]
+    restarted: bool = False
+    """The sample began anew with other tokens: what was emitted before is void."""
 
 
 class IncrementalDetokenizer:
@@ -30,6 +31,9 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
+        self._reset()
+
+    def _reset(self) -> None:
         self._tokens: list[int] = []
         self._emitted = ""
         self._held = ""
@@ -38,36 +42,33 @@ class IncrementalDetokenizer:
         depend on its neighbors."""
 
     def add(self, progress: Progress) -> TextDelta | None:
-        """Return what is new in `progress`, or None."""
-        new = self._append(progress.start, progress.token_ids)
-        if not new:
+        """Return what is new in `progress`, or None. Tokens after a gap are left to `finish`."""
+        start, tokens = progress.start, progress.token_ids
+        known = self._tokens[start : start + len(tokens)]
+        if restarted := list(tokens[: len(known)]) != known:
+            self._reset()
+        is_gap = start > len(self._tokens)
+        new = slice(len(tokens), None) if is_gap else slice(len(self._tokens) - start, None)
+        if not tokens[new] and not restarted:
             return None
-        skip = len(progress.token_ids) - len(new)
+        self._tokens += tokens[new]
         text = self._decode()
         self._emitted += text
-        return TextDelta(text, new, progress.logprobs[skip:], (), progress.top_logprobs[skip:])
+        return TextDelta(text, tokens[new], progress.logprobs[new], (), progress.top_logprobs[new], restarted)
 
     def finish(self, completion: Completion) -> TextDelta:
         """Return everything not emitted yet. The text is the completion's, which ends before a stop string."""
-        num_emitted = len(self._tokens)
-        new = self._append(0, completion.token_ids)
-        if len(completion.token_ids) < num_emitted:
-            raise _restarted()
+        if restarted := list(completion.token_ids[: len(self._tokens)]) != self._tokens:
+            self._reset()
+        new = slice(len(self._tokens), None)
         return TextDelta(
             completion.text[len(self._emitted) :],
-            new,
-            completion.logprobs[num_emitted:],
-            completion.raw_logprobs[num_emitted:],
-            completion.top_logprobs[num_emitted:],
+            completion.token_ids[new],
+            completion.logprobs[new],
+            completion.raw_logprobs[new],
+            completion.top_logprobs[new],
+            restarted,
         )
-
-    def _append(self, start: int, tokens: Sequence[int]) -> tuple[int, ...]:
-        overlap = self._tokens[start : start + len(tokens)]
-        if start > len(self._tokens) or list(tokens[: len(overlap)]) != overlap:
-            raise _restarted()
-        new = tuple(tokens[len(overlap) :])
-        self._tokens += new
-        return new
 
     def _decode(self) -> str:
         before = self._tokenizer.decode(self._tokens[self._start : self._end])
@@ -84,12 +85,3 @@ def _stop_prefix_length(text: str, stop: Sequence[str]) -> int:
     """Return how many characters at the end of `text` may be the start of a stop string."""
     longest = max(map(len, stop), default=1) - 1
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
-
-
-def _restarted() -> HttpError:
-    return HttpError(
-        409,
-        "the completion restarted with other tokens, because an engine was lost or the weights changed; discard the streamed "
-        "text and retry",
-        "began_anew",
-    )

@@ -9,10 +9,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
+from slipstream.bridge.chat_tokenizer import ChatTokenizer
+from slipstream.bridge.incremental_text import IncrementalDetokenizer
 from slipstream.errors import ConfigError, InvalidPrompt, Unsupported
-from slipstream.http.errors import HttpError
-from slipstream.http.incremental_text import IncrementalDetokenizer
-from slipstream.http.tokenizer import ChatTokenizer
 from tests.http.fakes import completion, progress
 from tests.http.served import TEMPLATE
 from tests.tiny import write_tokenizer
@@ -127,12 +126,18 @@ def test_a_possible_stop_string_is_held_back(byte_tokenizer):
     assert detokenizer.finish(completion("r/0", [*tokens, 5], "a#b##c")).text == ""
 
 
-def test_tokens_that_contradict_emitted_ones_are_refused(byte_tokenizer):
+def test_tokens_that_contradict_emitted_ones_begin_anew(byte_tokenizer):
+    a, b, c, d = byte_tokenizer.encode("abcd").ids
     detokenizer = IncrementalDetokenizer(ChatTokenizer(byte_tokenizer), ())
-    detokenizer.add(progress("r/0", 0, [5, 6]))
-    assert detokenizer.add(progress("r/0", 0, [5, 6])) is None
-    for other in ([5, 7], [6]):
-        with pytest.raises(HttpError, match="restarted with other tokens"):
-            detokenizer.add(progress("r/0", 0, other))
-    with pytest.raises(HttpError, match="restarted with other tokens"):
-        detokenizer.add(progress("r/0", 5, [6]))
+    assert detokenizer.add(progress("r/0", 0, [a, b])).text == "ab"
+    assert detokenizer.add(progress("r/0", 0, [a, b])) is None
+    assert detokenizer.add(progress("r/0", 5, [d])) is None, "after a gap"
+    other = detokenizer.add(progress("r/0", 0, [a, c]))
+    assert (other.restarted, other.text, other.token_ids) == (True, "ac", (a, c))
+    in_the_middle = detokenizer.add(progress("r/0", 1, [b, d]))
+    assert (in_the_middle.restarted, in_the_middle.text, in_the_middle.token_ids) == (True, "", ())
+    last = detokenizer.finish(completion("r/0", [a, b, d], "abd"))
+    assert (last.restarted, last.text, last.token_ids) == (False, "abd", (a, b, d))
+    assert detokenizer.add(progress("r/0", 0, [a, b])).text == "ab"
+    shorter = detokenizer.finish(completion("r/0", [a], "a"))
+    assert (shorter.restarted, shorter.text, shorter.token_ids) == (True, "a", (a,))

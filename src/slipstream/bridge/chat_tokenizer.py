@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.engines.frontend.request_parser import longest_token, read_tokenizer, too_many_characters
 from slipstream.errors import ConfigError, InvalidPrompt, Unsupported
 from slipstream.model.chat_template import ChatTemplate
+from slipstream.model.checkpoints.hub import model_directory
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -23,10 +24,12 @@ class ChatTokenizer:
         self._token_texts: dict[int, str] = {}
 
     @classmethod
-    def read(cls, directory: Path) -> ChatTokenizer:
-        """Read an HF directory: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`, all of them optional."""
+    def read(cls, model: str | Path) -> ChatTokenizer:
+        """Read an HF directory or a model of the Hub: `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`, all
+        of them optional."""
+        directory = model_directory(model, weights=False)
         if not directory.is_dir():
-            raise ConfigError(f"{directory} is not a directory; the HTTP server reads the model's tokenizer from it")
+            raise ConfigError(f"{directory} is not a directory; the model's tokenizer is read from it")
         return cls(read_tokenizer(directory), ChatTemplate.read(directory))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -47,8 +50,8 @@ class ChatTokenizer:
         text = self.render_chat(*conversation)
         if self._tokenizer is None:
             raise Unsupported(
-                "chat needs a tokenizer, and the HTTP server has none; send token ids to /v1/completions, or start the server "
-                "with model=DIRECTORY"
+                "chat needs the model's tokenizer.json, which is not known here; send token ids as the prompt, or name the "
+                "model: model=DIRECTORY_OR_NAME of connect or of the HTTP server"
             )
         if len(text) > max_length * self._longest_token:
             raise too_many_characters(len(text), max_length)
@@ -66,8 +69,8 @@ class ChatTokenizer:
     ) -> str:
         if self._template is None:
             raise Unsupported(
-                "this model has no chat template (chat_template.jinja, or in tokenizer_config.json); send a rendered prompt to "
-                "/v1/completions, or start the server with a model directory that has one (model=DIRECTORY)"
+                "no chat template is known here (chat_template.jinja, or in the model's tokenizer_config.json); send a "
+                "rendered prompt, or name a model that has one: model=DIRECTORY_OR_NAME of connect or of the HTTP server"
             )
         normalized = [_normalize_message(message, index) for index, message in enumerate(messages)]
         return self._template.render(normalized, tools, template_kwargs, add_generation_prompt)
@@ -75,7 +78,7 @@ class ChatTokenizer:
 
 def _normalize_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Join the content to one string, as templates of text models expect, and copy reasoning to each name they use."""
-    if not isinstance(message.get("role"), str):
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPrompt(f"messages[{index}] has no role; each message is an object with role and content")
     message = dict(message)
     content = message.get("content")
