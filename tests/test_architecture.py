@@ -202,6 +202,7 @@ def test_public_names():
         "SharedWeights",
         "SlipstreamError",
         "SyncReport",
+        "TokenEvent",
         "TrainConfig",
         "VerifyReport",
         "VersionSpan",
