@@ -9,6 +9,7 @@
 #   embedded tests of the embedded engine, in parallel; 5 minutes
 #   trust    checksums on the device; three vLLM engines, of which one computes something else, one freezes and one is
 #            killed; 4 minutes
+#   ranks    trainers of one and two processes and engines of one and two ranks, in parallel; 5 minutes
 #   torch    a PyTorch trainer: its CUDA tensors over mapped memory and NCCL, two ranks, weights shared with vLLM; 5 minutes
 #   torchsync  weight sync benchmark of 1.2B, from JAX and from PyTorch; 4 minutes
 #
@@ -75,6 +76,13 @@ case $what in
         logged checksums pytest tests/gpu/test_device_checksum_gpu.py
         logged trust pytest tests/gpu/test_vllm_trust_gpu.py
         ;;
+    ranks)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        for layout in tp1 tp2 pp2 engines2; do
+            logged "ranks-$layout" pytest tests/gpu/test_ranks_gpu.py -k "[$layout" &
+        done
+        wait
+        ;;
     torch)
         export XLA_PYTHON_CLIENT_PREALLOCATE=false
         logged torch pytest tests/gpu/test_torch_gpu.py
@@ -84,7 +92,7 @@ case $what in
             --json "$out/torchsync.json"
         ;;
     *)
-        sed -n '2,16p' "$0"
+        sed -n '2,17p' "$0"
         exit 2
         ;;
 esac
