@@ -55,8 +55,7 @@ def shard(x):
     x = np.asarray(x)
     spec = P("fsdp") if x.ndim > 1 and x.shape[0] % 2 == 0 else P()
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
-with jax.default_device(jax.local_devices(backend="cpu")[0]):
-    weights = {seed: random_params(CONFIG, seed) for seed in range(3)}
+weights = {seed: random_params(CONFIG, seed) for seed in range(3)}
 with slipstream.connect(run_dir, process_index=rank, process_count=2, transport=transport, timeout=DEADLINE) as bridge:
     for line in sys.stdin:
         params = jax.tree.map(shard, weights[int(line)])
