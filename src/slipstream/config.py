@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from slipstream.errors import ConfigError
+from slipstream.vllm_arguments import check_arguments
 
 T = TypeVar("T")
 
@@ -216,6 +217,15 @@ class VllmConfig(_LocalEngineSettings):
     """Further arguments of vLLM's `AsyncEngineArgs`, such as `{"pipeline_parallel_size": 2}`; docs/vllm.md says which of them
     keep which promise."""
 
+    deterministic: bool = False
+    """Make results independent of the batch, bit for bit, with vLLM's batch-invariant mode: on NVIDIA GPUs from compute
+    capability 8.0. Slower."""
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> Self:
+        check_arguments(self.vllm)
+        return self
+
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -223,7 +233,8 @@ class VllmConfig(_LocalEngineSettings):
     @property
     def pipeline_parallel_size(self) -> int:
         """Number of pipeline stages, from `vllm`."""
-        return int(self.vllm.get("pipeline_parallel_size", 1))
+        stages = self.vllm.get("pipeline_parallel_size", 1)
+        return stages if type(stages) is int and stages > 0 else 1  # `check_arguments` refuses anything else
 
 
 class RemoteConfig(_EngineSettings):

@@ -88,7 +88,7 @@ def test_status_fits_into_80_columns():
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert "policy version 12" in text and "50%" in text and "half-open" in text and "its last 3 calls" in text
     assert "60 s ago, engine-0, quarantine: it returned nonsense" in text
-    assert "engine-0: GPU 2, 3 of host" in text and "engine-0 does not hold seeds: prompt" in text
+    assert "engine-0: GPU 2, 3" in text and "engine-0 does not hold seeds: prompt" in text
 
 
 def test_a_damaged_journal_is_reported_and_repaired(tmp_path):

@@ -11,6 +11,12 @@ import os
 import jax
 import pytest
 
+from tests.vllm.argument_results import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_runtest_makereport,
+    pytest_sessionfinish,
+)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> None:

@@ -50,7 +50,15 @@ def test_wrong_frozen_and_killed_ranks(tmp_path: Path) -> None:
     engines = [engine_options(), engine_options(), engine_options(python=str(liar))]
     model = write_config(tmp_path / "model", CONFIG)
     with (
-        slipstream.launch(model, engine=engines, run_dir=tmp_path / "run", timeout=10, start_timeout=300) as bridge,
+        slipstream.launch(
+            model,
+            engine=engines,
+            devices=[[0]] * 3,
+            share_gpus=True,
+            run_dir=tmp_path / "run",
+            timeout=10,
+            start_timeout=300,
+        ) as bridge,
         ThreadPoolExecutor(1) as pool,
     ):
 

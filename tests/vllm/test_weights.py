@@ -33,6 +33,20 @@ PROMPTS = [(5, 6, 7), (40, 41, 42, 43, 44), (9,)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
+ARGUMENTS = {
+    "seed": 7,
+    "block_size": 32,
+    "disable_cascade_attn": True,
+    "disable_log_stats": False,
+    "enable_chunked_prefill": True,
+    "long_prefill_token_threshold": 12,
+    "prefix_caching_hash_algo": "sha256_cbor",
+    "stream_interval": 2,
+    "trust_remote_code": True,
+}
+"""Arguments of vLLM that keep all promises, together (`argument_results.py`)."""
+
+
 def config_of(**over: Any) -> ModelConfig:
     return tiny_config("llama", hidden_size=128, head_dim=32, **over)
 
@@ -74,7 +88,8 @@ def subject(tmp_path_factory: pytest.TempPathFactory, run_dir: Path, break_file:
     write_tokenizer(directory)
     (break_file.parent / "sitecustomize.py").write_text(BREAKS)
     variables = {"PYTHONPATH": str(break_file.parent), "BREAK": str(break_file)}
-    options = ("kind=vllm", "max_num_seqs=4", "max_num_batched_tokens=16")  # long prompts are computed in parts
+    # Long prompts are computed in parts.
+    options = ("kind=vllm", "max_num_seqs=4", "max_num_batched_tokens=16", f"vllm={json.dumps(ARGUMENTS)}")
     with attached(PYTHON, directory, run_dir, *options, **variables) as engine:
         bounded = ("presence_penalty", "frequency_penalty")
         yield Subject(engine, config, params, tolerance=1e-4, bounded=bounded)

@@ -180,8 +180,7 @@ def _print_status(fleet: FleetStatus, console: Console) -> None:
     console.print(table)
     for engine in fleet.engines:
         if engine.info.devices:
-            where = f"{engine.info.name}: GPU {', '.join(engine.info.devices)} of {engine.info.host}"
-            console.print(where, markup=False, highlight=False)
+            console.print(f"{engine.info.name}: GPU {', '.join(engine.info.devices)}", markup=False, highlight=False)
         for promise in engine.info.not_held:
             console.print(f"{engine.info.name} does not hold {promise}", markup=False, highlight=False)
         if engine.note:

@@ -33,7 +33,7 @@ from slipstream.config import (
 from slipstream.deploy.processes.placement import Devices, place_here
 from slipstream.deploy.processes.process_group import ProcessGroup
 from slipstream.deploy.processes.run_dir import http_url, new_run_dir, read_run_dir, run_identity, run_token
-from slipstream.deploy.processes.vllm_environment import check_environment, interpreter
+from slipstream.deploy.processes.vllm_environment import check_environment, check_vllm_arguments, interpreter
 from slipstream.errors import ConfigError, GatewayLost, Unauthorized
 from slipstream.gateway.channels import Token
 from slipstream.model.checkpoints.hf_config import read_config
@@ -251,6 +251,7 @@ def _check_startable(model: Path, configs: Sequence[EngineConfig]) -> None:
     for config in configs:
         if config.kind == "vllm":
             check_environment(interpreter(config))
+            check_vllm_arguments(interpreter(config), config.vllm)
         if config.kind == "remote" and importlib.util.find_spec("httpx") is None:
             raise ConfigError("an engine of kind 'remote' needs httpx; pip install 'slipstream-rl[remote]'")
 

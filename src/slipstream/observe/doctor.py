@@ -55,6 +55,8 @@ def examine_fleet(status: FleetStatus) -> Iterator[Diagnosis]:
     )
     for engine in status.engines:
         name = f"engine {engine.info.name}"
+        for promise in engine.info.not_held:
+            yield Diagnosis(name, "note", f"does not hold {promise}", "leave that argument of vLLM out, or do without")
         if engine.state == "quarantined":
             yield Diagnosis(name, "wrong", engine.note, "sync again, or restart it if it does not pass its probe")
         elif engine.state != "ready":

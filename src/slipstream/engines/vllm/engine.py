@@ -45,6 +45,7 @@ from slipstream.types import (
     Offer,
     StageReport,
 )
+from slipstream.vllm_arguments import not_held
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class VllmEngine(EngineFrontend):
             max_num_seqs=self._options.max_num_seqs,
             version=self._samples.version,
             devices=self._options.device_names,
+            not_held=not_held(self._options.vllm),
         )
 
     def _check_ready(self) -> None:

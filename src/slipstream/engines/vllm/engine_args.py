@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from slipstream.engines.vllm import compat
 from slipstream.errors import ConfigError
 from slipstream.model.config import ModelConfig
 from slipstream.types import MAX_TOP_LOGPROBS
+from slipstream.vllm_arguments import check_known
 from slipstream.weights.rank_image import numpy_dtype
 
 _BLOCK_SIZE = {"cpu": 128, "gpu": 16}
@@ -27,8 +29,12 @@ _ON_CPU = {
 def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weights: bool) -> Any:
     """Start vLLM's asynchronous engine. Raise `ConfigError` for settings it does not support."""
     set_defaults(ENVIRONMENT)
-    set_defaults(compat.choose_runner(compat.check()))
+    version = compat.check()
+    set_defaults(compat.choose_runner(version))
     on_cpu = compat.is_cpu()
+    if options.deterministic:
+        _check_batch_invariance()
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if on_cpu:
         _prepare_cpu(model, options)
     elif options.dtype == "float32":
@@ -37,7 +43,7 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    block = _BLOCK_SIZE["cpu" if on_cpu else "gpu"]
+    block = int(options.vllm.get("block_size", _BLOCK_SIZE["cpu" if on_cpu else "gpu"]))
     length = options.max_model_len or model.max_position_embeddings
     arguments: dict[str, Any] = {
         "model": str(directory),
@@ -73,9 +79,28 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
         # vLLM chooses `mp` by itself only if there are as many GPUs as ranks. Its own all-reduce needs several.
         arguments |= {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
     # The defaults of vLLM's offline `LLM`: rollouts are large batches, and its server defaults take small steps.
-    return AsyncLLM.from_engine_args(
-        _args_class(options.devices)(**(arguments | options.vllm)), usage_context=UsageContext.LLM_CLASS
-    )
+    context = UsageContext.LLM_CLASS
+    kind = _args_class(options.devices)
+    check_known(options.vllm, [field.name for field in fields(kind)], version)
+    arguments |= options.vllm
+    try:
+        config = kind(**arguments).create_engine_config(context)
+    except Exception as error:
+        if not options.vllm:
+            raise
+        given = ", ".join(f"{name}={value!r:.80}" for name, value in options.vllm.items())
+        raise ConfigError(f"vLLM {version} refuses its arguments ({given}): {error}") from None
+    return AsyncLLM.from_vllm_config(config, usage_context=context, disable_log_stats=arguments["disable_log_stats"])
+
+
+def _check_batch_invariance() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(80):
+        raise ConfigError(
+            f"deterministic needs vLLM's batch-invariant mode, which NVIDIA GPUs have from compute capability 8.0; here vLLM "
+            f"computes on {current_platform.device_type}"
+        )
 
 
 def _args_class(devices: Sequence[Device]) -> type[Any]:

@@ -8,8 +8,12 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
+from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.seeded_sampling import SeededBatch, install
 
 GREEDY_TEMPERATURE = 1e-5
@@ -31,11 +35,15 @@ class DualLogprobSampler(Sampler):
         sampler.batch = SeededBatch(runner)
         runner.sampler = sampler
         install(runner, sampler.batch)
+        if getattr(runner, "rejection_sampler", None) is not None:
+            runner.rejection_sampler = DualLogprobRejectionSampler.of(runner.rejection_sampler, sampler)
         return sampler
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         count = sampling_metadata.max_num_logprobs
-        if count is None:
+        if count is None or kwargs.get(
+            "predict_bonus_token"
+        ):  # for the rejection sampler, which reports logprobs itself
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         drawn_only = replace(sampling_metadata, max_num_logprobs=0)  # we find the likeliest tokens ourselves
         if count == 1 and self.batch.is_plain(len(logits)):
@@ -61,3 +69,57 @@ class DualLogprobSampler(Sampler):
         logprobs = torch.cat((token_sampled, token_raw, top), dim=1)
         out.logprobs_tensors = columns._replace(logprob_token_ids=ids, logprobs=logprobs)
         return out
+
+
+class DualLogprobRejectionSampler(RejectionSampler):
+    """Reports the columns of `DualLogprobSampler` for the tokens of a speculative step."""
+
+    _temperature: torch.Tensor | None
+    """Of each request of the step; None if all are greedy."""
+
+    @classmethod
+    def of(cls, original: RejectionSampler, sampler: DualLogprobSampler) -> Self:
+        """Return a copy of `original` that draws with `sampler`."""
+        rejection = cls.__new__(cls)
+        rejection.__dict__.update(original.__dict__)
+        rejection.sampler = sampler
+        if compat.is_cpu():  # there vLLM's own expands integers, such as top_k, to garbage
+            rejection_sampler.expand_batch_to_tokens = _expand
+        return rejection
+
+    def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        if not len(metadata.draft_token_ids):  # nothing was proposed to any request; vLLM's own code fails then
+            return self.sampler(logits, sampling_metadata)
+        self._temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature
+        return super().forward(metadata, draft_probs, logits, sampling_metadata)
+
+    def _get_logprobs_tensors(
+        self,
+        max_num_logprobs: int,
+        metadata: Any,
+        logits: torch.Tensor,
+        target_logits: torch.Tensor,
+        bonus_logits: torch.Tensor,
+        sampled_token_ids: torch.Tensor,
+    ) -> LogprobsTensors:
+        """`target_logits` and `bonus_logits` are those that were sampled from, `logits` the model's own."""
+        columns = super()._get_logprobs_tensors
+        raw_parts = logits[metadata.target_logits_indices], logits[metadata.bonus_logits_indices]
+        sampled = columns(0, metadata, logits, target_logits, bonus_logits, sampled_token_ids).logprobs
+        raw = columns(max(max_num_logprobs - 1, 0), metadata, logits, *raw_parts, sampled_token_ids)
+        if self._temperature is None:
+            sampled = raw.logprobs[:, :1]
+        else:
+            is_greedy = (self._temperature < GREEDY_TEMPERATURE).repeat_interleave(sampled_token_ids.shape[-1])
+            sampled = torch.where(is_greedy[:, None], raw.logprobs[:, :1], sampled)
+        ids = torch.cat((raw.logprob_token_ids[:, :1], raw.logprob_token_ids), dim=1)
+        return raw._replace(logprob_token_ids=ids, logprobs=torch.cat((sampled, raw.logprobs), dim=1))
+
+
+def _expand(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """Repeat the value of each request for each of its tokens, of which `cu_num_tokens` is the running sum."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    repeated = x.repeat_interleave(counts, output_size=num_tokens)
+    return repeated.masked_fill(repeated == replace_from, replace_to)

@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.engines.frontend.sample_tasks import Attempt, SampleTasks
 from slipstream.engines.vllm import request_format
-from slipstream.errors import EngineFailure, SlipstreamError
+from slipstream.errors import EngineFailure, InvalidSampling, SlipstreamError
 
 
 class VllmSampleTasks(SampleTasks):
@@ -34,6 +34,11 @@ class VllmSampleTasks(SampleTasks):
         sample, request = attempt.sample, attempt.sample.request
         # A prompt only matches prefix-cache entries that were made with the same salt.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {attempt.version}"}
+        sampling = request.sampling
+        if (sampling.min_p or sampling.logit_bias) and self._llm.vllm_config.speculative_config is not None:
+            raise InvalidSampling(
+                "this engine has a speculative_config, with which vLLM supports neither min_p nor logit_bias"
+            )
         make_params = request_format.scoring_params if request.is_scoring else request_format.sampling_params
         outputs = self._llm.generate(prompt, make_params(sample), attempt.id, priority=request.priority)
         async with contextlib.aclosing(outputs):
