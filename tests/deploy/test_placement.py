@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 import slipstream
 from slipstream.cli.options import parse_devices
 from slipstream.config import EmbeddedConfig, RemoteConfig, VllmConfig, load
-from slipstream.deploy.processes import gpus, placement
-from slipstream.deploy.processes.gpus import Gpu
+from slipstream.deploy.processes import placement
 from slipstream.deploy.processes.placement import place, place_here
 from slipstream.errors import ConfigError
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.rl.config import TrainConfig
+from slipstream.runtime import gpus
+from slipstream.runtime.gpus import Gpu
+from slipstream.weights.update.transport_choice import choose, host_identity
 
 GPUS = [Gpu(index, f"GPU-{index:08}", "NVIDIA H200") for index in range(4)]
 ONE, TWO = EmbeddedConfig(), VllmConfig(tensor_parallel_size=2)
@@ -163,3 +166,23 @@ def test_ray_chooses_gpus_by_itself(tmp_path):
     write_sample_config(tmp_path)
     with pytest.raises(ConfigError, match='Ray chooses the GPUs of its actors; use devices="auto"'):
         slipstream.launch(tmp_path, devices=[[0]], cluster="ray")
+
+
+@pytest.mark.parametrize(
+    ("visible", "ordinals", "engines", "seen"),
+    [
+        ("", {0}, ("0",), True),
+        ("", {0}, ("1", "2"), False),
+        ("2,3", {0}, ("2",), True),
+        ("2,3", {0, 1}, ("2",), False),
+        ("2,3", {1}, ("GPU-00000003",), True),
+        ("2,3", {1}, (), True),
+        ("2,3", {1}, ("MIG-a",), True),
+    ],
+)
+def test_whether_an_engine_sees_the_trainers_gpus(monkeypatch, visible, ordinals, engines, seen):
+    monkeypatch.setenv("SLIPSTREAM_PRETEND_GPUS", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus.are_visible(ordinals, engines) == seen
+    transport = choose("e", ("cuda", "nccl", "shm"), host_identity(), 1, on_gpu=True, sees_trainer=seen)
+    assert transport == ("cuda" if seen else "nccl" if importlib.util.find_spec("nccl") else "shm")

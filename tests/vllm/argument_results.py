@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.deploy.processes import gpus
+from slipstream.runtime import gpus
 
 PROMISE_OF = {
     "test_commits_with_requests_in_flight": "spans",

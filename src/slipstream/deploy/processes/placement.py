@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from slipstream.config import Device, EngineConfig, VllmConfig
-from slipstream.deploy.processes import gpus as discovery
-from slipstream.deploy.processes.gpus import Gpu
 from slipstream.deploy.processes.vllm_environment import interpreter
 from slipstream.errors import ConfigError
+from slipstream.runtime import gpus as discovery
+from slipstream.runtime.gpus import Gpu
 
 Devices: TypeAlias = Literal["auto"] | Sequence[Device] | Sequence[Sequence[Device]]
 """The GPUs of engines: "auto", the GPUs to divide among them in order, or the GPUs of each."""

@@ -23,11 +23,11 @@ from slipstream.config import Device, EmbeddedConfig, EngineConfig, GatewayConfi
 from slipstream.deploy.fleet import RESTART_SECONDS
 from slipstream.deploy.processes import certificates
 from slipstream.deploy.processes.certificates import Certificates
-from slipstream.deploy.processes.gpus import allocated
 from slipstream.deploy.processes.placement import Devices, place_here
 from slipstream.deploy.processes.process_group import ProcessGroup, ready_file
 from slipstream.deploy.slurm.job import JobNode
 from slipstream.errors import ConfigError, DeadlineExceeded
+from slipstream.runtime.gpus import allocated
 from slipstream.runtime.private_files import private_directory
 
 log = logging.getLogger(__name__)

@@ -134,6 +134,20 @@ def _platform(tensor: Any) -> str:
     return str(next(iter(tensor.sharding.device_set)).platform)
 
 
+def gpu_ordinals(tensors: Mapping[str, Tensor]) -> set[int]:
+    """Return the GPUs of this process that hold tensors which are `on_accelerator`."""
+    return {ordinal for tensor in tensors.values() for ordinal in _ordinals(tensor)}
+
+
+def _ordinals(tensor: Any) -> set[int]:
+    if isinstance(tensor, MappedTensor):
+        return {ordinal for leaf in tensor.leaves for ordinal in _ordinals(leaf)}
+    if not is_jax_array(tensor):
+        local = tensor.local if isinstance(tensor, TorchShards) else tensor
+        return {local.get_device()}
+    return {device.local_hardware_id for device in tensor.sharding.addressable_devices}
+
+
 def are_ready(tensors: Iterable[Any]) -> bool:
     """Whether all tensors are computed. Host arrays are, and torch tensors, for which the bridge has waited. Deleted arrays are
     not, and waiting for one raises."""

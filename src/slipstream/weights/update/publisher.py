@@ -13,12 +13,13 @@ from typing import Any
 
 from slipstream.config import SyncOptions
 from slipstream.errors import MappingError, Unsupported
+from slipstream.runtime import gpus
 from slipstream.tensors.boxes import full_box
 from slipstream.types import Checksums, EngineInfo, EngineSync, InFlight, SyncReport, Unchecked, VerifyReport
 from slipstream.weights.plan import Plan, SourceTensor, make_plan
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.sources.named_tensors import Tensor
-from slipstream.weights.transports.device import on_accelerator
+from slipstream.weights.transports.device import gpu_ordinals, on_accelerator
 from slipstream.weights.update import snapshot, transport_choice
 from slipstream.weights.update.publication import Publication, Route, UpdateClient
 from slipstream.weights.update.verify import compare
@@ -145,11 +146,12 @@ class Publisher:
         if is_same and len(self._routes) == len(engines):
             return dict(self._routes)
         options, on_gpu = self._options, not self._through_host and on_accelerator(tensors)
-        routes = {}
+        routes, ordinals = {}, gpu_ordinals(tensors) if on_gpu else set()
         for engine in engines:
             plan = self._plan(sources, engine, partial)
+            is_seen = not on_gpu or gpus.are_visible(ordinals, engine.devices)
             transport = transport_choice.choose(
-                engine.name, engine.transports, engine.host, engine.pid, options.transport, on_gpu
+                engine.name, engine.transports, engine.host, engine.pid, options.transport, on_gpu, is_seen
             )
             route = self._routes.get(engine.name)
             is_same = route is not None and _identity(route.engine) == _identity(engine)

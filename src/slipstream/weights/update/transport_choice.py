@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from collections.abc import Sequence
@@ -142,16 +143,18 @@ def choose(
     engine_pid: int,
     forced: str | None = None,
     on_gpu: bool = False,
+    sees_trainer: bool = True,
 ) -> str:
-    """Return the fastest transport that reaches an engine.
+    """Return the fastest transport that reaches an engine. `sees_trainer`: the engine sees the GPUs of the trainer.
 
-    `memory` in one process; on one host `cuda` between GPUs, otherwise `shm`; between hosts `nccl` between GPUs, otherwise
-    `tcp`; to a foreign server what it supports. `forced` names one instead (`disk:/path` is used only this way); raises
-    `TransferError` if it cannot work."""
+    `memory` in one process; on one host `cuda` on GPUs that both see, `nccl` between others, if it is installed, otherwise
+    `shm`; between hosts `nccl` between GPUs, otherwise `tcp`; to a foreign server what it supports. `forced` names one
+    instead (`disk:/path` is used only this way); raises `TransferError` if it cannot work."""
     same_host = engine_host == host_identity()
     possible = [
         ("memory", engine_pid == os.getpid()),
-        ("cuda", same_host and on_gpu),
+        ("cuda", same_host and on_gpu and sees_trainer),
+        ("nccl", same_host and on_gpu and not sees_trainer and importlib.util.find_spec("nccl") is not None),
         ("shm", same_host),
         ("nccl", on_gpu),
         ("tcp", True),
@@ -163,7 +166,13 @@ def choose(
     if forced is not None:
         name, _, where = forced.partition(":")
         if name not in usable:
-            on = "on a GPU" if on_gpu else "not all on a GPU"
+            on = (
+                "not all on a GPU"
+                if not on_gpu
+                else "on a GPU"
+                if sees_trainer
+                else "on a GPU that the engine does not see"
+            )
             raise TransferError(
                 f"transport {name!r} cannot reach engine {engine!r}: usable are {usable or 'none'} "
                 f"(the engine offers {list(offered)}; the trainer's weights are {on})"

@@ -7,7 +7,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from slipstream.config import Device
@@ -40,6 +40,16 @@ def allocated() -> tuple[Gpu, ...]:
     found = installed()
     by_name = {name: gpu for gpu in found for name in (gpu.id, gpu.uuid)}
     return tuple(by_name.get(device, Gpu(device)) for device in visible()) or found
+
+
+def are_visible(ordinals: Collection[int], names: Collection[str]) -> bool:
+    """Return whether another process of this machine sees GPUs of this one. `ordinals` count those that this process sees;
+    `names` are those of the other (`EngineInfo.devices`). Without names, and with names that are not known here, it may."""
+    by_name = {name: gpu for gpu in installed() for name in (str(gpu.id), gpu.uuid)}
+    if not names or not by_name.keys() >= set(names):
+        return True
+    own = allocated()
+    return {own[ordinal] for ordinal in ordinals if ordinal < len(own)} <= {by_name[name] for name in names}
 
 
 def visible() -> tuple[Device, ...]:
