@@ -7,6 +7,7 @@
 #            vLLM; 5 minutes
 #   alone    tests that measure the memory of the whole GPU; 5 minutes
 #   embedded tests of the embedded engine, in parallel; 5 minutes
+#   arguments  float16, determinism, and the conformance suite with arguments of vLLM; results in arguments.json; 10 minutes
 #   trust    checksums on the device; three vLLM engines, of which one computes something else, one freezes and one is
 #            killed; 4 minutes
 #   ranks    trainers of one and two processes and engines of one and two ranks, in parallel; 5 minutes
@@ -91,8 +92,17 @@ case $what in
         logged torchsync "$python" benchmarks/weight_sync.py --gpu --shapes 1.2B --repeats 11 --no-native \
             --json "$out/torchsync.json"
         ;;
+    arguments)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false SLIPSTREAM_VLLM_ARGUMENTS=1
+        cp docs/vllm_arguments.json "$out/arguments.json"
+        SLIPSTREAM_ARGUMENT_RESULTS=$(realpath "$out/arguments.json")
+        export SLIPSTREAM_ARGUMENT_RESULTS
+        logged settings pytest tests/gpu/test_vllm_settings_gpu.py &
+        logged arguments pytest tests/gpu/test_vllm_conformance_gpu.py &
+        wait
+        ;;
     *)
-        sed -n '2,17p' "$0"
+        sed -n '2,18p' "$0"
         exit 2
         ;;
 esac

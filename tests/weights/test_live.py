@@ -5,7 +5,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.model import families
-from slipstream.model.families.vllm_parameters import expert_parameters, vllm_parameters
+from slipstream.model.families.vllm_parameters import expert_parameters, vllm_parameters, written_parameters
 from slipstream.tensors.boxes import full_box, slices
 from slipstream.types import TensorSpec
 from slipstream.weights.plan import SourceTensor, make_plan
@@ -95,6 +95,17 @@ def test_layers_that_do_not_divide_go_before_the_last_stage(layers, pp, sizes):
     norms = [p for p in vllm_parameters(tiny_config(num_layers=layers), pp=pp) if "input_layernorm" in p.name]
     assert [sum(p.rank == stage for p in norms) for stage in range(pp)] == sizes
     assert [int(p.name.split(".")[2]) for p in norms] == list(range(layers))
+
+
+def test_a_stage_gets_whole_tensors_for_its_own_layers_only():
+    """Of parameters that vLLM's loader fills."""
+    config = tiny_config(num_layers=2)
+    failed = {f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)}
+    parameters, reloaded = written_parameters(config, 2, failed, pp=2)
+    assert reloaded == failed
+    assert {(p.name, p.rank) for p in parameters if p.name in failed} == {
+        (f"model.layers.{rank // 2}.mlp.down_proj.weight", rank) for rank in range(4)
+    }
 
 
 def test_ranks_that_hold_only_padding():

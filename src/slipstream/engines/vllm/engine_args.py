@@ -35,6 +35,8 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
     if options.deterministic:
         _check_batch_invariance()
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if options.pipeline_parallel_size > 1 and "VLLM_PP_LAYER_PARTITION" in os.environ:
+        raise ConfigError("VLLM_PP_LAYER_PARTITION moves layers between stages, and updates would not follow; unset it")
     if on_cpu:
         _prepare_cpu(model, options)
     elif options.dtype == "float32":

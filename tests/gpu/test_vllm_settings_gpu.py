@@ -1,0 +1,45 @@
+"""Settings of vLLM engines that only a GPU has: float16, and results that do not depend on the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import slipstream
+from slipstream.errors import NonFiniteWeights
+from slipstream.types import SamplingParams
+from tests.gpu.vllm import engine_options, needs_vllm
+from tests.tiny import random_params, tiny_config, write_config
+
+pytestmark = [pytest.mark.gpu, needs_vllm]
+
+
+def test_float16_and_what_does_not_fit_into_it(tmp_path: Path) -> None:
+    config = tiny_config("qwen3", hidden_size=128, head_dim=32)
+    directory, engine = write_config(tmp_path / "model", config), engine_options(dtype="float16")
+    params = jax.tree.map(jnp.asarray, random_params(config))
+    with slipstream.launch(directory, engine=engine, run_dir=tmp_path / "run", start_timeout=300) as bridge:
+        bridge.sync(params)
+        verified = bridge.verify(params)
+        assert verified.is_same and not verified.unchecked
+        norm = {"weight": params["model"]["norm"]["weight"] * 1e6}
+        with pytest.raises(NonFiniteWeights, match=r"model\.norm\.weight"):
+            bridge.sync({**params, "model": {**params["model"], "norm": norm}})
+        assert bridge.verify(params).is_same
+
+
+def test_results_do_not_depend_on_the_batch_bit_for_bit(tmp_path: Path) -> None:
+    config = tiny_config("qwen3", hidden_size=1024, head_dim=64, num_heads=16, num_kv_heads=8, intermediate_size=2048)
+    directory = write_config(tmp_path / "model", config)
+    engine = engine_options(dtype="bfloat16", deterministic=True, max_num_seqs=32, kv_cache_tokens=8192)
+    prompts = [tuple((5 + 7 * i + j) % 90 + 3 for j in range(3 + i)) for i in range(24)]
+    sampling = SamplingParams(max_tokens=32, seed=11, ignore_eos=True)
+    with slipstream.launch(directory, engine=engine, run_dir=tmp_path / "run", start_timeout=300) as bridge:
+        bridge.sync(jax.tree.map(jnp.asarray, random_params(config)))
+        together = bridge.generate(prompts, sampling)
+        for prompt, completion in list(zip(prompts, together))[::5]:
+            (alone,) = bridge.generate([prompt], sampling)
+            assert (alone.token_ids, alone.logprobs) == (completion.token_ids, completion.logprobs)
