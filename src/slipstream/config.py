@@ -216,6 +216,17 @@ class VllmConfig(_LocalEngineSettings):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, such as `{"pipeline_parallel_size": 2}`; docs/vllm.md says which of them
     keep which promise."""
+    share_weights: bool = False
+    """Keep the weights in memory that a PyTorch trainer on the same GPU can map and train in (docs/torch.md). The engine cannot
+    sleep then."""
+
+    @model_validator(mode="after")
+    def _check_shared(self) -> Self:
+        if self.share_weights and self.num_ranks > 1:
+            raise ConfigError(
+                f"share_weights=True needs an engine of one rank, got {self.num_ranks}: ranks hold parts of tensors"
+            )
+        return self
 
     deterministic: bool = False
     """Make results independent of the batch, bit for bit, with vLLM's batch-invariant mode: on NVIDIA GPUs from compute

@@ -1,4 +1,5 @@
-"""Commits of the vLLM engine that arrive before their weights, with stand-ins for vLLM and the weight loader."""
+"""Commits of the vLLM engine that arrive before their weights, and updates that a trainer writes in place, with stand-ins for vLLM and
+the weight loader."""
 
 from __future__ import annotations
 
@@ -8,14 +9,19 @@ from typing import Any
 
 import pytest
 
+from slipstream.config import VllmConfig
 from slipstream.engines.frontend.sample_tasks import Attempt
 from slipstream.engines.frontend.step_control import StepControl
 from slipstream.engines.vllm import engine as engine_module
+from slipstream.engines.vllm.direct_loader import DirectLoader
 from slipstream.engines.vllm.engine import VllmEngine
+from slipstream.engines.vllm.in_place import InPlaceUpdates
 from slipstream.engines.vllm.samples import VllmSampleTasks
 from slipstream.engines.vllm.weight_loading import WeightsPending
-from slipstream.errors import EngineFailure, UnknownVersion
-from slipstream.types import CommitReport
+from slipstream.errors import EngineFailure, NotReady, UnknownVersion, Unsupported, UpdateInProgress, VersionError
+from slipstream.types import CommitReport, Offer
+from slipstream.weights.transports.shared.host_memory import ENGINE_NAME
+from tests.tiny import tiny_config
 
 
 class LateLoader:
@@ -52,6 +58,7 @@ def engine_with(loader: LateLoader) -> Any:
     engine: Any = VllmEngine.__new__(VllmEngine)
     engine._name, engine._loader, engine._on_gpu = "engine-0", loader, True
     engine._steps = StepControl("engine-0", never, never)
+    engine._in_place = InPlaceUpdates("engine-0", never)
     engine._samples = VllmSampleTasks(None, lambda doing, error: EngineFailure(str(error)))
     engine._samples.version = 1
     engine._failure = lambda doing, error: EngineFailure(f"{doing}: {error}")
@@ -113,3 +120,80 @@ def test_a_rollback_ends_the_wait() -> None:
 def attempt_of(name: str) -> Attempt:
     sample = SimpleNamespace(request=SimpleNamespace(is_scoring=False))
     return Attempt(sample, None, name, [(1, 0)])  # type: ignore[arg-type]
+
+
+# --- updates in place ---
+
+
+class StepCounter:
+    """Counts how often vLLM's steps were stopped and started."""
+
+    def __init__(self) -> None:
+        self.stops = self.starts = 0
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+    async def start(self) -> None:
+        self.starts += 1
+
+
+def sharing_engine() -> tuple[Any, StepCounter]:
+    engine, steps = engine_with(LateLoader()), StepCounter()
+    engine._loader = DirectLoader("engine-0", tiny_config(), "float32", 1, never, {}, True)
+    engine._options = VllmConfig(share_weights=True)
+    answers = {"slipstream_export": b"link", "slipstream_token_counts": {"s1": 7}}
+
+    async def call_workers(method: str, *_: Any) -> list[Any]:
+        return [answers[method]]
+
+    engine._call_workers = call_workers
+    engine._in_place = InPlaceUpdates("engine-0", call_workers)
+    engine._steps = StepControl("engine-0", steps.stop, steps.start, may_start=lambda: engine._in_place.version < 0)
+    return engine, steps
+
+
+OFFER = Offer(b"", "plan", ENGINE_NAME)
+
+
+def test_no_step_runs_while_a_trainer_writes_the_weights() -> None:
+    async def scenario() -> None:
+        engine, steps = sharing_engine()
+        running = attempt_of("s1")
+        engine._samples.running = {running}
+        assert (await engine.begin(2, OFFER)).links == ((b"link",),)
+        await engine.resume()  # any client may ask for it
+        with pytest.raises(UpdateInProgress):
+            await engine.begin(3, OFFER)
+        with pytest.raises(UpdateInProgress):
+            await engine.sleep()
+        assert (steps.stops, steps.starts, engine._samples.version) == (1, 0, 1)
+        assert (await engine.stage(2, [])).num_bytes == 0
+        assert (await engine.commit(2)).pause_seconds > 0
+        assert (steps.stops, steps.starts, engine._samples.version) == (1, 1, 2)
+        assert running.versions == [(1, 0), (2, 7)]
+        with pytest.raises(VersionError, match="serves version 2"):
+            await engine.begin(2, OFFER)
+        with pytest.raises(Unsupported, match="cannot sleep"):
+            await engine.sleep()
+
+    asyncio.run(scenario())
+
+
+def test_an_update_in_place_that_is_given_up_leaves_no_weights() -> None:
+    async def scenario() -> None:
+        engine, steps = sharing_engine()
+        engine.ended = asyncio.Event()
+        await engine.begin(2, OFFER)
+        await engine.rollback(2)
+        assert steps.starts == 1
+        with pytest.raises(NotReady):
+            engine._check_ready()
+        await engine.begin(2, OFFER)
+        await engine.commit(2)
+        engine._check_ready()
+        engine._options = VllmConfig()
+        with pytest.raises(Unsupported, match="share_weights=True"):
+            await engine.begin(3, OFFER)
+
+    asyncio.run(scenario())

@@ -171,3 +171,49 @@ def test_two_ranks_of_a_trainer_and_two_of_engines(fleet: Any, tmp_path: Path, t
     assert first["num_bytes"] + second["num_bytes"] == 2 * first["model_bytes"]
     for version, found, expected, served in first["steps"]:
         assert found == [expected, expected] and served == [version, version]
+
+
+# --- weights in vLLM's own memory -------------------------------------------------------------------------------------
+
+LARGE = {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 4096, "head_dim": 64}
+"""About 0.8 GB in float32: enough to be seen."""
+
+
+@pytest.mark.parametrize("shape", ["small", "large"])
+def test_an_optimizer_steps_in_vllms_own_memory(tmp_path: Path, shape: str) -> None:
+    """CUDA graphs are on: they read the weights where the optimizer writes them."""
+    from slipstream.errors import Unsupported
+    from slipstream.plugins import TorchWeightBridge
+    from tests.gpu.vllm import memory_in_use
+
+    config = tiny_config(**(SHAPE if shape == "small" else LARGE))
+    model = tmp_path / "model"
+    hf_model(config, 0).save_pretrained(model)
+    options = engine_options(enforce_eager=False, share_weights=True)
+    with slipstream.launch(model, engine=options, run_dir=tmp_path / "run", start_timeout=400) as fleet:
+        module = hf_model(config, 1).to("cuda")
+        size = sum(p.nbytes for p in module.parameters())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        copied = memory_in_use()
+        with TorchWeightBridge(module, mode="shared", log_dir=fleet.run_dir) as bridge:
+            torch.cuda.empty_cache()
+            together = memory_in_use()
+            print(f"{shape}: {size / 1e9:.2f} GB; two copies {copied / 1e9:.2f} GB, shared {together / 1e9:.2f} GB")
+            if shape == "large":
+                assert together < copied - size / 2, "the module has a copy of its own"
+            seen = {tokens(fleet)[0]}
+            assert seen == {hf_greedy(module, PROMPT, COUNT)}
+            for _ in range(5):
+                ids = torch.tensor([PROMPT * 4], device="cuda")
+                optimizer.zero_grad()
+                module(ids, labels=ids).loss.backward()
+                optimizer.step()
+                version = bridge.notify_update()
+                found = fleet.generate([PROMPT], GREEDY)[0]
+                assert found.token_ids == hf_greedy(module, PROMPT, COUNT) and found.version == version
+                seen.add(found.token_ids)
+            assert len(seen) > 1
+        with pytest.raises(Unsupported, match="cannot sleep"):
+            fleet.sleep()

@@ -230,6 +230,15 @@ class DirectLoader(UpdateReceiver):
     def weights_dropped(self) -> None:
         self._has_weights = False
 
+    def weights_written(self) -> None:
+        """A trainer has written all of them in place."""
+        self._has_weights, self._is_torn = True, False
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether every live parameter can be written in place, by one rank."""
+        return self.num_ranks == 1 and not self._failed
+
     async def release(self) -> None:
         if self._links and self._update is None:
             self._links = ()

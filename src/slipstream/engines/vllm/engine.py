@@ -13,24 +13,31 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import VllmConfig
-from slipstream.engines.frontend.checks import check_in_flight, check_sleep, check_tags, weights_asleep
+from slipstream.engines.frontend.checks import (
+    check_in_flight,
+    check_sleep,
+    check_tags,
+    half_written,
+    weights_asleep,
+)
 from slipstream.engines.frontend.frontend import EngineFrontend
 from slipstream.engines.frontend.request_parser import SequenceLimits, read_tokenizer
 from slipstream.engines.frontend.step_control import StepControl
 from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.direct_loader import DirectLoader
 from slipstream.engines.vllm.engine_args import make_llm
+from slipstream.engines.vllm.in_place import InPlaceUpdates
 from slipstream.engines.vllm.reload_loader import ReloadLoader
 from slipstream.engines.vllm.samples import VllmSampleTasks
 from slipstream.engines.vllm.weight_loading import WORKER_WAIT_SECONDS, WeightsPending
 from slipstream.engines.vllm.worker_memory import WorkerMemory
-from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion
+from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion, Unsupported
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.config import ModelConfig
@@ -46,6 +53,7 @@ from slipstream.types import (
     StageReport,
 )
 from slipstream.vllm_arguments import not_held
+from slipstream.weights.transports.shared.host_memory import ENGINE_NAME
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +79,13 @@ class VllmEngine(EngineFrontend):
         self._tensors = families.tensors(model)
         self._loader: ReloadLoader | DirectLoader
         self._memory: WorkerMemory
-        self._steps = StepControl(name, lambda: compat.stop_stepping(llm), lambda: llm.resume_generation())
+        self._in_place = InPlaceUpdates(name, self._call_workers)
+        self._steps = StepControl(
+            name,
+            lambda: compat.stop_stepping(llm),
+            lambda: llm.resume_generation(),
+            may_start=lambda: self._in_place.version < 0,
+        )
         self.ended = asyncio.Event()
         """Set when vLLM is gone and this process should exit."""
 
@@ -114,12 +128,17 @@ class VllmEngine(EngineFrontend):
             num_ranks=self._loader.num_ranks,
             tensors=self._tensors,
             parameters=self._loader.parameters,
-            transports=self._loader.transports,
+            transports=(*self._loader.transports, *([ENGINE_NAME] if self._can_share else [])),
             max_num_seqs=self._options.max_num_seqs,
             version=self._samples.version,
             devices=self._options.device_names,
             not_held=not_held(self._options.vllm),
         )
+
+    @property
+    def _can_share(self) -> bool:
+        """Whether a trainer can write the live parameters: they are all our own, and in memory that can be exported."""
+        return self._options.share_weights and isinstance(self._loader, DirectLoader) and self._loader.writes_all
 
     def _check_ready(self) -> None:
         if self.ended.is_set():
@@ -130,14 +149,25 @@ class VllmEngine(EngineFrontend):
     # --- weights ---
 
     async def begin(self, version: int, offer: Offer) -> Destinations:
+        if offer.transport == ENGINE_NAME:
+            if not self._can_share or self._loader.is_updating:
+                raise Unsupported(
+                    f"engine {self._name!r} cannot share its weights, or is being updated; start it with "
+                    "VllmConfig(share_weights=True) on a GPU"
+                )
+            return await self._in_place.begin(self._steps, self._samples.version, version)
         return await self._loader.begin(self._samples.version, version, offer)
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
+        if version == self._in_place.version:
+            return StageReport(0, 0.0)
         return await self._loader.stage(version, manifests)
 
     async def commit(self, version: int, in_flight: InFlight = "keep") -> CommitReport:
         check_in_flight(in_flight)
         report = CommitReport(0.0, 0.0)
+        if version == self._in_place.version:
+            return await asyncio.shield(asyncio.create_task(self._commit_in_place(version, in_flight)))
         if version != self._samples.version:
             self._loader.check_staged(version)
             if in_flight == "finish":
@@ -193,20 +223,32 @@ class VllmEngine(EngineFrontend):
             except Exception as error:
                 await self._restore()
                 raise self._failure(f"loading version {version}", error) from error
-            self._samples.version = version
             self._steps.asleep.pop("weights", None)
-            for attempt in self._samples.running:
-                count = counts.get(attempt.id, 0)
-                if in_flight == "requeue" or attempt.sample.request.is_scoring or not count:
-                    attempt.interrupt()
-                else:
-                    attempt.versions.append((version, count))
-            if in_flight == "recompute":
-                await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._serve(version, in_flight, counts)
             swapped = time.perf_counter()
         if stops:
             return CommitReport(swapped - boundary, boundary - start, seconds)
         return CommitReport(seconds, swapped - start - seconds, seconds)
+
+    async def _serve(self, version: int, in_flight: InFlight, counts: Mapping[str, int]) -> None:
+        """Note that the next step uses this version. `counts` are the tokens that each sample has drawn."""
+        self._samples.version = version
+        for attempt in self._samples.running:
+            count = counts.get(attempt.id, 0)
+            if in_flight == "requeue" or attempt.sample.request.is_scoring or not count:
+                attempt.interrupt()
+            else:
+                attempt.versions.append((version, count))
+        if in_flight == "recompute":
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def _commit_in_place(self, version: int, in_flight: InFlight) -> CommitReport:
+        async with self._steps.lock:
+            (counts,) = await self._call_workers("slipstream_token_counts")
+            assert isinstance(self._loader, DirectLoader)
+            self._loader.weights_written()
+            await self._serve(version, in_flight, counts)
+            return CommitReport(await self._in_place.end(self._steps), 0.0)
 
     async def _restore(self) -> None:
         try:
@@ -216,7 +258,13 @@ class VllmEngine(EngineFrontend):
             raise
 
     async def rollback(self, version: int) -> None:
-        await self._loader.rollback(version)
+        if version != self._in_place.version:
+            return await self._loader.rollback(version)
+        self._samples.version = -1
+        self._loader.weights_dropped()
+        self._samples.fail_all(half_written(self._name, version))
+        async with self._steps.lock:
+            await self._in_place.end(self._steps)
 
     async def release(self) -> None:
         await self._loader.release()
@@ -241,7 +289,11 @@ class VllmEngine(EngineFrontend):
             await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def sleep(self, level: int = 1) -> MemoryReport:
-        check_sleep(self._name, level, self._loader.is_updating)
+        check_sleep(self._name, level, self._loader.is_updating or self._in_place.version >= 0)
+        if self._options.share_weights and self._on_gpu:
+            raise Unsupported(
+                f"engine {self._name!r} cannot sleep: with share_weights=True its weights stay where a trainer may map them"
+            )
         async with self._steps.lock:
             asleep = self._steps.asleep
             await self._steps.stop()

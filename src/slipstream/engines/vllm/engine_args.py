@@ -71,7 +71,8 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
     if on_cpu:
         arguments["async_scheduling"] = False  # the scheduler shares its cores with the workers
     else:
-        arguments["enable_sleep_mode"] = True
+        # Sleep mode has an allocator of its own, whose memory cannot be shared.
+        arguments["enable_sleep_mode"] = not options.share_weights
         # With a KV cache of fixed size, vLLM only checks that this share is free when it starts.
         arguments["gpu_memory_utilization"] = 0.01 if options.kv_cache_tokens else options.gpu_memory_utilization
     if options.max_num_batched_tokens:

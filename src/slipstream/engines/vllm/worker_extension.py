@@ -27,7 +27,9 @@ from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
 from slipstream.types import Parameter
 from slipstream.weights.plan import Plan
+from slipstream.weights.transports.cuda.driver import CudaDriver, NotExportable
 from slipstream.weights.transports.host import shm
+from slipstream.weights.transports.shared.engine_memory import export_parameters
 
 POLL_SECONDS = 0.5
 
@@ -160,6 +162,16 @@ class WorkerExtension:
         """The live parameters of this rank."""
         parameters = vllm_parameters(self._slipstream_config, *self._slipstream_split)
         return [p for p in parameters if p.rank == self._slipstream_rank]
+
+    def slipstream_export(self) -> bytes | str:
+        """Return where the live parameters lie, for a trainer that writes them itself; or why it cannot. Nothing reads or
+        writes them any more."""
+        torch.cuda.synchronize(self.device)
+        live = {name: parameter.data for name, parameter in self.model_runner.get_model().named_parameters()}
+        try:
+            return export_parameters(live, CudaDriver(self.device.index or 0))
+        except NotExportable as error:
+            return str(error)
 
     def slipstream_connect(self, transport: str, plan: bytes, failed: Sequence[str]) -> list[bytes]:
         """Prepare to receive from a trainer by this plan. Return links by trainer rank. `failed` are the parameters that go

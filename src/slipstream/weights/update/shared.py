@@ -9,6 +9,9 @@ An update is the transaction of `bridge.sync` without bytes to move:
     stage: manifests        ──────────────────► hashes memory it has just mapped, and compares
     commit                  ──────────────────► serves the version, drops older prefix caches, and steps again
 
+With vLLM the memory is the engine's own (`transports/shared/engine_memory.py`): its answer to begin says where it is, and it
+stops at every begin.
+
 There is no second slot to return to. An update that is rolled back after begin, or whose trainer dies, leaves the engine
 without a policy rather than with a half-written one."""
 
@@ -20,15 +23,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.errors import MappingError, UnknownVersion, Unsupported
+import numpy as np
+
+from slipstream.errors import MappingError, TransferError, UnknownVersion, Unsupported
 from slipstream.tensors.boxes import full_box, slices
-from slipstream.types import Box, EngineInfo, EngineSync, InFlight, Offer, Parameter, SyncReport, UpdateSteps
+from slipstream.types import (
+    Box,
+    Destinations,
+    EngineInfo,
+    EngineSync,
+    InFlight,
+    Offer,
+    Parameter,
+    SyncReport,
+    UpdateSteps,
+)
 from slipstream.weights.checksum import ScanOptions, check_finite, pack_manifest, scan
 from slipstream.weights.plan import Plan, make_plan
 from slipstream.weights.rank_image import RankImage, rank_image
 from slipstream.weights.sources.named_tensors import Tensor, check_not_deleted, describe, dtype_name, read
+from slipstream.weights.transports.cuda.driver import CudaDriver
 from slipstream.weights.transports.shared.cuda_memory import SharedCudaMemory
-from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, SharedHostMemory
+from slipstream.weights.transports.shared.engine_memory import EngineMemory
+from slipstream.weights.transports.shared.host_memory import CUDA_NAME, ENGINE_NAME, NAME, SharedHostMemory
 from slipstream.weights.update.publication import UpdateClient
 from slipstream.weights.update.transport_choice import host_identity
 
@@ -56,7 +73,8 @@ class Sharing:
         device: int = 0,
     ) -> None:
         """Allocate memory for the engines' parameters and copy `tensors` into it; the first `begin` attaches the engines. The
-        memory is on the host, or on this process's GPU `device` where the engines are on a GPU."""
+        memory is on the host, or on this process's GPU `device` where the engines are on a GPU. Where it is an engine's own,
+        the first `begin` copies `tensors` into it."""
         self._client, self._options = client, options
         model = engines[0]
         check_not_deleted(tensors)
@@ -65,17 +83,41 @@ class Sharing:
         self._plan: Plan = make_plan(describe(tensors), model.tensors, model.parameters, model.dtype)
         for engine in engines:
             self._check(engine)
-        image: RankImage = rank_image(model.parameters, 0, model.dtype)
-        size = image.num_bytes
-        self._memory = SharedCudaMemory(size, device) if self._kind == CUDA_NAME else SharedHostMemory(size)
-        self._views = {name: image.view(self._memory.buffer, name) for name in image.places}
-        self.arrays: dict[str, Any] = {name: self._memory.array(view) for name, view in self._views.items()}
+        self._memory: SharedHostMemory | SharedCudaMemory | EngineMemory
+        self.arrays: dict[str, Any] = {}
         """The trainer's view: numpy arrays on the host; on a GPU, objects that `torch.from_dlpack` adopts."""
-        for name, view in self._views.items():
-            self._memory.write(view, read(tensors[name], full_box(view.shape)))
+        self._device = device
+        self._waiting = tensors
+        """What the first `begin` copies into an engine's memory."""
+        self._transport = ENGINE_NAME
+        if self._kind != ENGINE_NAME:
+            image: RankImage = rank_image(model.parameters, 0, model.dtype)
+            size = image.num_bytes
+            memory = SharedCudaMemory(size, device) if self._kind == CUDA_NAME else SharedHostMemory(size)
+            self._transport = memory.transport
+            self._fill(memory, {name: image.view(memory.buffer, name) for name in image.places})
         self._attached: set[tuple[str, str, int]] = set()
         """Engine processes that serve from the memory."""
+        self._process: tuple[str, str, int] = ("", "", 0)
+        """The engine process whose memory is shared."""
         self._update: _SharedUpdate | None = None
+
+    def _fill(self, memory: SharedHostMemory | SharedCudaMemory | EngineMemory, views: dict[str, np.ndarray]) -> None:
+        tensors, self._waiting = self._waiting, {}
+        self._memory, self._views = memory, views
+        self.arrays = {name: memory.array(view) for name, view in views.items()}
+        for name, view in views.items():
+            memory.write(view, read(tensors[name], full_box(view.shape)))
+
+    def _open(self, engine: EngineInfo, destinations: Destinations | None) -> None:
+        """Find the engine's memory, once."""
+        if self.arrays:
+            return
+        if destinations is None or not destinations.links or not destinations.links[0]:
+            raise TransferError(f"engine {engine.name!r} has not said where its parameters lie")
+        driver = CudaDriver(self._device)
+        memory = EngineMemory(destinations.links[0][0], self._parameters, engine.dtype, self._device, driver)
+        self._fill(memory, memory.views)
 
     @property
     def is_updating(self) -> bool:
@@ -86,8 +128,14 @@ class Sharing:
         started = time.perf_counter()
         for engine in engines:
             self._check(engine)
+        if self._kind == ENGINE_NAME and (len(engines) > 1 or (self.arrays and _process(engines[0]) != self._process)):
+            raise Unsupported(
+                "weights in an engine's own memory have one engine, which must not be restarted: its memory was the module's. "
+                "Load the module again, and share it again; bridge.sync sends copies to several engines"
+            )
+        self._process = _process(engines[0])
         new = tuple(engine.name for engine in engines if _process(engine) not in self._attached)
-        plan, transport = self._plan, self._memory.transport
+        plan, transport = self._plan, self._transport
         steps = {}
         for engine in engines:
             is_new = engine.name in new
@@ -97,7 +145,9 @@ class Sharing:
             steps[engine.name] = UpdateSteps(version, offer)
         try:
             await self._client.send_steps(steps)
-            await self._client.receive_reports()
+            reports = await self._client.receive_reports()
+            if self._kind == ENGINE_NAME:
+                await asyncio.to_thread(self._open, engines[0], reports[engines[0].name].destinations)
         except BaseException:
             await self._roll_back(version)
             raise
@@ -128,7 +178,7 @@ class Sharing:
         for name, reports in commits.items():
             stage, commit = stages[name].stage, reports.commit
             assert stage is not None and commit is not None
-            checksummed = self._options.checksums and name in update.new_engines
+            checksummed = self._options.checksums and name in update.new_engines and self._kind != ENGINE_NAME
             engines.append(EngineSync(name, self._kind, stage, commit, checksummed))
         return SyncReport(
             version=version,
@@ -154,12 +204,13 @@ class Sharing:
 
     def close(self) -> None:
         """Let no more engines attach. The arrays stay valid."""
-        self._memory.close()
+        if self.arrays:
+            self._memory.close()
 
     def _scan(self, has_new_engines: bool) -> dict[int, int]:
         """Hash every piece, as engines that have just mapped the memory will. Raise `NonFiniteWeights`; memory on a GPU is read
         only for such engines."""
-        reads = has_new_engines or (self._options.finite and self._kind == NAME)
+        reads = (has_new_engines and self._kind != ENGINE_NAME) or (self._options.finite and self._kind == NAME)
         options = replace(self._options, checksums=self._options.checksums and has_new_engines)
         sums: dict[int, int] = {}
         counts: dict[tuple[str, Box], int] = {}
@@ -193,8 +244,11 @@ def _problem(engine: EngineInfo) -> str:
     """Return why an engine cannot serve from a trainer's memory; empty if it can."""
     if engine.host != host_identity():
         return "it runs on another host"
-    if engine.num_ranks > 1 or not all(map(_is_whole, engine.parameters)):
-        return "its ranks hold parts of tensors, or several tensors fused, and a trainer's module holds whole ones"
+    if engine.num_ranks > 1 or not (all(map(_is_whole, engine.parameters)) or _kind(engine) == ENGINE_NAME):
+        return (
+            "its ranks hold parts of tensors, or several tensors fused, and a trainer's module holds whole ones (vLLM with one "
+            "rank can share its own memory: VllmConfig(share_weights=True), on a GPU)"
+        )
     if not _kind(engine):
         return (
             "it cannot serve from foreign memory. The embedded engine can, on CPU and GPU, with tensor_parallel_size=1 and "
@@ -205,7 +259,7 @@ def _problem(engine: EngineInfo) -> str:
 
 def _kind(engine: EngineInfo) -> str:
     """Return the kind of shared memory that an engine serves from; empty if none."""
-    return next((name for name in (NAME, CUDA_NAME) if name in engine.transports), "")
+    return next((name for name in (NAME, CUDA_NAME, ENGINE_NAME) if name in engine.transports), "")
 
 
 def _is_whole(parameter: Parameter) -> bool:

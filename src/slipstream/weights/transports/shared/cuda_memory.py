@@ -39,7 +39,7 @@ class SharedCudaMemory:
     def __init__(self, size: int, device: int, driver: CudaDriver | None = None) -> None:
         self._driver, self._device = driver or CudaDriver(device), device
         region = self._driver.allocate(size, device)
-        self.buffer = _address_range(region.base, size, partial(self._driver.free, region), self._driver)
+        self.buffer = address_range(region.base, size, partial(self._driver.free, region), self._driver)
         fd = self._driver.export(region)
         assert isinstance(fd, int), "memory from `allocate` has a file descriptor"
         listener = FdListener(partial(_send_fd, region.size, fd), DEADLINE_SECONDS)
@@ -54,7 +54,7 @@ class SharedCudaMemory:
         self._driver.upload(view.ctypes.data, np.ascontiguousarray(values, view.dtype))
 
     def read(self, view: np.ndarray) -> np.ndarray:
-        return _download(self._driver, view)
+        return download(self._driver, view)
 
     def synchronize(self) -> None:
         self._driver.synchronize()
@@ -84,8 +84,8 @@ def shared_cuda_receiver(address: str, size: int) -> SharedReceiver:
             f"the trainer's shared memory holds {mapped_size:,} bytes, the engine's parameters need {size:,}"
         )
     base = driver.map(fd, mapped_size)
-    buffer = _address_range(base, size, partial(driver.unmap, base, mapped_size), driver)
-    return SharedReceiver(buffer, partial(_download, driver), lambda view: DLPackView(view, driver.device_type, index))
+    buffer = address_range(base, size, partial(driver.unmap, base, mapped_size), driver)
+    return SharedReceiver(buffer, partial(download, driver), lambda view: DLPackView(view, driver.device_type, index))
 
 
 def _receive_fd(name: str, nonce: str) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class _DeviceBlock:
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
-def _address_range(address: int, size: int, release: Callable[[], None], driver: CudaDriver) -> np.ndarray:
+def address_range(address: int, size: int, release: Callable[[], None], driver: CudaDriver) -> np.ndarray:
     """Return device memory as bytes that can be sliced but not read; `release` it when the last view is gone."""
     block = _DeviceBlock(address, size)
     # Not at exit: arrays may outlive the interpreter, and the driver frees everything anyway.
@@ -125,7 +125,7 @@ def _release(driver: CudaDriver, release: Callable[[], None]) -> None:
     release()
 
 
-def _download(driver: CudaDriver, view: np.ndarray) -> np.ndarray:
+def download(driver: CudaDriver, view: np.ndarray) -> np.ndarray:
     if not view.flags.c_contiguous:
         raise TransferError(f"cannot download a part of GPU memory with strides {view.strides}; it must be contiguous")
     return driver.download(view.ctypes.data, view.nbytes).view(view.dtype).reshape(view.shape)

@@ -27,7 +27,7 @@ from slipstream.tensors.dlpack import DLPackView
 from slipstream.weights.checksum import checksum
 from slipstream.weights.transports.contract import HostReceiver
 
-NAME, CUDA_NAME = "shared", "shared-cuda"
+NAME, CUDA_NAME, ENGINE_NAME = "shared", "shared-cuda", "shared-engine"
 
 _LINK = re.compile(r"(?P<pid>\d+)/(?P<fd>\d+)/(?P<nonce>[0-9a-f]{64})")
 _HEAD = mmap.PAGESIZE
