@@ -47,6 +47,7 @@ from slipstream.errors import (
 )
 from slipstream.gateway.mapping_file import FILE
 from slipstream.plugins.torch_trainer import named_parameters, share_weights, update_weights
+from slipstream.weights.sources.torch_shards import is_dtensor_type
 
 BridgeMode = Literal["local", "distributed", "shared"]
 DEFAULT_URL = "http://127.0.0.1:9001"
@@ -67,7 +68,7 @@ class TorchWeightBridge:
         log_dir: Directory of `vllm_bridge_config.json`, which is the run directory unless the gateway was started with
             another. Default: SLIPSTREAM_RUN_DIR, or LOGDIR. In local mode it may be missing.
         transport: Data plane in distributed mode, as for `slipstream.connect`. By default the fastest that works.
-        timeout: Time limit in seconds for the engines to start, and for each update.
+        timeout: Time limit in seconds for the engines to start, and for each call over HTTP.
     """
 
     def __init__(
@@ -114,7 +115,11 @@ class TorchWeightBridge:
         rank, count = self._join_trainers()
         self._check(content)
         options = {"process_index": rank, "process_count": count, "transport": self._transport}
-        bridge = connect(self._log_dir, **options, timeout=self._timeout, snapshot="none")  # type: ignore[arg-type]
+        if self.mode == "shared" and count > 1:
+            raise Unsupported(
+                f"shared mode is for a trainer of one process, and this one has {count}; use distributed mode"
+            )
+        bridge = connect(self._log_dir, **options, snapshot="none")  # type: ignore[arg-type]
         module = self.get_trainable_model()
         self._way = _Shared(bridge, module) if self.mode == "shared" else _Transfers(bridge)
 
@@ -241,10 +246,13 @@ class _Checkpoints:
     def broadcast(self, module: torch.nn.Module) -> None:
         from safetensors.torch import save_file
 
+        parameters = named_parameters(module)
+        if sharded := [name for name, parameter in parameters.items() if is_dtensor_type(type(parameter))]:
+            raise Unsupported(f"{sharded[0]} is a DTensor, of which this process holds a part; use distributed mode")
         self._pending = f"{self._name}-{self._count % 2}"
         directory = self._root / self._pending
         directory.mkdir(exist_ok=True)
-        tensors = {name: p.detach().contiguous().cpu() for name, p in named_parameters(module).items()}
+        tensors = {name: p.detach().contiguous().cpu() for name, p in parameters.items()}
         save_file(tensors, directory / "model.safetensors")
 
     def notify(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.weights.rank_image import align_up
+from slipstream.weights.sources.torch_shards import is_torch
 from slipstream.weights.transports.cuda.driver import CudaDriver, NotExportable, Region
 
 IDLE_SYNCS = 2
@@ -67,7 +68,8 @@ class ExportedRegions:
                 if not base <= pointer < end:
                     used.append(region := self._driver.region(pointer))
                     base, end, number = region.base, region.base + region.size, self._number(region, update)
-                if pointer + arrays[pointer].nbytes > end:  # torch's expandable segments are many small allocations
+                # JAX's regions hold whole arrays. Torch's expandable segments are many small allocations.
+                if is_torch(array := arrays[pointer]) and pointer + array.nbytes > end:
                     raise NotExportable("the array spans several allocations")
                 update.places[pointer] = (number, pointer - base)
         except NotExportable:

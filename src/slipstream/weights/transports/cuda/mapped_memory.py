@@ -123,8 +123,10 @@ class CudaSender(DeviceSender):
         for array in self._computed:
             wait_for(array)
         pointers = [pointer_of(array) for array in arrays.values()]
-        by_size = sorted(zip(pointers, arrays.values()), key=lambda item: item[1].nbytes)
-        update = self._exports.update(dict(by_size))  # of several arrays at one address, the largest
+        found = dict(zip(pointers, arrays.values()))
+        if len(found) < len(pointers) and is_torch(next(iter(found.values()))):  # one tensor may be a view of another
+            found = dict(sorted(zip(pointers, arrays.values()), key=lambda item: item[1].nbytes))
+        update = self._exports.update(found)
         rows = np.empty((len(arrays), 4), np.int64)
         rows[:, 0] = list(arrays)
         rows[:, 1:3] = [update.places[pointer] for pointer in pointers]
