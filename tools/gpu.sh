@@ -86,6 +86,7 @@ case $what in
         ;;
     torch)
         export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        logged checksums pytest tests/gpu/test_device_checksum_gpu.py
         logged torch pytest tests/gpu/test_torch_gpu.py
         ;;
     torchsync)

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.tensors.strided import Strided
 from slipstream.weights.checksum import PieceScan, ScanOptions
-from slipstream.weights.device_checksum import ROW, jax_checksum, torch_checksums
+from slipstream.weights.device_checksum import ROW, jax_checksum, torch_checksums, torch_scans
 from slipstream.weights.sources.transforms import View
 from slipstream.weights.transports.device import DevicePiece, DeviceSlice
 from slipstream.weights.update.device_scan import DeviceScanner
@@ -32,9 +32,12 @@ def test_both_frameworks_compute_the_reference(shape: tuple[int, ...], dtype: st
     expected = naive_checksum(array)
     assert int(jax.jit(jax_checksum)(jnp.asarray(array))) == expected
     tensor = as_torch(array).cuda()
-    assert torch_checksums([tensor]) == [expected]
+    num_nonfinite = int((~np.isfinite(array.astype(np.float32))).sum())
+    assert torch_checksums([tensor]) == [expected] and torch_scans([tensor]) == ([expected], [num_nonfinite])
     if len(shape) == 2:
-        assert torch_checksums([tensor.T, tensor[5:, 3:]]) == [naive_checksum(array.T), naive_checksum(array[5:, 3:])]
+        views = [array.T, array[5:, 3:]]
+        counts = [int((~np.isfinite(view.astype(np.float32))).sum()) for view in views]
+        assert torch_scans([tensor.T, tensor[5:, 3:]]) == ([naive_checksum(view) for view in views], counts)
 
 
 def test_a_scan_and_what_it_costs() -> None:
@@ -61,5 +64,8 @@ def test_a_scan_and_what_it_costs() -> None:
         start = time.perf_counter()
         found = torch_checksums(tensors)
         print(f"  torch: {size:.1f} GB in {(time.perf_counter() - start) * 1e3:.2f} ms")
+        start = time.perf_counter()
+        assert torch_scans(tensors) == (found, [0] * len(found))
+        print(f"  torch, with the check for NaN: {size:.1f} GB in {(time.perf_counter() - start) * 1e3:.2f} ms")
     assert [PieceScan(value, 0) for value in found] == list(scans.values())
     assert found[0] == naive_checksum(np.asarray(arrays[0]))

@@ -31,7 +31,14 @@ from slipstream.tensors.boxes import full_box, intersect, shape_of, shift, slice
 from slipstream.tensors.safetensors_dir import EMBED, HEAD, stored_tensors
 from slipstream.types import Box
 from slipstream.weights.plan import SourceTensor
-from slipstream.weights.sources.torch_shards import TorchShards, dtensor_shards, is_dtensor_type, is_torch, torch_array
+from slipstream.weights.sources.torch_shards import (
+    TorchShards,
+    dtensor_shards,
+    is_dtensor_type,
+    is_torch,
+    local_tensor,
+    torch_array,
+)
 
 
 class Tensor(Protocol):
@@ -279,7 +286,7 @@ def shard_boxes(array: Any) -> list[Box]:
 
 def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Drop a tied head: PyTorch state dicts list it under both names, checkpoints and engines have it once."""
-    head, embed = tensors.get(HEAD), tensors.get(EMBED)
-    if is_torch(head) and is_torch(embed) and head.data_ptr() == embed.data_ptr():  # type: ignore[union-attr]
+    head, embed = local_tensor(tensors.get(HEAD)), local_tensor(tensors.get(EMBED))
+    if is_torch(head) and is_torch(embed) and head.data_ptr() == embed.data_ptr():
         del tensors[HEAD]
     return tensors

@@ -106,10 +106,14 @@ def wait_until_computed(params: Any) -> None:
 def _locals(tensors: Iterable[Any]) -> Iterator[Any]:
     import torch
 
-    for tensor in tensors:
-        local = tensor.local if isinstance(tensor, TorchShards) else tensor
-        if isinstance(local, torch.Tensor):
-            yield local
+    for tensor in map(local_tensor, tensors):
+        if isinstance(tensor, torch.Tensor):
+            yield tensor
+
+
+def local_tensor(tensor: Any) -> Any:
+    """Return what this process holds of a tensor."""
+    return tensor.local if isinstance(tensor, TorchShards) else tensor
 
 
 def is_torch(tensor: Any) -> bool:

@@ -25,7 +25,7 @@ from slipstream.tensors.boxes import intersect, shift, slices
 from slipstream.tensors.strided import Strided
 from slipstream.types import Box
 from slipstream.weights.sources.named_tensors import Tensor, is_jax_array, shard_boxes
-from slipstream.weights.sources.torch_shards import TorchShards, is_torch
+from slipstream.weights.sources.torch_shards import TorchShards, is_torch, local_tensor
 from slipstream.weights.sources.transforms import View
 from slipstream.weights.sources.tree_mapping import MappedTensor, Origin
 
@@ -129,8 +129,7 @@ def _platform(tensor: Any) -> str:
         platforms = {_platform(leaf) for leaf in tensor.leaves}
         return platforms.pop() if len(platforms) == 1 else "mixed"
     if not is_jax_array(tensor):
-        local = tensor.local if isinstance(tensor, TorchShards) else tensor
-        return "gpu" if getattr(local, "is_cuda", False) else "host"
+        return "gpu" if getattr(local_tensor(tensor), "is_cuda", False) else "host"
     return str(next(iter(tensor.sharding.device_set)).platform)
 
 
