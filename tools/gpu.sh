@@ -85,11 +85,12 @@ case $what in
         wait
         ;;
     torch)
-        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false NCCL_MULTI_RANK_GPU_ENABLE=1
         logged checksums pytest tests/gpu/test_device_checksum_gpu.py
         logged torch pytest tests/gpu/test_torch_gpu.py
         ;;
     torchsync)
+        export NCCL_MULTI_RANK_GPU_ENABLE=1
         logged torchsync "$python" benchmarks/weight_sync.py --gpu --shapes 1.2B --repeats 11 --no-native \
             --json "$out/torchsync.json"
         ;;

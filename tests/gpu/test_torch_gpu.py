@@ -35,8 +35,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two engines of one rank each. They share the GPU with all trainers."""
     model = hf_directory(tmp_path_factory.mktemp("torch") / "model", **SHAPE)
     options = engine_options(enforce_eager=False)
+    place: dict[str, Any] = {"devices": [[0], [0]], "share_gpus": True}
     with slipstream.launch(
-        model, engines=2, engine=options, share_gpus=True, run_dir=model.parent / "run", start_timeout=400
+        model, engines=2, engine=options, run_dir=model.parent / "run", start_timeout=400, **place
     ) as bridge:
         yield bridge
 
