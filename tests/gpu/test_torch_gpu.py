@@ -169,7 +169,10 @@ def test_two_ranks_of_a_trainer_and_two_of_engines(fleet: Any, tmp_path: Path, t
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first["transports"] == [transport] * 2 and first["shards"] == second["shards"] > 0
-    assert first["num_bytes"] + second["num_bytes"] == 2 * first["model_bytes"]
+    # Each element is sent by the rank that holds it, to each engine or, where engines pass it on, to one of them.
+    sent = first["num_bytes"] + second["num_bytes"]
+    assert sent in (first["model_bytes"], 2 * first["model_bytes"])
+    print(f"{transport}: {sent:,} bytes for {first['model_bytes']:,} bytes of parameters and two engines")
     for version, found, expected, served in first["steps"]:
         assert found == [expected, expected] and served == [version, version]
 
