@@ -179,7 +179,7 @@ class EmbeddedConfig(_LocalEngineSettings):
     num_speculative_tokens: PositiveInt = 4
     """Maximum number of tokens proposed at a time."""
     draft_model: PathName = ""
-    """HF directory of the draft model for `speculation="draft"`; it must have the policy's vocabulary."""
+    """Directory or name on the Hub of the draft model for `speculation="draft"`; it must have the policy's vocabulary."""
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:

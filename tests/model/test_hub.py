@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from slipstream.errors import ConfigError
 from slipstream.model.checkpoints.hub import absolute_model, hub_name, model_directory
@@ -106,6 +107,28 @@ def test_no_hub(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"it is not in the cache .*, and cannot be downloaded from http://127.0.0.1:9: .*[Cc]onnect",
     ):
         model_directory("org/tiny")
+
+
+def test_whatever_takes_a_model_takes_its_name(hub: hub_server.Hub, tmp_path: Path) -> None:
+    from slipstream import Engine, SamplingParams
+    from slipstream.bridge.chat_tokenizer import ChatTokenizer
+    from slipstream.cli.main import app
+    from slipstream.model.checkpoints import hf_config, hf_weights
+
+    here, greedy = tmp_path / "sample", SamplingParams(max_tokens=4, temperature=0)
+    assert hf_config.read_config("org/tiny") == hf_config.read_config(here)
+    params, own = hf_weights.load("org/tiny"), hf_weights.load(here)
+    assert (params["model"]["norm"]["weight"] == own["model"]["norm"]["weight"]).all()
+    chat = [{"role": "user", "content": "hi"}]
+    assert ChatTokenizer.read("org/tiny").render_chat(chat) == ChatTokenizer.read(here).render_chat(chat)
+    with Engine("org/tiny", max_num_seqs=2) as by_name, Engine(here, max_num_seqs=2) as by_path:
+        assert by_name.generate(["1+1="], greedy)[0].text == by_path.generate(["1+1="], greedy)[0].text
+        assert by_name.session("1+1=").token_ids == by_path.session("1+1=").token_ids
+    run = CliRunner().invoke
+    planned = run(app, ["plan", "org/tiny", "--gpus", "2", "--batch", "8", "--json"])
+    assert json.loads(planned.stdout)[0]["engines"] == 1
+    job = run(app, ["slurm", "--model", "org/tiny@v1", "--run-dir", "runs", "--", "python", "train.py"])
+    assert "org/tiny@v1" in job.stdout and "/org/tiny" not in job.stdout
 
 
 PROGRAM = """

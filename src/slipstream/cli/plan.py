@@ -1,4 +1,4 @@
-"""The `plan` command: predict a weight sync, and recommend a topology and a transport."""
+"""The `plan` command: predict a weight sync, choose the sizes of trainer and engines, recommend a topology."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from slipstream.deploy.advice.sync_cost import SyncCost, TensorKind
     from slipstream.deploy.advice.topology import Recommendation
+    from slipstream.model.config import ModelConfig
 
 DEFAULT_GBPS = (5.0, 50.0, 400.0)
 
@@ -23,8 +24,23 @@ DEFAULT_GBPS = (5.0, 50.0, 400.0)
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="HF model directory, or a name: llama-8b, llama-70b, qwen3-235b-a22b, kimi-k2."),
+        typer.Argument(
+            help="Model directory, name on the Hub, or one of llama-8b, llama-70b, qwen3-235b-a22b, kimi-k2."
+        ),
     ],
+    gpus: Annotated[int, typer.Option(min=0, help="Choose how to split this many GPUs.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="With --gpus: completions per step.")] = 512,
+    group: Annotated[int, typer.Option(min=1, help="With --gpus: completions per prompt.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --gpus: length of a prompt.")] = 512,
+    completion_tokens: Annotated[int, typer.Option(min=1, help="With --gpus: length of a completion.")] = 1024,
+    max_staleness: Annotated[
+        int, typer.Option(min=0, help="With --gpus: 0 alternates generation and training; more overlaps them.")
+    ] = 1,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="With --gpus.")] = 8,
+    network_gbps: Annotated[float, typer.Option(min=0.001, help="With --gpus: GB/s per GPU between hosts.")] = 50.0,
+    hardware: Annotated[
+        str, typer.Option(help="With --gpus: h200, h200-vllm, or a file of benchmarks/plan_accuracy.py --save.")
+    ] = "h200-vllm",
     trainer: Annotated[str, typer.Option(help="The trainer's mesh: fsdp=128,tp=8.")] = "fsdp=1",
     engines: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks per engine.")] = 1,
@@ -37,9 +53,12 @@ def plan(
         typer.Argument(metavar="KEY=VALUE", help="Hardware and workload: device=gpu hosts=2 devices=8 …"),
     ] = None,
 ) -> None:
-    """Predict the cost of a weight sync; recommend a topology.
+    """Predict the cost of a weight sync; choose sizes; recommend a topology.
 
-    Prints bytes, moves and memory per rank, and seconds at given link speeds.
+    With --gpus, says how many GPUs the trainer and how many engines of which
+    tensor parallelism should get, the expected step, and what bounds it.
+
+    Otherwise prints bytes, moves and memory per rank, and seconds at given link speeds.
     With a workload (settings of Workload: device, hosts, devices, prompts,
     group, tokens, sync_every, …) it also recommends a topology and a transport,
     says why, and predicts iterations per day.
@@ -54,6 +73,12 @@ def plan(
     from slipstream.deploy.advice.topology import Scenario, Workload, choose
     from slipstream.weights.plan import DTYPE_BYTES
 
+    if gpus:
+        if workload or (trainer, engines, tp) != ("fsdp=1", 1, 1):
+            raise ConfigError("--gpus chooses --trainer, --engines and --tp; leave them and KEY=VALUE settings out")
+        lengths = (batch, prompt_tokens, completion_tokens, group)
+        _plan_sizes(model, lengths, (gpus, gpus_per_host, network_gbps), hardware, max_staleness, as_json)
+        return
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     mesh = sync_cost.parse_trainer(trainer)
@@ -75,22 +100,77 @@ def plan(
         print("Describe the hardware (device=gpu hosts=2 devices=8 …) to get a recommended topology and transport.")
 
 
+def _plan_sizes(
+    model: str,
+    lengths: tuple[int, int, int, int],
+    machines: tuple[int, int, float],
+    hardware: str,
+    max_staleness: int,
+    as_json: bool,
+) -> None:
+    import dataclasses
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from slipstream.deploy.advice import sizes, step_cost, sync_cost
+
+    kinds = sync_cost.kinds_named(model)
+    if model.lower() == "kimi-k2" and kinds is not None:
+        sized = sizes.SizedModel(step_cost.KIMI_K2, kinds, kv_heads=1)
+    else:
+        sized = sizes.SizedModel.of(_config(model))
+    gpus, gpus_per_host, network_gbps = machines
+    cluster = sizes.Cluster(gpus, sizes.hardware_named(hardware), gpus_per_host, 1e9 * network_gbps)
+    batch = step_cost.PlannedBatch(*lengths)
+    found = sizes.choose_sizes(sized, batch, cluster, max_staleness)
+    if as_json:
+        print(json.dumps([{**dataclasses.asdict(row), "steps_per_day": row.steps_per_day} for row in found]))
+        return
+    best, *others = found
+    table = Table("", "", title=f"{model} on {gpus:,} × {cluster.hardware.name}", show_header=False)
+    joined = "overlapping" if max_staleness and gpus > 1 else "alternating"
+    for label, value in (
+        ("trainer", f"{best.trainer_gpus:,} GPU(s)"),
+        ("engines", f"{best.engines:,} × tensor parallelism {best.tp}, {best.rows:,} sequences at a time each"),
+        ("one step", f"[bold]{best.step_seconds:,.3g} s[/]: {best.steps_per_day:,.0f} per day"),
+        (f"generation, training ({joined})", f"{best.generate_seconds:,.3g} s, {best.train_seconds:,.3g} s"),
+        ("sync", f"{best.sync_seconds:,.3g} s"),
+        ("bound by", best.bound),
+        *(
+            ("or", f"{row.trainer_gpus:,} + {row.engines:,} × tp {row.tp}: {row.step_seconds:,.3g} s, {row.bound}")
+            for row in others
+        ),
+    ):
+        table.add_row(label, value)
+    Console().print(table)
+
+
 def _kinds(model: str, tp: int) -> Mapping[TensorKind, int]:
     """Return the kinds of tensors of a model known by name, in a directory, or on the Hub."""
     from slipstream.deploy.advice import sync_cost
     from slipstream.model import families
-    from slipstream.model.checkpoints.hf_config import read_config
-    from slipstream.model.checkpoints.hub import hub_name, model_directory
 
     kinds = sync_cost.kinds_named(model)
     if kinds is not None:
         return kinds
+    config = _config(model)
+    families.shard_dims(config, tp)
+    return sync_cost.kinds_of(families.family_tensors(config))
+
+
+def _config(model: str) -> ModelConfig:
+    from slipstream.deploy.advice import sync_cost
+    from slipstream.model.checkpoints.hf_config import read_config
+    from slipstream.model.checkpoints.hub import hub_name, model_directory
+
+    if known := sync_cost.config_named(model):
+        return known
     if not Path(model).exists() and not hub_name(model):
         raise ConfigError(f"{model} is neither a directory nor a known name ({', '.join(sync_cost.names())})")
     directory = Path(model).parent if model.endswith("config.json") else model_directory(model, weights=False)
-    config = read_config(directory)
-    families.shard_dims(config, tp)
-    return sync_cost.kinds_of(families.family_tensors(config))
+    return read_config(directory)
 
 
 def _table(title: str, cost: SyncCost, speeds: Sequence[float], choice: Recommendation | None) -> Table:

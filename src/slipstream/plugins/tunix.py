@@ -59,7 +59,7 @@ class SlipstreamRollout(BaseRollout):
 
         Args:
             engine: Config of the engines.
-            model: HF directory of the model, if it is not one of Tunix's; needs `mapping`.
+            model: HF directory or name on the Hub of the model, if it is not one of Tunix's; needs `mapping`.
             mapping: Mapping from the actor's tree to HF names, for `model`.
             lora_alpha: Alpha of the actor's LoRA adapters, if it has any.
             fleet: Run directory or address of a running fleet to connect to, instead of starting engines.

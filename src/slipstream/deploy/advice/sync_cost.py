@@ -173,8 +173,13 @@ def kinds_named(name: str) -> Counter[TensorKind] | None:
     """Return the kinds of tensors of a model known by name, or None."""
     if name.lower() == "kimi-k2":
         return _kimi_k2()
-    config = _CONFIGS.get(name.lower())
+    config = config_named(name)
     return None if config is None else kinds_of(family_tensors(config))
+
+
+def config_named(name: str) -> ModelConfig | None:
+    """Return the config of a model known by name, or None."""
+    return _CONFIGS.get(name.lower())
 
 
 def names() -> list[str]:

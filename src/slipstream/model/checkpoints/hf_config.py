@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
+from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.config import FULL, SLIDING, LinearRopeScaling, ModelConfig, MoeConfig, RopeScaling
 from slipstream.model.families import Family, family_named, family_of, is_known, names
 
@@ -31,15 +32,16 @@ _SPECIAL = {
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
 
-def read_config(directory: str | Path) -> ModelConfig:
-    """Read the config of a model directory. `generation_config.json` may add end-of-sequence tokens."""
-    path = Path(directory) / "config.json"
+def read_config(model: str | Path) -> ModelConfig:
+    """Read the config of a model directory or a model of the Hub. `generation_config.json` may add end-of-sequence tokens."""
+    directory = model_directory(model, weights=False)
+    path = directory / "config.json"
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist; a model is a directory with an HF config.json, or org/name on the Hub"
         )
     config = from_hf(_read_json(path))
-    generation = Path(directory) / "generation_config.json"
+    generation = directory / "generation_config.json"
     more = token_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 

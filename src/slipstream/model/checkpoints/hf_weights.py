@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from slipstream.errors import ConfigError, MappingError
 from slipstream.model.checkpoints.hf_config import read_config, to_hf
+from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import family_of, tensors
 from slipstream.model.tree import flatten, unflatten
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 
-def load(directory: str | Path, config: ModelConfig | None = None, dtype: DTypeLike | None = None) -> dict[str, Any]:
-    """Load a tree of parameters as JAX arrays, in the stored dtype by default."""
+def load(model: str | Path, config: ModelConfig | None = None, dtype: DTypeLike | None = None) -> dict[str, Any]:
+    """Load a tree of parameters as JAX arrays, in the stored dtype by default, from a directory or a model of the Hub."""
+    directory = model_directory(model)
     arrays = read_arrays(directory, config or read_config(directory))
     return unflatten({name: jnp.asarray(array, dtype) for name, array in arrays.items()})
 
