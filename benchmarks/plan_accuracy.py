@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -62,6 +63,8 @@ CPU_CASES = (
     Case("12M", 16, 1, 56, 8),
     Case("12M", 8, 1, 16, 48),
 )
+FLEETS = (("4M", 1, True), ("23M", 1, True), ("12M", 1, False), ("12M", 2, False), ("23M", 2, False))
+"""Model, engines in other processes, and whether it is part of the calibration: syncs over shared memory."""
 GPU_MODELS = {"0.2B": (1024, 8, 32_000), "0.5B": (1536, 12, 32_000), "1.1B": (2048, 16, 32_000)}
 GPU_CASES = (
     *(Case(model, 64, 1, 128, 128, True) for model in ("0.2B", "1.1B")),
@@ -93,6 +96,8 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     measured = measure(options)
     results = compare(measured, options)
+    if not options.gpu and options.clock == "wall":  # the CPU time of other processes is not counted
+        results["fleets"] = compare_fleets(options)
     show(results)
     if options.save:
         from slipstream.deploy.advice.step_cost import Hardware, Rates
@@ -219,6 +224,27 @@ class Subject:
         return {"generate": generated - start, "train": self.clock() - generated}
 
 
+def measure_fleet(config: Any, engines: int) -> float:
+    """The seconds of a sync to engines in other processes."""
+    import jax
+
+    import slipstream
+    from slipstream.model.checkpoints.hf_config import to_hf
+    from slipstream.model.checkpoints.sample_model import sample_params
+
+    seconds = []
+    with tempfile.TemporaryDirectory() as model:
+        Path(model, "config.json").write_text(json.dumps(to_hf(config)))
+        engine = slipstream.EmbeddedConfig(max_num_seqs=1, max_model_len=64)
+        with slipstream.launch(model, engines=engines, engine=engine, transport="shm") as bridge:
+            trees = [jax.block_until_ready(sample_params(config, seed)) for seed in (0, 1)]
+            for params in trees * (1 + SYNC_ROUNDS):
+                start = time.perf_counter()
+                bridge.sync(params)
+                seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
 # --- predicting -------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +297,26 @@ def compare(measured: dict[Case, dict[str, float]], options: argparse.Namespace)
     }
 
 
+def compare_fleets(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from slipstream.deploy.advice import step_cost
+
+    rows, measured = [], []
+    for model, engines, _ in FLEETS:
+        config = model_config(CPU_MODELS[model], gpu=False)
+        shape = step_cost.ModelShape.of(config)
+        work = step_cost.sync_work(shape, 4 * shape.parameters * engines)
+        rows.append([*work._replace(layers=work.layers * engines)])
+        with stage(f"{model}: {engines} engine(s)"):
+            measured.append(measure_fleet(config, engines))
+    fitted = [index for index, (_, _, is_fitted) in enumerate(FLEETS) if is_fitted]
+    rates = fit([rows[index] for index in fitted], [measured[index] for index in fitted])
+    predicted = [math.fsum(a * b for a, b in zip(row, rates)) for row in rows]
+    return [
+        {"model": model, "engines": engines, "is_fitted": is_fitted, "predicted": p, "measured": m, "error": p / m - 1}
+        for (model, engines, is_fitted), p, m in zip(FLEETS, predicted, measured)
+    ]
+
+
 def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
@@ -310,6 +356,11 @@ def show(results: dict[str, Any]) -> None:
     console = Console(width=150)
     console.print(table)
     console.print(", ".join(f"{key} {value}" for key, value in results["machine"].items()))
+    for row in results.get("fleets", ()):
+        console.print(
+            f"{row['model']}, {row['engines']} engine(s) in other processes{', fitted' if row['is_fitted'] else ''}: sync "
+            f"predicted {1e3 * row['predicted']:,.1f} ms, measured {1e3 * row['measured']:,.1f} ms, {row['error']:+.0%}"
+        )
     for phase in ("step", "sync", "generate", "train"):
         errors = [abs(row["error"][phase]) for row in held_out]
         within = sum(error <= TARGET for error in errors)

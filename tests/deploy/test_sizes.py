@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli.main import app
 from slipstream.deploy.advice import step_cost
-from slipstream.deploy.advice.sizes import HARDWARE, ITEM, Cluster, SizedModel, choose_sizes, hardware_named
+from slipstream.deploy.advice.sizes import HARDWARE, ITEM, Cluster, choose_sizes, hardware_named
 from slipstream.deploy.advice.step_cost import ModelShape, PlannedBatch
 from slipstream.deploy.advice.sync_cost import config_named
 from slipstream.deploy.advice.topology import TRAINER_BYTES, USABLE_MEMORY
@@ -23,14 +23,14 @@ H200 = HARDWARE["h200-vllm"]
 
 
 def split(name="llama-8b", gpus=16, batch=BATCH, max_staleness=1, **cluster):
-    return choose_sizes(SizedModel.of(config_named(name)), batch, Cluster(gpus, H200, **cluster), max_staleness)
+    return choose_sizes(ModelShape.of(config_named(name)), batch, Cluster(gpus, H200, **cluster), max_staleness)
 
 
 @pytest.mark.parametrize(
     ("name", "gpus"), [("llama-8b", 4), ("llama-8b", 64), ("llama-70b", 64), ("qwen3-235b-a22b", 256)]
 )
 def test_a_split_fits_and_the_fastest_comes_first(name, gpus):
-    found, size = split(name, gpus), SizedModel.of(config_named(name)).shape.parameters
+    found, size = split(name, gpus), ModelShape.of(config_named(name)).parameters
     assert [s.step_seconds for s in found] == sorted(s.step_seconds for s in found)
     for sizes in found:
         assert sizes.trainer_gpus + sizes.engines * sizes.tp <= gpus and sizes.rows >= 1
@@ -56,7 +56,7 @@ def test_generation_gets_more_gpus_where_it_is_the_longer_part():
 
 def test_one_gpu_takes_turns():
     (sizes,) = choose_sizes(
-        SizedModel.of(config_named("llama-8b")), BATCH, Cluster(1, dataclasses.replace(H200, memory=1e12))
+        ModelShape.of(config_named("llama-8b")), BATCH, Cluster(1, dataclasses.replace(H200, memory=1e12))
     )
     assert (sizes.trainer_gpus, sizes.engines, sizes.tp) == (1, 1, 1)
     parts = sizes.generate_seconds + sizes.train_seconds + sizes.sync_seconds

@@ -114,17 +114,13 @@ def _plan_sizes(
     from rich.console import Console
     from rich.table import Table
 
-    from slipstream.deploy.advice import sizes, step_cost, sync_cost
+    from slipstream.deploy.advice import sizes, step_cost
 
-    kinds = sync_cost.kinds_named(model)
-    if model.lower() == "kimi-k2" and kinds is not None:
-        sized = sizes.SizedModel(step_cost.KIMI_K2, kinds, kv_heads=1)
-    else:
-        sized = sizes.SizedModel.of(_config(model))
+    shape = step_cost.KIMI_K2 if model.lower() == "kimi-k2" else step_cost.ModelShape.of(_config(model))
     gpus, gpus_per_host, network_gbps = machines
     cluster = sizes.Cluster(gpus, sizes.hardware_named(hardware), gpus_per_host, 1e9 * network_gbps)
     batch = step_cost.PlannedBatch(*lengths)
-    found = sizes.choose_sizes(sized, batch, cluster, max_staleness)
+    found = sizes.choose_sizes(shape, batch, cluster, max_staleness)
     if as_json:
         print(json.dumps([{**dataclasses.asdict(row), "steps_per_day": row.steps_per_day} for row in found]))
         return

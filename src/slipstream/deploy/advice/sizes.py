@@ -4,7 +4,7 @@ Every split of the GPUs is tried with the cost model of `step_cost.py`; splits w
 fit are left out. Pure.
 
     batch = PlannedBatch(samples=1024, prompt_tokens=512, completion_tokens=2048, group=8)
-    best, *others = choose_sizes(SizedModel.of(read_config("my-model")), batch, Cluster(64, HARDWARE["h200"]))
+    best, *others = choose_sizes(ModelShape.of(read_config("my-model")), batch, Cluster(64, HARDWARE["h200"]))
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.deploy.advice import step_cost, sync_cost
+from slipstream.deploy.advice import step_cost
 from slipstream.deploy.advice.step_cost import Hardware, ModelShape, PlannedBatch, Rates, Work
-from slipstream.deploy.advice.sync_cost import FleetShape, TensorKind, TrainerMesh
 from slipstream.deploy.advice.topology import TRAINER_BYTES, USABLE_MEMORY
 from slipstream.errors import ConfigError
-from slipstream.model.config import ModelConfig
-from slipstream.model.families import family_tensors
 
 ITEM = 2
 """Bytes per parameter in engines: bfloat16."""
@@ -95,19 +92,7 @@ class Sizes:
         return 86400 / self.step_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class SizedModel:
-    shape: ModelShape
-    kinds: Mapping[TensorKind, int]
-    kv_heads: int
-    """Engines of more ranks than this hold keys and values several times."""
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> SizedModel:
-        return cls(ModelShape.of(config), sync_cost.kinds_of(family_tensors(config)), config.num_kv_heads)
-
-
-def choose_sizes(model: SizedModel, batch: PlannedBatch, cluster: Cluster, max_staleness: int = 1) -> list[Sizes]:
+def choose_sizes(shape: ModelShape, batch: PlannedBatch, cluster: Cluster, max_staleness: int = 1) -> list[Sizes]:
     """Return the best split of the cluster's GPUs for each tensor parallelism of engines, the fastest first.
 
     With `max_staleness` 0, generation and training alternate; else they overlap. On a single GPU they always alternate. Raises
@@ -115,9 +100,9 @@ def choose_sizes(model: SizedModel, batch: PlannedBatch, cluster: Cluster, max_s
     if cluster.gpus < 1:
         raise ConfigError(f"a plan needs at least 1 GPU, got {cluster.gpus}")
     overlap = max_staleness > 0 and cluster.gpus > 1
-    found = [predict(split, model, batch, cluster, overlap) for split in _splits(model, batch, cluster)]
+    found = [predict(split, shape, batch, cluster, overlap) for split in _splits(shape, batch, cluster)]
     if not found:
-        size, memory = model.shape.parameters, cluster.usable_memory
+        size, memory = shape.parameters, cluster.usable_memory
         least = math.ceil(TRAINER_BYTES * size / memory) + math.ceil(2 * ITEM * size / memory)
         raise ConfigError(
             f"{size / 1e9:,.1f}B parameters do not fit {cluster.gpus} GPU(s) of {cluster.hardware.memory / 1e9:,.0f} GB: the "
@@ -128,28 +113,26 @@ def choose_sizes(model: SizedModel, batch: PlannedBatch, cluster: Cluster, max_s
     for sizes in found:  # the fastest for each size of an engine
         if sizes.tp not in best or sizes.step_seconds < best[sizes.tp].step_seconds:
             best[sizes.tp] = sizes
-    # The exact bytes of a sync take longer to compute, and seldom decide.
-    exact = [_with_exact_sync(sizes, model, cluster, overlap) for sizes in best.values()]
-    return sorted(exact, key=lambda sizes: sizes.step_seconds)
+    return sorted(best.values(), key=lambda sizes: sizes.step_seconds)
 
 
-def _splits(model: SizedModel, batch: PlannedBatch, cluster: Cluster) -> Iterator[Sizes]:
+def _splits(shape: ModelShape, batch: PlannedBatch, cluster: Cluster) -> Iterator[Sizes]:
     """What fits into memory: training state over the trainer's GPUs, and in engines two versions of the weights and at least
     one sequence."""
-    size, gpus, memory = model.shape.parameters, cluster.gpus, cluster.usable_memory
+    size, gpus, memory = shape.parameters, cluster.gpus, cluster.usable_memory
     step = 1 if gpus <= 2 * cluster.gpus_per_host else cluster.gpus_per_host
     for trainer in range(step, gpus, step) if gpus > 1 else (1,):
         left, state = (gpus - trainer, 0.0) if gpus > 1 else (1, TRAINER_BYTES * size)
         for tp in (2**i for i in range(MAX_TP.bit_length()) if 2**i <= left):
             free = memory - state - 2 * ITEM * size / tp
-            per_row = ITEM * model.shape.kv / min(tp, model.kv_heads) * (batch.prompt_tokens + batch.completion_tokens)
+            per_row = ITEM * shape.kv / min(tp, shape.kv_heads) * (batch.prompt_tokens + batch.completion_tokens)
             if TRAINER_BYTES * size / trainer <= memory and free >= per_row:
                 yield Sizes(trainer, left // tp, tp, min(int(free / per_row), MAX_ROWS))
 
 
-def predict(sizes: Sizes, model: SizedModel, batch: PlannedBatch, cluster: Cluster, overlap: bool) -> Sizes:
+def predict(sizes: Sizes, shape: ModelShape, batch: PlannedBatch, cluster: Cluster, overlap: bool) -> Sizes:
     """Predict the step of a split."""
-    hardware, shape, tp, trainer = cluster.hardware, model.shape, sizes.tp, sizes.trainer_gpus
+    hardware, tp, trainer = cluster.hardware, sizes.tp, sizes.trainer_gpus
     own = batch.share(sizes.engines)
     prompts, operations = step_cost.prefill_work(shape, own, ITEM)
     decode = step_cost.decode_work(shape, own, sizes.rows, ITEM) + prompts
@@ -170,31 +153,23 @@ def predict(sizes: Sizes, model: SizedModel, batch: PlannedBatch, cluster: Clust
     bound = f"generation: {reason}"
     if train > generate:
         bound = "training: computing" if computing >= gathering else "training: exchange between its ranks"
+    # Every engine rank receives its share; the trainer's ranks send to every engine.
     busiest = max(1 / tp, sizes.engines / trainer) * ITEM * shape.parameters
     sync = cluster.sync.seconds(step_cost.sync_work(shape, busiest))
-    return _with_step(
-        dataclasses.replace(sizes, generate_seconds=generate, train_seconds=train, bound=bound), sync, overlap
+    busy = max(generate, train) if overlap else generate + train
+    return dataclasses.replace(
+        sizes,
+        generate_seconds=generate,
+        train_seconds=train,
+        sync_seconds=sync,
+        step_seconds=busy + sync,
+        bound=bound if sync < busy else "the sync",
     )
 
 
 def _per_rank(work: Work, ranks: int) -> Work:
     """Ranks share bytes and operations; each starts every layer."""
     return work._replace(bytes=work.bytes / ranks, flops=work.flops / ranks)
-
-
-def _with_step(sizes: Sizes, sync: float, overlap: bool) -> Sizes:
-    generate, train = sizes.generate_seconds, sizes.train_seconds
-    busy = max(generate, train) if overlap else generate + train
-    bound = sizes.bound if sync < busy else "the sync"
-    return dataclasses.replace(sizes, sync_seconds=sync, step_seconds=busy + sync, bound=bound)
-
-
-def _with_exact_sync(sizes: Sizes, model: SizedModel, cluster: Cluster, overlap: bool) -> Sizes:
-    """With the bytes that the planner of syncs gives."""
-    fleet = FleetShape(sizes.engines, sizes.tp)
-    cost = sync_cost.estimate(model.kinds, TrainerMesh(fsdp=sizes.trainer_gpus), fleet, "bfloat16")
-    busiest = max(cost.engine_rank_bytes, cost.trainer_rank_bytes)
-    return _with_step(sizes, cluster.sync.seconds(step_cost.sync_work(model.shape, busiest)), overlap)
 
 
 def hardware_named(name: str) -> Hardware:

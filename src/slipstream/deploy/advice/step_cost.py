@@ -120,6 +120,8 @@ class ModelShape:
     attention: float
     """Operations per pair of a token and one that it attends to."""
     num_tensors: int
+    kv_heads: int
+    """Engines of more ranks than this hold keys and values several times."""
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelShape:
@@ -139,6 +141,7 @@ class ModelShape:
             kv=2 * config.num_layers * config.num_kv_heads * config.head_dim,
             attention=4 * config.num_layers * config.num_heads * config.head_dim,
             num_tensors=len(tensors),
+            kv_heads=config.num_kv_heads,
         )
 
     def read_parameters(self, rows: float) -> float:
@@ -147,7 +150,7 @@ class ModelShape:
         return self.parameters - unused * self.expert_parameters
 
 
-KIMI_K2 = ModelShape(1.03e12, 32e9, 1.01e12, 384, 8, 61, 7168, 61 * 576, 61 * 64 * 2 * (192 + 128), 92_000)
+KIMI_K2 = ModelShape(1.03e12, 32e9, 1.01e12, 384, 8, 61, 7168, 61 * 576, 61 * 64 * 2 * (192 + 128), 92_000, 1)
 """Its published sizes; our decoder does not know its architecture."""
 
 
