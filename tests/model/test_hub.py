@@ -132,21 +132,31 @@ def test_whatever_takes_a_model_takes_its_name(hub: hub_server.Hub, tmp_path: Pa
 
 
 PROGRAM = """
-import json, urllib.request, slipstream
+import json, os, urllib.request, slipstream
+from huggingface_hub import constants
 from slipstream.config import EmbeddedConfig
 
-with slipstream.launch("org/tiny@v1", engine=EmbeddedConfig(max_num_seqs=4), http=True) as bridge:
-    (completion,) = bridge.generate(["1+1="])
-    token = open(f"{bridge.run_dir}/token").read()
-    call = urllib.request.Request(f"{bridge.http_url}/v1/models", headers={"Authorization": f"Bearer {token}"})
-    served = json.load(urllib.request.urlopen(call))["data"][0]["id"]
-print(json.dumps([completion.version, len(completion.token_ids) > 0, served]))
+def launched():
+    with slipstream.launch("org/tiny@v1", engine=EmbeddedConfig(max_num_seqs=4), http=True) as bridge:
+        (completion,) = bridge.generate(["1+1="])
+        token = open(f"{bridge.run_dir}/token").read()
+        call = urllib.request.Request(f"{bridge.http_url}/v1/models", headers={"Authorization": f"Bearer {token}"})
+        served = json.load(urllib.request.urlopen(call))["data"][0]["id"]
+    return [completion.version, len(completion.token_ids) > 0, served]
+
+online = launched()
+os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True  # in other processes, and in this one
+os.environ["HF_ENDPOINT"] = constants.ENDPOINT = "http://127.0.0.1:9"
+print(json.dumps([online, launched()]))
 """
 
 
-def test_launch_by_name_serves_the_weights_of_the_hub(hub: hub_server.Hub, tmp_path: Path) -> None:
+def test_launch_by_name_serves_the_weights_of_the_hub_and_then_of_the_cache(
+    hub: hub_server.Hub, tmp_path: Path
+) -> None:
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [0, True, "org/tiny"]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, True, "org/tiny"]] * 2
+    assert len(set(hub.downloads)) == len(hub.downloads)
