@@ -103,8 +103,8 @@ def main() -> None:
         from slipstream.deploy.advice.step_cost import Hardware, Rates
 
         rates, machine = {name: Rates(**found) for name, found in results["rates"].items()}, results["machine"]
-        kinds = (rates[name] for name in ("decode", "prefill", "train", "sync"))
-        Hardware(machine["device"], machine["memory"], *kinds).save(options.save)
+        measured_rates = rates["decode"], rates["prefill"], rates["train"], rates["sync"]
+        Hardware(machine["device"], machine["memory"], *measured_rates).save(options.save)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=2) + "\n")
