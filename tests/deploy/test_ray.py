@@ -34,7 +34,7 @@ OPTIONS = EmbeddedConfig(max_num_seqs=8)
 LONG = SamplingParams(max_tokens=300, n=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 DRIVER = str(Path(__file__).with_name("ray_driver.py"))
-NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 << 20}
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def fleet(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[slipstream.Bridge]:
-    """Two engines on two nodes. Afterwards, nothing of them must be left."""
+    """Two engines on two nodes, each on the GPU that Ray believes its node to have. Afterwards, nothing of them must be left."""
     run_dir = tmp_path_factory.mktemp("run")
     cluster = RayConfig(strategy="STRICT_SPREAD")
-    with slipstream.launch(nodes.model, engines=2, engine=OPTIONS, run_dir=run_dir, cluster=cluster) as bridge:
+    settings = {"engines": 2, "engine": OPTIONS, "devices": "auto", "cluster": cluster}
+    with slipstream.launch(nodes.model, run_dir=run_dir, **settings) as bridge:
+        assert [e.info.devices for e in bridge.status().engines] == [("0",), ("0",)]
+        assert nodes.ray.available_resources().get("GPU", 0) == 0
         yield bridge
         left = everybody(bridge)
     assert len(left) == 6 and all_gone(left)
