@@ -47,7 +47,8 @@ class FleetChoice:
             return connect(self.run_dir or self.gateway)
         if self.servers:
             return launch(self.model, engine=[self._server(url) for url in self.servers])
-        return launch(self.model, engines=self.engines, engine=load(EngineConfig, overrides=self.options))
+        engine = load(EngineConfig, overrides=self.options)
+        return launch(self.model, engines=self.engines, engine=engine, trainer_devices=())  # there is no trainer
 
     def _server(self, url: str) -> RemoteConfig:
         config = load(RemoteConfig, overrides=[f"url={json.dumps(url)}", *self.options])
