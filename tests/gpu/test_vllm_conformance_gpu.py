@@ -38,7 +38,7 @@ if "SLIPSTREAM_VLLM_ARGUMENTS" in os.environ:  # several starts of vLLM more
         "graphs": ({}, (), {"cudagraph_capture_sizes": [1, 2, 4], "disable_custom_all_reduce": True}),
         "two-ranks": ({}, ("tensor_parallel_size=2", *TWO_RANKS), {}),
         "pipeline": ({}, TWO_RANKS, {"pipeline_parallel_size": 2}),
-        "pipeline-v1": (V1, TWO_RANKS, {"pipeline_parallel_size": 2}),
+        "v1-pipeline": (V1, TWO_RANKS, {"pipeline_parallel_size": 2}),
         "experts": ({}, ("tensor_parallel_size=2", *TWO_RANKS), {"enable_expert_parallel": True}),
         "ngram": ({}, EAGER, {"speculative_config": ngram}),
         "fp8-cache": ({}, ("dtype=bfloat16", *EAGER), {"kv_cache_dtype": "fp8"}),

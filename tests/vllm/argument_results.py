@@ -5,12 +5,12 @@ With SLIPSTREAM_ARGUMENT_RESULTS=docs/vllm_arguments.json set, a run adds its re
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 from collections.abc import Generator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,15 +69,21 @@ class ArgumentResults:
     def write(self) -> None:
         if not self._outcomes:
             return
-        file = Path(os.environ["SLIPSTREAM_ARGUMENT_RESULTS"])
-        runs = json.loads(file.read_text()) if file.exists() else []
+        with open(os.environ["SLIPSTREAM_ARGUMENT_RESULTS"], "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # variants may run beside each other
+            file.seek(0)
+            runs = self._merged(json.loads(file.read() or "[]"))
+            file.truncate(0)
+            file.write(json.dumps(runs, indent=1) + "\n")
+
+    def _merged(self, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return earlier results with those of this run."""
         for name, held in self._outcomes.items():
             where = self._where[name]
             if where["arguments"]:
                 runs = [run for run in runs if {key: run[key] for key in where} != where]
                 runs.append({**where, "held": held})
-        runs.sort(key=lambda run: (run["on"], run["vllm"], sorted(run["arguments"])))
-        file.write_text(json.dumps(runs, indent=1) + "\n")
+        return sorted(runs, key=lambda run: (run["on"], run["vllm"], sorted(run["arguments"])))
 
 
 @lru_cache(4)
