@@ -1,6 +1,6 @@
 """A fake NCCL over Unix sockets, for CPU tests of the `nccl` transport. Pointers are real addresses in the CPU arrays of JAX and
-torch. It works between threads and between processes. It is stricter than NCCL: both ends must post messages of the same sizes in
-the same groups."""
+torch. It works between threads and between processes. It is stricter than NCCL: all ends must post messages of the same sizes in
+the same groups. A broadcast to several ranks goes from rank to rank, as in NCCL's ring."""
 
 from __future__ import annotations
 
@@ -33,25 +33,36 @@ class FakeNccl:
     def version(self):
         return self._version
 
+    def device_id(self, device):
+        return f"{device} {secrets.token_hex(4)}"  # each rank has its own
+
     def torch_device(self, device):
         return "cpu"
 
     def new_id(self):
         unique_id = secrets.token_bytes(UNIQUE_ID_BYTES)
-        server = socket.socket(socket.AF_UNIX)
-        server.bind(self._path(unique_id))
-        server.listen()
-        self._servers[unique_id] = server
+        self._servers[unique_id] = self._listen(self._path(unique_id))
         return unique_id
 
-    def pair(self, unique_id, rank, device, primitive, peer, deadline, stop):
+    def pair(self, unique_id, rank, device, primitive, peer, deadline, stop, size=2):
+        assert size == 2 or primitive == "broadcast"
         pair = FakePair(self, rank, primitive, peer, deadline, stop)
         self.pairs.append(pair)
-        pair.connect(self._servers.pop(unique_id) if rank == 1 else None, self._path(unique_id))
+        server = self._servers.pop(unique_id, None)
+        if size > 2:
+            server = self._listen(self._path(unique_id, rank, size))
+        below = self._path(unique_id, rank + 1, size) if rank + 1 < size else None
+        pair.connect(server if rank else None, below)
         return pair
 
-    def _path(self, unique_id):
-        return str(self._directory / unique_id[:8].hex())
+    def _path(self, unique_id, rank=1, size=2):
+        return str(self._directory / f"{unique_id[:8].hex()}-{rank}-{size}")
+
+    def _listen(self, path):
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen()
+        return server
 
 
 class FakePair:
@@ -60,29 +71,38 @@ class FakePair:
     def __init__(self, library, rank, primitive, peer, deadline, stop):
         self._library, self.rank, self.primitive, self.peer = library, rank, primitive, peer
         self._deadline, self._stop = deadline, stop
-        self._socket, self._messages, self.closed = None, [], False
+        self._above = self._below = None
+        """Sockets to the rank before this one and to the next."""
+        self._messages, self.closed = [], False
+        self.sent = 0
+        """Bytes that have gone into the socket to the next rank."""
         self.log = []
         """The calls so far: ("group", sizes), ("mark", n), ("wait", n)."""
         self._marks = 0
 
-    def connect(self, server, path):
-        def attempt():
+    def connect(self, server, below):
+        """Accept the rank before this one, if it has a server, and connect to the next, if it has a path."""
+
+        def attempt(connect):
             try:
-                if server is None:
-                    found = socket.socket(socket.AF_UNIX)
-                    found.settimeout(self._deadline)
-                    found.connect(path)
-                else:
-                    found, _ = server.accept()
+                found = connect()
+                found.settimeout(_POLL_SECONDS)
                 return found
             except (FileNotFoundError, ConnectionRefusedError, TimeoutError):
                 return None
 
+        def dial():
+            found = socket.socket(socket.AF_UNIX)
+            found.settimeout(self._deadline)
+            found.connect(below)
+            return found
+
         try:
+            if below is not None:
+                self._below = self._until(lambda: attempt(dial), CONNECTING)
             if server is not None:
                 server.settimeout(_POLL_SECONDS)
-            self._socket = self._until(attempt, CONNECTING)
-            self._socket.settimeout(_POLL_SECONDS)
+                self._above = self._until(lambda: attempt(lambda: server.accept()[0]), CONNECTING)
         except TransferError:
             self.close()
             raise
@@ -101,14 +121,14 @@ class FakePair:
             for number, (pointer, size) in enumerate(messages):
                 memory = memoryview((ctypes.c_char * size).from_address(pointer)).cast("B")
                 frame = _FRAME.pack(number, len(messages), size)
-                if self.rank == 0:
-                    self._move(memoryview(frame), what, sending=True)
-                    self._move(memory, what, sending=True)
-                else:
+                if self._above is not None:
                     found = bytearray(_FRAME.size)
                     self._move(memoryview(found), what, sending=False)
                     assert bytes(found) == frame, (_FRAME.unpack(found), _FRAME.unpack(frame))
                     self._move(memory, what, sending=False)
+                if self._below is not None:
+                    self._move(memoryview(frame), what, sending=True)
+                    self._move(memory, what, sending=True)
         except BaseException:
             self.close()
             raise
@@ -118,7 +138,7 @@ class FakePair:
         self._messages.append((pointer, num_bytes))
 
     def recv(self, pointer, num_bytes):
-        assert self.rank == 1
+        assert self.rank > 0
         self._messages.append((pointer, num_bytes))
 
     def mark(self):
@@ -131,18 +151,23 @@ class FakePair:
 
     def close(self):
         self.closed = True
-        if self._socket is not None:
-            self._socket.close()
+        self.hang_up()
         return self._library.quiet
+
+    def hang_up(self):
+        for connection in (self._above, self._below):
+            if connection is not None:
+                connection.close()
 
     def _move(self, data, what, sending):
         while data:
 
             def attempt(data=data):
                 with contextlib.suppress(TimeoutError):
-                    count = self._socket.send(data) if sending else self._socket.recv_into(data)
+                    count = self._below.send(data) if sending else self._above.recv_into(data)
                     if not count:
                         raise ConnectionResetError("the peer is closed")
+                    self.sent += count if sending else 0
                     return count
 
             data = data[self._until(attempt, what) :]

@@ -456,7 +456,7 @@ def dying(rank, at):
         if pair.rank == rank:
             seen.append(what)
             if len(seen) == at:
-                pair._socket.close()
+                pair.hang_up()
                 raise SystemExit
 
     return hook

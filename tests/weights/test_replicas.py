@@ -1,4 +1,5 @@
-"""Replicas pass weights on to each other, so that bytes leave the trainer once: real inboxes and sockets in one process."""
+"""Replicas pass weights on to each other, or get them by broadcast, so that bytes leave the trainer once. Real inboxes and sockets in
+one process; a fake NCCL."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import logging
 import socket
 import struct
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,13 +21,19 @@ from slipstream.deploy.processes import certificates
 from slipstream.errors import ChecksumMismatch, FleetChanged, TransferError
 from slipstream.model import families
 from slipstream.runtime import event_loop
-from slipstream.types import CommitReport, Destinations, EngineInfo, UpdateReports, UpdateSteps
+from slipstream.types import CommitReport, Destinations, EngineInfo, StageReport, UpdateReports, UpdateSteps
+from slipstream.weights.checksum import unpack_manifest
+from slipstream.weights.plan import Plan
 from slipstream.weights.transports.contract import pack_link
 from slipstream.weights.transports.host import tcp
+from slipstream.weights.transports.nccl.transport import NcclReceiver, NcclSender
+from slipstream.weights.update import device_outbox, publisher
 from slipstream.weights.update.publisher import Publisher
 from slipstream.weights.update.transfer import Inbox
 from slipstream.weights.update.transport_choice import network_of
 from tests.tiny import tiny_config
+from tests.weights.fake_nccl import FakeNccl
+from tests.weights.nccl_by_hand import Model, same, staged
 
 CONFIG = tiny_config(hidden_size=64, intermediate_size=128)
 BYTES_SENT = 200
@@ -324,3 +333,131 @@ def test_what_listens_on_loopback_is_reached_from_its_own_host_only() -> None:
     assert network("tcp", "127.0.0.1", "a") == network("tcp", "::1", "a") != network("tcp", "127.0.0.1", "b")
     assert network("tcp", "10.0.0.1", "a") == network("tcp", "10.0.0.2", "b") is not None
     assert network("shm", "", "a") is network("disk", "", "a") is network("cuda", "", "a") is None
+
+
+# --- nccl ---
+
+
+class NcclEngine:
+    """A receiver of the `nccl` transport, as in a vLLM worker."""
+
+    def __init__(self, name: str, model: Model, nccl: FakeNccl) -> None:
+        self._model, self._nccl = model, nccl
+        self.info = EngineInfo(
+            name, "vllm", "model", model.dtype, 1, model.specs, model.parameters, ("nccl",), "here", 8, 8, -1
+        )  # fmt: skip
+        self.inbox = self  # has `rollback` and `close`
+        self.receiver: NcclReceiver | None = None
+        self.before_stage: Callable[[], None] = lambda: None
+
+    def run(self, steps: UpdateSteps) -> UpdateReports:
+        destinations = stage = commit = None
+        if steps.offer is not None:
+            if self.receiver is None:
+                self.plan = Plan.from_bytes(steps.offer.plan)
+                facts = self.plan, 0, [0], 0, self._model.parameters, 20.0, "broadcast", self._nccl
+                self.receiver = NcclReceiver(*facts)  # type: ignore[arg-type]
+            self.receiver.start()
+            destinations = Destinations((tuple(self.receiver.links.values()),), b"")
+            self.receiver.expect(steps.version)
+        assert self.receiver is not None
+        if steps.manifests is not None:
+            self.before_stage()
+            indices = unpack_manifest(steps.manifests[0][0], steps.version, len(self.plan.incoming[0]))
+            num_bytes = self.receiver.wait(steps.version, indices)
+            assert num_bytes is not None
+            stage = StageReport(num_bytes, 0.0)
+        if steps.in_flight is not None:
+            commit = CommitReport(0.0, 0.0)
+        return UpdateReports(destinations if steps.expected is None else None, stage, commit)
+
+    def holds(self, tensors: Mapping[str, np.ndarray]) -> None:
+        same(staged(self.receiver, self._model, 0), self._model.expected(tensors, 0))
+
+    def rollback(self, version: int) -> None:
+        if self.receiver is not None:
+            self.receiver.abandon()
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+
+
+class NcclFleet(Fleet):
+    def __init__(self, count: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model, self.nccl = Model(), FakeNccl(directory)
+
+        def opened(link: bytes, plan: Plan, moves: Any, peer: str, device: Any) -> NcclSender:
+            return NcclSender(link, plan, moves, peer, 8 << 10, 20.0, device, self.nccl)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(device_outbox, "open_device_sender", opened)
+        monkeypatch.setattr(publisher, "on_accelerator", lambda tensors: True)
+        super().__init__(count)
+        self.publisher = Publisher(self, SyncOptions(transport="nccl"))
+
+    def add(self) -> str:
+        name = f"engine-{len(self.engines)}"
+        self.engines[name] = NcclEngine(name, self.model, self.nccl)  # type: ignore[assignment]
+        return name
+
+    def sync(self, tensors: Mapping[str, np.ndarray], version: int, **options: Any) -> Any:
+        return super().sync({name: jnp.asarray(array) for name, array in tensors.items()}, version, **options)  # type: ignore[misc]
+
+    def sent(self) -> int:
+        return sum(pair.sent for pair in self.nccl.pairs if pair.rank == 0)
+
+
+def test_bytes_leave_the_trainers_gpu_once_for_any_number_of_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    egress = {}
+    for count in (1, 2, 4):
+        (tmp_path / str(count)).mkdir()
+        fleet = NcclFleet(count, tmp_path / str(count), monkeypatch)
+        reports = []
+        for version in range(2):
+            before, tensors = fleet.sent(), fleet.model.weights(version)
+            reports.append(fleet.sync(tensors, version))
+            egress[count] = fleet.sent() - before
+            fleet.hold(tensors)
+        assert [report.num_bytes for report in reports] == [fleet.model.plan.num_bytes] * 2
+        assert len(fleet.nccl.pairs) == 2 * count + (count + 1 if count > 1 else 0), "they stay connected"
+        fleet.close()
+    assert egress[1] >= fleet.model.plan.num_bytes
+    assert max(egress.values()) <= 1.1 * egress[1], egress
+
+
+@pytest.mark.parametrize("at", [1, 3], ids=["first bucket", "third bucket"])
+def test_a_replica_that_dies_during_a_broadcast_and_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    fleet = NcclFleet(3, tmp_path, monkeypatch)
+    fleet.sync(fleet.model.weights(0), 0)
+    groups: list[str] = []
+
+    def dies(pair: Any, what: str) -> None:
+        if pair.rank == 2:
+            groups.append(what)
+            if len(groups) == at:
+                pair.hang_up()
+
+    fleet.nccl.before_group = dies
+    with pytest.raises(TransferError):
+        fleet.sync(fleet.model.weights(1), 1)
+    fleet.nccl.before_group = lambda pair, what: None
+    fleet.sync(fleet.model.weights(2), 2)
+    fleet.hold(fleet.model.weights(2))
+    fleet.engines.popitem()[1].inbox.close()  # the others are two, and get another communicator
+    fleet.sync(fleet.model.weights(3), 3)
+    fleet.hold(fleet.model.weights(3))
+    fleet.close()
+
+
+def test_ranks_that_share_a_gpu_are_sent_their_own_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = NcclFleet(2, tmp_path, monkeypatch)
+    monkeypatch.setattr(fleet.nccl, "device_id", lambda device: "GPU-0")
+    for version in range(2):
+        assert fleet.sync(fleet.model.weights(version), version).num_bytes == 2 * fleet.model.plan.num_bytes
+        fleet.hold(fleet.model.weights(version))
+    assert len(fleet.nccl.pairs) == 4
+    fleet.close()

@@ -16,7 +16,7 @@ A piece is written into the live parameter when the version is committed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -73,6 +73,14 @@ class DeviceSender:
 
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
         """Called in every update, even without pieces for this rank."""
+        raise NotImplementedError
+
+    def can_broadcast(self, replicas: Sequence[Any]) -> bool:
+        """Whether `broadcast` works with these senders, which are of the same class."""
+        return False
+
+    def broadcast(self, version: int, pieces: Mapping[int, DevicePiece], replicas: Sequence[Any]) -> None:
+        """`send`, to this rank and to those of `replicas`, which have the same moves."""
         raise NotImplementedError
 
     async def confirmed(self) -> None:

@@ -23,6 +23,7 @@ from slipstream.weights.transports.device import (
     locate,
 )
 from slipstream.weights.update.device_scan import DeviceScanner
+from slipstream.weights.update.transfer import ChainNotOpen
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,9 @@ class DeviceOutbox:
         is_computed: bool = False,
         replicas: Sequence[DeviceOutbox] = (),
     ) -> tuple[list[bytes], int]:
-        """Send what changed, once computed. Afterwards each rank has its pieces or knows where to read them."""
+        """Send what changed, once computed. Afterwards each rank has its pieces or knows where to read them.
+
+        The engines of `replicas` get the same pieces, by broadcasts. Raise `ChainNotOpen` if NCCL cannot do that."""
         assert self.destinations is not None
         self._pinned = [
             {index: self._piece(tensors, stream[index]) for index in indices}
@@ -104,14 +107,21 @@ class DeviceOutbox:
         if not is_computed:
             self._wait(tensors)
         # Also when nothing changed: the rank may be waiting.
-        senders = [(self._sender(rank), pieces) for rank, pieces in enumerate(self._pinned) if self._streams[rank]]
+        ranks = [(rank, pieces) for rank, pieces in enumerate(self._pinned) if self._streams[rank]]
+        senders = [(self._sender(rank, pieces), pieces) for rank, pieces in ranks]
+        others = [[replica._sender(rank, pieces) for replica in replicas] for rank, pieces in ranks]
+        if replicas and not all(sender.can_broadcast(behind) for (sender, _), behind in zip(senders, others)):
+            raise ChainNotOpen("NCCL broadcasts between different GPUs, and some ranks share one")
         if self._options.checksums:
             for sender, pieces in senders:
                 sender.prepare(version, pieces)
         if self.is_scanning:
             self._scan(tensors)
-        for sender, pieces in senders:
-            sender.send(version, pieces)
+        for (sender, pieces), behind in zip(senders, others):
+            if behind:
+                sender.broadcast(version, pieces, behind)
+            else:
+                sender.send(version, pieces)
         return self.promise(unchanged, version)
 
     def _wait(self, tensors: Mapping[str, Tensor]) -> None:
@@ -159,11 +169,11 @@ class DeviceOutbox:
         find, cut, strides = known
         return DevicePiece(find(tensor), cut, strides)
 
-    def _sender(self, rank: int) -> DeviceSender:
+    def _sender(self, rank: int, pieces: Mapping[int, DevicePiece]) -> DeviceSender:
         assert self.destinations is not None
         link = self.destinations.links[rank][self._rank]
         if link not in self._senders:
-            array = next((piece.array for piece in self._pinned[rank].values()), None)
+            array = next((piece.array for piece in pieces.values()), None)
             device = array.device if array is not None and is_torch(array) else None
             self._senders[link] = open_device_sender(
                 link, self._plan, self._streams[rank], f"{self._engine}, rank {rank}", device

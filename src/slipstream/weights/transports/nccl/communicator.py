@@ -1,5 +1,5 @@
-"""Non-blocking NCCL communicators, and the two-rank communicator of the `nccl` transport: rank 0 sends, rank 1
-receives.
+"""Non-blocking NCCL communicators, and those of the `nccl` transport: rank 0 sends, and the other rank, or several others,
+receive.
 
 A call is started, then its state is polled until it is done, has failed, was stopped or exceeds its deadline. On any
 error the communicator is aborted before the error is raised, so no kernel keeps waiting for a peer that will not come.
@@ -29,8 +29,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
 
 
 class NcclPair:
-    """One end of a two-rank communicator, for one thread at a time. After an error only `close` may follow.
-    Setting `stop` ends any wait."""
+    """One end of a communicator, usually of two ranks, for one thread at a time. With more, the `primitive` is a broadcast.
+    After an error only `close` may follow. Setting `stop` ends any wait."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class NcclPair:
         peer: str,
         deadline: float,
         stop: threading.Event,
+        size: int = 2,
     ) -> None:
         self._raw, core, cuda = modules()
         self._primitive, self._peer, self._deadline, self._stop = primitive, peer, deadline, stop
@@ -53,7 +54,7 @@ class NcclPair:
             self.stream = int(self._stream.handle)  # orders the messages
         with self._aborting_on_error(CONNECTING):
             self._comm = core.Communicator.init(
-                2, rank, core.UniqueId.from_bytes(unique_id), core.NCCLConfig(blocking=False)
+                size, rank, core.UniqueId.from_bytes(unique_id), core.NCCLConfig(blocking=False)
             )
             self._handle = self._raw.Comm(self._comm.ptr)
             self._poll(lambda: True, CONNECTING)
@@ -144,6 +145,12 @@ class Nccl4py:
         raw, _, _ = modules()
         with nccl_errors("creating a unique id"):
             return bytes(raw.get_unique_id())
+
+    def device_id(self, device: int) -> str:
+        """Return a string that no other GPU has, on any host."""
+        _, _, cuda = modules()
+        with nccl_errors(f"identifying GPU {device}"):
+            return str(cuda.Device(device).uuid)
 
     def torch_device(self, device: int) -> str:
         return f"cuda:{device}"

@@ -24,6 +24,7 @@ from slipstream.weights.transports.nccl.wire_format import (
     MAX_IN_FLIGHT,
     Bucket,
     NcclLink,
+    Seat,
     UpdateHeader,
     buckets_of,
     is_large,
@@ -79,7 +80,10 @@ class ReceiveThread:
         synchronize(staging.device)
         self._unique_id = library.new_id()
         contiguous = pack_indices(self._contiguous.keys(), moves)
-        self.link = NcclLink(self._unique_id, library.version(), primitive, plan.fingerprint, contiguous).pack()
+        facts = library.version(), primitive, plan.fingerprint, contiguous, library.device_id(ordinal)
+        self.link = NcclLink(self._unique_id, *facts).pack()
+        self._group: tuple[Seat, NcclPair] | None = None
+        """The communicator over which the trainer rank broadcasts to replicas, this engine rank among them."""
         self._versions: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._stop, self._changed = threading.Event(), threading.Condition()
         self._expected = self._arrived = -1
@@ -160,7 +164,8 @@ class ReceiveThread:
         except Exception as error:  # torch's errors share no base class, and a waiting caller must learn of all of them
             ended_by = TransferError(f"nccl: receiving from {self._peer} failed: {type(error).__name__}: {error}")
         finally:
-            self._is_quiet = pair is None or pair.close()
+            are_closed = [pair is None or pair.close(), self._group is None or self._group[1].close()]
+            self._is_quiet = all(are_closed)
             if not self._is_quiet:
                 leaked_memory.append((self._staging, self._buffer, self._header))
             with self._changed:
@@ -178,6 +183,28 @@ class ReceiveThread:
                 "sides need new links"
             )
         self._report_progress()
+        if header.seat is not None or self._group is not None:
+            pair = self._joined(header.seat) or pair
+        with _on_stream(pair, self._staging.device):
+            self._receive_buckets(pair, header)
+            self._compare_checksums(header)
+        return header.sent
+
+    def _joined(self, seat: Seat | None) -> NcclPair | None:
+        """Return the communicator that a header names. Leave the one that earlier headers named, if it is another."""
+        if self._group is not None and self._group[0] != seat:
+            (_, old), self._group = self._group, None
+            if not old.close():
+                leaked_memory.append((self._staging, self._buffer))
+                raise TransferError(f"nccl: the communicator with {self._peer} and other engines could not be aborted")
+        if self._group is None and seat is not None:
+            facts = self._peer, self._deadline, self._stop, seat.size
+            joined = self._library.pair(seat.unique_id, seat.rank, self._ordinal, "broadcast", *facts)
+            self._group = seat, joined
+            self._report_progress()
+        return None if self._group is None else self._group[1]
+
+    def _receive_buckets(self, pair: NcclPair, header: UpdateHeader) -> None:
         start = time.perf_counter()
         buckets = buckets_of(sizes_of(self._plan, self._moves, header.sent), header.direct, header.limit)
         layouts = [self._layout(bucket) for bucket in buckets]
@@ -187,14 +214,12 @@ class ReceiveThread:
         for number, layout in enumerate(layouts, 1):
             if len(in_flight) == MAX_IN_FLIGHT:
                 self._wait_for_oldest(pair, in_flight)
-            what = f"receiving bucket {number} of {len(buckets)} of version {version}"
+            what = f"receiving bucket {number} of {len(buckets)} of version {header.version}"
             self._post(pair, layout, what)
             in_flight.append((what, pair.mark()))
         while in_flight:
             self._wait_for_oldest(pair, in_flight)
         self.seconds = time.perf_counter() - start
-        self._compare_checksums(header)
-        return header.sent
 
     def _compare_checksums(self, header: UpdateHeader) -> None:
         """Read what has arrived, on the stream that it arrived on."""

@@ -1,5 +1,6 @@
 """`nccl`: both halves of the transport from a trainer GPU to an engine GPU. Each pair of trainer rank and engine rank
-has its own communicator, so pairs fail independently.
+has its own communicator, so pairs fail independently. To replicas a trainer rank broadcasts, over a further communicator
+that it has with all of them; the headers, which still go over the pairs, tell them to join.
 
 The engine's worker makes a `NcclReceiver`, whose links (one per trainer rank) reach the trainer through the gateway.
 Each trainer rank opens its link as a `NcclSender`. Both sides then connect (`NcclReceiver.start`,
@@ -15,11 +16,13 @@ new links."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import MappingError, TransferError
@@ -43,6 +46,7 @@ from slipstream.weights.transports.nccl.wire_format import (
     DEADLINE_SECONDS,
     MAX_IN_FLIGHT,
     NcclLink,
+    Seat,
     UpdateHeader,
     buckets_of,
     leaked_memory,
@@ -78,25 +82,43 @@ class NcclSender(DeviceSender):
         self._plan, self._moves, self._peer, self._limit = plan, moves, peer, bucket_bytes
         self._contiguous = unpack_indices(fields.contiguous, moves)
         self._packer = _packer(plan, moves, device)
+        self._library, self._deadline, self._peer_device = library, deadline, fields.device
+        self._group: tuple[tuple[NcclPair, ...], Seat, NcclPair] | None = None
+        """Pairs with the replicas, and the communicator for broadcasts to them."""
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._pair: NcclPair | None = library.pair(
             fields.unique_id, 0, self._packer.ordinal, fields.primitive, peer, deadline, self._stop
         )
 
+    def can_broadcast(self, replicas: Sequence[Any]) -> bool:
+        """Whether all ranks are on different GPUs."""
+        devices = [self._library.device_id(self._packer.ordinal), *(s._peer_device for s in (self, *replicas))]
+        return len(set(devices)) == len(devices)
+
     def send(self, version: int, pieces: Mapping[int, DevicePiece]) -> None:
         """Return once NCCL has read the last byte; the arrays must not be donated or deleted before. On `TransferError`
         the communicator has been aborted. Raise `MappingError` for a piece that does not match the plan."""
-        with self._lock:
-            if self._pair is None:
-                raise TransferError(
-                    f"nccl: the sender to {self._peer} is closed; after a failed update both sides need new links"
-                )
+        self.broadcast(version, pieces, ())
+
+    def broadcast(self, version: int, pieces: Mapping[int, DevicePiece], replicas: Sequence[Any]) -> None:
+        senders: tuple[NcclSender, ...] = (self, *replicas)
+        with contextlib.ExitStack() as locks:
+            for sender in senders:
+                locks.enter_context(sender._lock)
             held: list[object] = []
             try:
-                self._send(self._pair, version, pieces, held)
+                self._send([sender._open_pair() for sender in senders], version, pieces, held)
             except BaseException:
-                self._close_pair(held)
+                for sender in senders:
+                    sender._close_pair(held)
                 raise
+
+    def _open_pair(self) -> NcclPair:
+        if self._pair is None:
+            raise TransferError(
+                f"nccl: the sender to {self._peer} is closed; after a failed update both sides need new links"
+            )
+        return self._pair
 
     def close(self) -> None:
         """Abort a running `send`. Data may still be in transit: wait for the receiver's confirmation first."""
@@ -104,7 +126,9 @@ class NcclSender(DeviceSender):
         with self._lock:
             self._close_pair([])
 
-    def _send(self, pair: NcclPair, version: int, pieces: Mapping[int, DevicePiece], held: list[object]) -> None:
+    def _send(
+        self, pairs: Sequence[NcclPair], version: int, pieces: Mapping[int, DevicePiece], held: list[object]
+    ) -> None:
         if unknown := sorted(pieces.keys() - self._moves.keys()):
             raise MappingError(f"the plan has no move {unknown[0]} from this trainer rank to {self._peer}")
         inputs = self._packer.inputs(pieces)
@@ -114,13 +138,22 @@ class NcclSender(DeviceSender):
         buckets = buckets_of(sizes_of(self._plan, self._moves, inputs), direct, self._limit)
         self._packer.prepare(buckets, inputs)
         checksums = {index: piece.checksum for index, piece in pieces.items() if piece.checksum is not None}
-        header = UpdateHeader(version, self._limit, frozenset(inputs), direct, checksums).pack(self._moves)
-        pointer, data = self._packer.upload(header)
+        header = UpdateHeader(version, self._limit, frozenset(inputs), direct, checksums)
+        seats = self._seats(pairs)
+        packs = [replace(header, seat=seat).pack(self._moves) for seat in seats]
+        uploads = [self._packer.upload(pack) for pack in packs]
         # Pack the first bucket before sending anything: a kernel that waits for its peer delays kernels that compute.
         packed = self._packer.pack(buckets[0], inputs) if buckets else None
-        held += [data, packed]
-        with pair.group(f"sending the header of version {version}"):
-            pair.send(pointer, len(header))
+        held += [uploads, packed]
+        what = f"sending the header of version {version}"
+        for pair, pack, (pointer, _) in zip(pairs, packs, uploads):
+            with pair.group(what):
+                pair.send(pointer, len(pack))
+        pair = pairs[0]
+        if len(pairs) > 1:
+            for other in pairs:
+                other.wait(other.mark(), what)
+            pair = self._joined(pairs, seats[0])
         in_flight: deque[tuple[str, Any, object]] = deque()
         held.append(in_flight)
         for number, bucket in enumerate(buckets, 1):
@@ -144,9 +177,33 @@ class NcclSender(DeviceSender):
         pair.wait(mark, what)
         in_flight.popleft()
 
+    def _seats(self, pairs: Sequence[NcclPair]) -> list[Seat | None]:
+        """Return the receivers' places in the communicator for broadcasts, which is another one if the receivers are others."""
+        if self._group is not None and self._group[0] != tuple(pairs):
+            self._close_group([])
+        if len(pairs) == 1:
+            return [None]
+        unique_id = self._group[1].unique_id if self._group is not None else self._library.new_id()
+        return [Seat(unique_id, rank, len(pairs) + 1) for rank in range(1, len(pairs) + 1)]
+
+    def _joined(self, pairs: Sequence[NcclPair], seat: Seat | None) -> NcclPair:
+        assert seat is not None
+        if self._group is None:
+            peers = f"{self._peer} and {len(pairs) - 1} more"
+            facts = peers, self._deadline, self._stop, seat.size
+            joined = self._library.pair(seat.unique_id, 0, self._packer.ordinal, "broadcast", *facts)
+            self._group = tuple(pairs), seat, joined
+        return self._group[2]
+
     def _close_pair(self, held: object) -> None:
+        self._close_group(held)
         pair, self._pair = self._pair, None
         if pair is not None and not pair.close():
+            leaked_memory.append(held)
+
+    def _close_group(self, held: object) -> None:
+        group, self._group = self._group, None
+        if group is not None and not group[2].close():
             leaked_memory.append(held)
 
 

@@ -1,8 +1,9 @@
 """Wire format of the `nccl` transport: the link, the header of an update, and the buckets that follow it. Pure.
 
     update = header, bucket, bucket, …
-    header = magic, version, bucket limit, number of moves, whether there are checksums, a bit per move that is sent, a bit
-             per move that is direct, a checksum per move
+    header = magic, version, bucket limit, number of moves, whether there are checksums, seat, a bit per move that is sent, a
+             bit per move that is direct, a checksum per move
+    seat   = rank, size and id of the communicator that the buckets are broadcast over; zeros if they follow the header
     bucket = one NCCL group: one message per large move, then one message with all small moves end to end
 
 Both sides derive the buckets from the header and the plan (`buckets_of`). The sender decides whether a message is sent
@@ -73,6 +74,15 @@ def is_large(size: int, limit: int) -> bool:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """A receiver's place in a communicator over which the trainer rank, which is its rank 0, broadcasts to several replicas."""
+
+    unique_id: bytes
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
 class UpdateHeader:
     """Precedes the buckets. Indices are those of moves between the two ranks (`Plan.stream`)."""
 
@@ -82,22 +92,26 @@ class UpdateHeader:
     direct: frozenset[int]
     checksums: Mapping[int, int] = field(default_factory=dict)
     """Checksums of the moves that are sent (`device_checksum`); empty if they are not to be compared."""
+    seat: Seat | None = None
+    """Where the buckets come; None if they follow the header."""
 
-    _FIXED = struct.Struct("<8sqqI?")
-    _MAGIC = b"slipncc2"
+    _FIXED = struct.Struct(f"<8sqqI?II{UNIQUE_ID_BYTES}s")
+    _MAGIC = b"slipncc3"
 
     @classmethod
     def num_bytes(cls, num_moves: int) -> int:
         return cls._FIXED.size + 2 * -(-num_moves // 8) + 4 * num_moves
 
     def pack(self, stream: Collection[int]) -> bytes:
-        fixed = self._FIXED.pack(self._MAGIC, self.version, self.limit, len(stream), bool(self.checksums))
+        seat = self.seat or Seat(b"", 0, 0)
+        place = seat.rank, seat.size, seat.unique_id
+        fixed = self._FIXED.pack(self._MAGIC, self.version, self.limit, len(stream), bool(self.checksums), *place)
         checksums = np.array([self.checksums.get(index, 0) for index in sorted(stream)], "<u4")
         return fixed + pack_indices(self.sent, stream) + pack_indices(self.direct, stream) + checksums.tobytes()
 
     @classmethod
     def unpack(cls, data: bytes, stream: Collection[int], peer: str) -> UpdateHeader:
-        magic, version, limit, num_moves, has_checksums = cls._FIXED.unpack_from(data)
+        magic, version, limit, num_moves, has_checksums, rank, size, unique_id = cls._FIXED.unpack_from(data)
         if magic != cls._MAGIC or num_moves != len(stream) or limit <= 0:
             raise TransferError(
                 f"nccl: the header from {peer} is malformed ({num_moves} moves, expected {len(stream)}); do both sides have "
@@ -107,7 +121,8 @@ class UpdateHeader:
         bits = data[cls._FIXED.size :]
         sent, direct = unpack_indices(bits[:half], stream), unpack_indices(bits[half : 2 * half], stream)
         values = dict(zip(sorted(stream), np.frombuffer(bits[2 * half :], "<u4").tolist()))
-        return cls(version, limit, sent, direct, {index: values[index] for index in sent} if has_checksums else {})
+        checksums = {index: values[index] for index in sent} if has_checksums else {}
+        return cls(version, limit, sent, direct, checksums, Seat(unique_id, rank, size) if size else None)
 
 
 def pack_indices(chosen: Set[int], stream: Collection[int]) -> bytes:
@@ -132,6 +147,8 @@ class NcclLink:
     """Fingerprint of the plan."""
     contiguous: bytes
     """One bit per move: whether its place in the image is contiguous."""
+    device: str
+    """Identifies the receiver's GPU. NCCL wants the ranks of a communicator on different ones."""
 
     def pack(self) -> bytes:
         return pack_link(
@@ -141,6 +158,7 @@ class NcclLink:
             primitive=self.primitive,
             plan=self.plan,
             contiguous=base64.b64encode(self.contiguous).decode(),
+            device=self.device,
         )
 
     @classmethod
@@ -159,6 +177,7 @@ class NcclLink:
             primitive,
             link_field(fields, "plan", str),
             _decoded(fields, "contiguous", -(-num_moves // 8)),
+            link_field(fields, "device", str),
         )
 
 
