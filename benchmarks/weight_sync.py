@@ -2,12 +2,13 @@
 
     python benchmarks/weight_sync.py [--layers 30] [--tp 2] [--repeats 7] [--json benchmarks/results/weight_sync.json]
     python benchmarks/weight_sync.py --gpu [--shapes 0.1B,1.2B,8B] [--json benchmarks/results/weight_sync_gpu.json]
+    python benchmarks/weight_sync.py --replicas [--layers 4] [--json benchmarks/results/weight_sync_replicas.json]
 
 The model has the 135M shape (SmolLM2) in float32, 540 MB. The references are a copy in memory and a transfer over a
 loopback socket. Each round measures both references and every transport, with and without checksums, so that a noisy
 machine slows all equally. Medians are printed. "transfer" lasts from the first byte until every rank has verified the
 weights (send and stage); "pause" is the time during which the engine could not generate. For --gpu, see
-weight_sync_gpu.py."""
+weight_sync_gpu.py; for --replicas, replica_egress.py."""
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ MIN_UNCHANGED_SPEEDUP = 20.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--replicas", action="store_true", help="bytes that leave the trainer for 1, 2 and 4 engines")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
@@ -70,6 +72,10 @@ def main() -> None:
             shapes, [weight_sync_gpu.MAIN] if arguments.native else [], arguments.repeats, arguments.vllm_python
         )
         return save(arguments.json, results)
+    if arguments.replicas:
+        import replica_egress
+
+        return save(arguments.json, replica_egress.run(arguments.layers, Console()))
     results = measure(arguments.layers, arguments.tp, arguments.repeats)
     show(results, Console())
     save(arguments.json, results)

@@ -585,7 +585,7 @@ class SyncReport:
 
     version: int
     num_bytes: int
-    """Bytes sent by the trainer."""
+    """Bytes sent by the trainer; once for replicas that pass them on (`EngineSync.stage` has what each engine received)."""
     plan_seconds: float
     send_seconds: float
     """Time to pack, checksum and send the bytes."""

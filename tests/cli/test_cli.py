@@ -117,7 +117,7 @@ def test_plan_counts_the_bytes_that_a_sync_moves(tmp_path):
     found = json.loads(result.output)
     assert found["model_bytes"] == total
     assert found["engine_rank_bytes"] == (total + norms) // 2  # norms are replicated
-    assert found["total_bytes"] == 3 * (total + norms)
+    assert found["total_bytes"] == 3 * found["trainer_rank_bytes"] == 3 * (total + norms)
     assert "an engine rank receives" in run("plan", tmp_path).output
     for arguments in (
         (tmp_path, "--dtype", "int4"),
@@ -133,7 +133,8 @@ def test_plan_knows_shapes_by_name(name, billions):
     mesh = ("--trainer", "fsdp=128,tp=8", "--engines", 64, "--tp", 4)
     found = json.loads(run("plan", name, *mesh, "--json").output)
     assert found["num_parameters"] / 1e9 == pytest.approx(billions, rel=0.01)
-    assert found["trainer_rank_bytes"] * 1024 >= found["total_bytes"] >= 64 * found["model_bytes"]
+    assert found["total_bytes"] >= 64 * found["model_bytes"]
+    assert found["trainer_rank_bytes"] * 1024 >= found["total_bytes"] / 64, "bytes leave the trainer once"
     experts = json.loads(run("plan", name, *mesh, "--ep", "--json").output)
     assert experts["engine_rank_bytes"] <= found["engine_rank_bytes"] * 1.01
 

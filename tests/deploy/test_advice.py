@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from slipstream.cli.main import app
 from slipstream.config import load
 from slipstream.deploy.advice import topology as chosen
-from slipstream.deploy.advice.sync_cost import FleetShape, SyncCost, TrainerMesh
+from slipstream.deploy.advice.sync_cost import FleetShape, SyncCost, TrainerMesh, estimate, kinds_named
 from slipstream.deploy.advice.topology import TRAINER_BYTES, USABLE_MEMORY, Scenario, Workload, choose, sync_seconds
 from slipstream.engines.remote.vllm import VllmDialect
 from slipstream.engines.vllm.direct_loader import DirectLoader
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 def scenario(parameters=1e9, trainer=1, engines=1, tp=1, **work):
     size = int(2 * parameters)
-    found = SyncCost(int(parameters), size, size // tp, size * engines // trainer, 1, 1, size * engines)
+    found = SyncCost(int(parameters), size, size // tp, size // trainer, 1, 1, size * engines, engines - 1)
     return Scenario(found, TrainerMesh(trainer), FleetShape(engines, tp), Workload(**work))
 
 
@@ -188,6 +188,17 @@ def test_a_slow_network_bounds_what_crosses_it_and_nothing_else():
     near = replace(asked, work=asked.work.replace(hosts=1))
     assert sync_seconds(near, "nccl") < 0.1 and sync_seconds(near, "cuda") < 0.02
     assert sync_seconds(asked, "disk") == pytest.approx(4.0), "written once, read once"
+
+
+def test_replicas_cost_the_trainer_nothing_where_they_pass_weights_on():
+    asked = [scenario(8e9, trainer=8, engines=count, device="gpu", hosts=9, devices=8) for count in (1, 4, 64)]
+    for transport in ("tcp", "nccl"):
+        first, *more = (sync_seconds(q, transport) for q in asked)
+        assert all(first < seconds < 1.2 * first for seconds in more), "a chunk for each hop"
+    assert sync_seconds(asked[2], "shm") > 7 * sync_seconds(asked[0], "shm"), "the trainer copies to each"
+    kinds = kinds_named("llama-8b")
+    one, many = (estimate(kinds, TrainerMesh(8), FleetShape(count, 2), "bfloat16") for count in (1, 64))
+    assert one.trainer_rank_bytes == many.trainer_rank_bytes and 64 * one.total_bytes == many.total_bytes
 
 
 def test_the_command_answers_in_words_and_in_figures():

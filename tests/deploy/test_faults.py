@@ -181,6 +181,34 @@ def test_engines_killed_at_the_phase_boundaries(model, tmp_path, monkeypatch):
     assert segments() == []
 
 
+def test_engines_that_pass_weights_on_are_killed_meanwhile(model, tmp_path, monkeypatch):
+    """The trainer sends to the first of three engines. The second dies, then the first."""
+    with slipstream.launch(
+        model[0], engines=3, engine=OPTIONS, run_dir=tmp_path, transport="tcp", timeout=20
+    ) as bridge:
+        left, real = {"engine-0", "engine-1", "engine-2"}, TcpSender.send
+        for victim in ("engine-1", "engine-0"):
+            for seed in (1, 2, 3):
+                num_bytes = bridge.sync(model[1](seed)).num_bytes
+            before, version = tokens(bridge), bridge.version
+            pid = next(e.info.pid for e in bridge.status().present if e.info.name == victim)
+
+            def killing(sender, index, array, pid=pid):
+                if index == VICTIM:
+                    os.kill(pid, signal.SIGKILL)
+                return real(sender, index, array)
+
+            monkeypatch.setattr(TcpSender, "send", killing)
+            with pytest.raises((EngineLost, TransferError)):
+                bridge.sync(model[1](4))
+            monkeypatch.undo()
+            assert tokens(bridge) == before and bridge.version == version
+            report = bridge.sync(model[1](4))
+            left.remove(victim)
+            assert {e.engine for e in report.engines} == left and report.num_bytes == num_bytes
+            assert tokens(bridge) != before and bridge.verify(model[1](4)).is_same
+
+
 def kill_at(monkeypatch, phase, pid):
     """Kill a process when the next update reaches a phase: before its steps are sent, or (`begun`) after its first reports."""
     send_steps, receive_reports = GatewayFleet.send_steps, GatewayFleet.receive_reports

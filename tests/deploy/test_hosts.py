@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -130,7 +131,9 @@ def test_sync_and_generate_across_machines(network, up):
 
     # Neither the token nor the weights are visible on the network.
     seen = up.seen.read_bytes()
-    embedding = np.asarray(host_trainer.weights(network.model, 1)["model"]["embed_tokens"]["weight"])
+    trained = host_trainer.weights(network.model, 1)
+    embedding = np.asarray(trained["model"]["embed_tokens"]["weight"])
+    assert facts["num_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(trained)), "one engine passed them on"
     assert len(seen) > facts["num_bytes"] and b"node1" in seen  # the host name (SNI) is not encrypted
     assert up.token.encode() not in seen
     assert not any(row.tobytes() in seen for row in embedding)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import SyncOptions
+from slipstream.deploy.advice.sync_cost import FleetShape, TrainerMesh, estimate, kinds_of
 from slipstream.deploy.processes import certificates
 from slipstream.errors import ChecksumMismatch, FleetChanged, TransferError
 from slipstream.model import families
@@ -173,6 +174,7 @@ def size_of(tensors: Mapping[str, np.ndarray]) -> int:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bytes_leave_the_trainer_once_for_any_number_of_replicas(make: Any, tp: int) -> None:
     egress = {}
+    kinds = kinds_of(families.family_tensors(CONFIG))
     for count in (1, 2, 4):
         fleet = make(count, tp)
         reports = [fleet.sync(weights(version), version) for version in range(3)]
@@ -182,7 +184,8 @@ def test_bytes_leave_the_trainer_once_for_any_number_of_replicas(make: Any, tp: 
         fleet.hold(weights(3))
         assert {report.num_bytes for report in reports} == {reports[0].num_bytes}
         assert [e.stage.num_bytes for e in reports[3].engines] == [reports[3].num_bytes] * count
-    assert egress[1] >= size_of(weights(3))
+        planned = estimate(kinds, TrainerMesh(), FleetShape(count, tp), "float32")
+        assert egress[count] == pytest.approx(planned.trainer_rank_bytes, rel=0.1)
     assert max(egress.values()) <= 1.1 * egress[1], egress
 
 

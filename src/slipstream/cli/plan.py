@@ -178,8 +178,8 @@ def _table(title: str, cost: SyncCost, speeds: Sequence[float], choice: Recommen
         ("an engine rank receives", f"{cost.engine_rank_bytes / 1e9:,.3f} GB"),
         ("in moves", f"{cost.moves_per_engine_rank:,}"),
         ("in buckets of 256 MiB", f"{cost.buckets_per_engine_rank:,}"),
-        ("a trainer rank sends", f"{cost.trainer_rank_bytes / 1e9:,.3f} GB"),
-        ("total", f"{cost.total_bytes / 1e9:,.1f} GB"),
+        ("a trainer rank sends, once for all engines", f"{cost.trainer_rank_bytes / 1e9:,.3f} GB"),
+        ("all engines receive", f"{cost.total_bytes / 1e9:,.1f} GB"),
         *((f"seconds at {speed:g} GB/s per rank", f"{cost.seconds(speed):,.3f}") for speed in speeds),
     ):
         table.add_row(label, value)

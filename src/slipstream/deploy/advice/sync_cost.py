@@ -15,6 +15,7 @@ from slipstream.model.families import family_tensors
 from slipstream.model.families.family import FamilyTensor
 from slipstream.tensors.boxes import full_box, shape_of, shift, split, volume
 from slipstream.types import Box, Parameter, ParameterPart, TensorSpec
+from slipstream.weights.checksum import CHUNK_BYTES
 from slipstream.weights.plan import BUCKET_BYTES, DTYPE_BYTES, SourceTensor, make_plan
 
 
@@ -61,14 +62,20 @@ class SyncCost:
     engine_rank_bytes: int
     """Bytes received by an engine rank: exactly what it holds. The incoming version needs as much memory again."""
     trainer_rank_bytes: int
-    """Bytes sent by a trainer rank to all replicas."""
+    """Bytes sent by a trainer rank over the network: once, whatever the number of replicas, which pass them on."""
     moves_per_engine_rank: int
     buckets_per_engine_rank: int
     total_bytes: int
+    """Bytes received by all engines."""
+    num_hops: int = 0
+    """Length of the chain of replicas, behind the first."""
 
-    def seconds(self, gigabytes_per_second: float) -> float:
-        """Return the duration at this speed per rank and direction, with all ranks transferring at once."""
-        return max(self.engine_rank_bytes, self.trainer_rank_bytes) / gigabytes_per_second / 1e9
+    def seconds(self, gigabytes_per_second: float, num_copies: int = 1) -> float:
+        """Return the duration at this speed per rank and direction, with all ranks transferring at once, and replicas passing
+        on each chunk as it arrives. A transport without that sends `num_copies`."""
+        chain = self.num_hops * CHUNK_BYTES if num_copies == 1 else 0
+        busiest = max(self.engine_rank_bytes, num_copies * self.trainer_rank_bytes)
+        return (busiest + chain) / gigabytes_per_second / 1e9
 
 
 def kinds_of(tensors: Iterable[FamilyTensor]) -> Counter[TensorKind]:
@@ -100,10 +107,11 @@ def estimate(kinds: Mapping[TensorKind, int], trainer: TrainerMesh, fleet: Fleet
         model_bytes=elements * item,
         engine_rank_bytes=most,
         # Among ranks that hold the same shard the least busy sends, so the load is even over many tensors.
-        trainer_rank_bytes=-(-sent * fleet.replicas // trainer.num_ranks),
+        trainer_rank_bytes=-(-sent // trainer.num_ranks),
         moves_per_engine_rank=round(max(moves)),
         buckets_per_engine_rank=-(-most // BUCKET_BYTES),
         total_bytes=sent * fleet.replicas,
+        num_hops=fleet.replicas - 1,
     )
 
 

@@ -40,6 +40,8 @@ SYNC = {
 }
 """Fixed seconds per sync, and GB/s: in-process (loop.json, and the copy in weight_sync.json), shared memory and TCP with
 checksums (weight_sync.json), from a JAX trainer into vLLM on one H200 (weight_sync_gpu.json)."""
+PASSED_ON = ("tcp", "nccl")
+"""Transports over which replicas get the same bytes from each other, or by broadcast."""
 DISK_GBPS = 1.0
 """Speed of writing and of reading a checkpoint. Assumed: disks and network file systems vary widely."""
 REQUEST_SECONDS = {"in-process": 0.000191, "one machine": 0.000307, "fan-out": 0.000307, "ray": 0.000307}
@@ -311,11 +313,11 @@ def _predict(q: Scenario, topology: Topology, transport: str, reasons: tuple[str
 
 
 def sync_seconds(q: Scenario, transport: str) -> float:
-    """Return the duration of a sync. All ranks transfer at once, so the busiest one determines it."""
-    busiest = max(q.cost.engine_rank_bytes, q.cost.trainer_rank_bytes) / 1e9
+    """Return the duration of a sync. All ranks transfer at once, so the busiest one determines it. Over `tcp` and `nccl` bytes
+    leave the trainer once for all replicas, otherwise once for each."""
     if transport == "disk":
         return (q.cost.model_bytes + q.cost.total_bytes) / 1e9 / DISK_GBPS
     fixed, speed = SYNC[transport]
     if q.work.hosts > 1 or q.work.servers:
         speed = min(speed, q.work.network_gbps)
-    return fixed + busiest / speed
+    return fixed + q.cost.seconds(speed, 1 if transport in PASSED_ON else q.fleet.replicas)

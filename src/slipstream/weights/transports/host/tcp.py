@@ -52,6 +52,7 @@ CONNECT_SECONDS = 10.0
 SEND_SECONDS = 60.0
 HOP_SECONDS = 1.0
 """A peer waits this much longer for each engine behind the next one, so that the peer next to a fault reports it first."""
+MAX_BEHIND = 64
 STALL_SECONDS = 30.0
 """A receiver gives up when nothing has arrived for this long."""
 
@@ -281,13 +282,14 @@ class TcpSender(HostSender):
 
 
 class Forwarder:
-    """Passes on what one connection receives, chunk by chunk, to the next engine of its path. It runs in a thread, so that a
-    slow engine does not delay the one before it, and reads the image, where a version stays until every engine has it."""
+    """Passes on what one connection receives, chunk by chunk, to the next engine of its path. It reads the image, where a
+    version stays until every engine has it, in a thread. It may be `MAX_BEHIND` chunks behind: then `put` waits, and so does
+    the trainer, who would otherwise wait for a slow engine when the version is staged, which must not take long."""
 
     def __init__(self, path: Sequence[bytes], notify: Callable[[], None]) -> None:
         """`notify` is called when `num_sent` or `error` has changed."""
         self._connection, self._notify = TcpConnection(path[0], path[1:]), notify
-        self._queue: queue.SimpleQueue[bytes | np.ndarray | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[bytes | np.ndarray | None] = queue.Queue(MAX_BEHIND)
         self.peer = self._connection.peer
         self.num_queued = self.num_sent = 0
         self.error = ""
@@ -315,6 +317,8 @@ class Forwarder:
         except OSError as error:
             self.error = str(error)
             self._notify()
+            while self._queue.get() is not None:  # `put` must not wait
+                pass
 
 
 def _text(text: str) -> bytes:

@@ -148,9 +148,10 @@ class Nccl4py:
 
     def device_id(self, device: int) -> str:
         """Return a string that no other GPU has, on any host."""
-        _, _, cuda = modules()
+        from slipstream.weights.transports.cuda.driver import CudaDriver
+
         with nccl_errors(f"identifying GPU {device}"):
-            return str(cuda.Device(device).uuid)
+            return CudaDriver(device).device_uuid(device)
 
     def torch_device(self, device: int) -> str:
         return f"cuda:{device}"
