@@ -65,19 +65,19 @@ CPU_CASES = (
 )
 FLEETS = (("4M", 1, True), ("23M", 1, True), ("12M", 1, False), ("12M", 2, False), ("23M", 2, False))
 """Model, engines in other processes, and whether it is part of the calibration: syncs over shared memory."""
-GPU_MODELS = {"0.2B": (1024, 8, 32_000), "0.5B": (1536, 12, 32_000), "1.1B": (2048, 16, 32_000)}
+GPU_MODELS = {"0.1B": (1024, 6, 32_000), "0.3B": (1536, 8, 32_000), "0.7B": (2048, 12, 32_000)}
 GPU_CASES = (
-    *(Case(model, 64, 1, 128, 128, True) for model in ("0.2B", "1.1B")),
-    *(Case(model, 64, 1, 224, 32, True) for model in ("0.2B", "1.1B")),
-    *(Case(model, 192, 1, 128, 256, True) for model in ("0.2B", "1.1B")),
-    Case("0.2B", 64, 8, 64, 192),
-    Case("0.2B", 192, 8, 256, 128),
-    Case("1.1B", 64, 8, 64, 192),
-    Case("1.1B", 192, 8, 256, 128),
-    Case("0.5B", 64, 1, 128, 128),
-    Case("0.5B", 64, 8, 64, 192),
-    Case("0.5B", 192, 1, 128, 256),
-    Case("0.5B", 192, 8, 256, 128),
+    *(Case(model, 64, 1, 128, 128, True) for model in ("0.1B", "0.7B")),
+    *(Case(model, 64, 1, 224, 32, True) for model in ("0.1B", "0.7B")),
+    *(Case(model, 192, 1, 128, 256, True) for model in ("0.1B", "0.7B")),
+    Case("0.1B", 64, 8, 64, 192),
+    Case("0.1B", 192, 8, 256, 128),
+    Case("0.7B", 64, 8, 64, 192),
+    Case("0.7B", 192, 8, 256, 128),
+    Case("0.3B", 64, 1, 128, 128),
+    Case("0.3B", 64, 8, 64, 192),
+    Case("0.3B", 192, 1, 128, 256),
+    Case("0.3B", 192, 8, 256, 128),
 )
 """Of each model, two shapes of training batches, since each is compiled."""
 
@@ -180,7 +180,7 @@ class Subject:
 
         self.config, self.clock = config, time.process_time if options.clock == "cpu" else time.perf_counter
         params = jax.tree.map(lambda x: x.astype(jnp.dtype(config.dtype)), sample_params(config, 0))
-        self.algorithm = AlgorithmConfig()
+        self.algorithm = AlgorithmConfig(micro_batches=4 if options.gpu else 1)  # activations take much memory
         self.train_step = make_train_step(config, self.algorithm)
         self.state = init_state(params, config, self.algorithm)
         longest = max(case.prompt + case.completion for case in cases)
