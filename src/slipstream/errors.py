@@ -2,6 +2,7 @@
 
     SlipstreamError
     ├── ConfigError [ValueError]          invalid config file, override or argument; nothing was started
+    │   └── UnknownArchitecture           our decoder does not know the model; vLLM may
     ├── RequestError                      the request cannot be served; nothing changed
     │   ├── InvalidPrompt [ValueError]
     │   ├── InvalidSampling [ValueError]
@@ -64,6 +65,9 @@ class SlipstreamError(Exception):
 
 
 class ConfigError(SlipstreamError, ValueError): ...
+
+
+class UnknownArchitecture(ConfigError): ...
 
 
 class RequestError(SlipstreamError): ...

@@ -486,6 +486,8 @@ class EngineInfo:
     """GPU of each rank, as in the engine's config, or else the GPUs that its process sees."""
     not_held: tuple[str, ...] = ()
     """Promises that the engine does not keep with its settings, each with the reason (docs/vllm.md)."""
+    takes_all: bool = False
+    """An update must bring all tensors or none: a loader that is not ours fills whole layers."""
 
 
 @dataclass(frozen=True, slots=True)

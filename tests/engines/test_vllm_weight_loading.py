@@ -16,8 +16,9 @@ import torch
 
 from slipstream.engines.vllm import direct_loader, live_parameters
 from slipstream.engines.vllm.direct_loader import DirectLoader
-from slipstream.engines.vllm.live_parameters import LiveParameters, NothingWritten, NotYetReceived
+from slipstream.engines.vllm.live_parameters import LiveParameters, NotYetReceived
 from slipstream.engines.vllm.reload_loader import ReloadLoader
+from slipstream.engines.vllm.undoable_reload import NothingWritten
 from slipstream.engines.vllm.weight_loading import WeightsPending
 from slipstream.errors import (
     ChecksumMismatch,
@@ -110,6 +111,8 @@ class Workers:
     def slipstream_discard(self, rank: int) -> None:
         self.ranks[rank].discard()
 
+    def slipstream_settle(self, rank: int) -> None: ...
+
 
 class Trainer:
     """One process that sends over `cuda`, step by step."""
@@ -148,7 +151,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 
 def direct(workers: Workers, has_weights: bool = False, failed: dict[str, str] | None = None) -> DirectLoader:
-    return DirectLoader("engine-0", CONFIG, "float32", TP, workers, failed or {}, has_weights)
+    parameters, reloaded = written_parameters(CONFIG, TP, failed or {})
+    return DirectLoader("engine-0", parameters, reloaded, failed or {}, "float32", TP, workers, has_weights)
 
 
 async def with_one_version_committed(workers: Workers) -> tuple[DirectLoader, Trainer, Any]:
@@ -443,7 +447,7 @@ def test_weights_packed_on_cpu_have_no_checksums() -> None:
     async def call(*_: Any) -> list[Any]:
         return []
 
-    loader = ReloadLoader("engine-0", CONFIG, "float32", call, True)
+    loader = ReloadLoader("engine-0", families.tensors(CONFIG), "float32", call, True)
     with pytest.raises(Unsupported, match="packs linear weights"):
         asyncio.run(loader.checksums())
     loader.close()

@@ -34,7 +34,7 @@ from slipstream.deploy.processes.placement import Devices, place_here
 from slipstream.deploy.processes.process_group import ProcessGroup
 from slipstream.deploy.processes.run_dir import http_url, new_run_dir, read_run_dir, run_identity, run_token
 from slipstream.deploy.processes.vllm_environment import check_environment, check_vllm_arguments, interpreter
-from slipstream.errors import ConfigError, GatewayLost, Unauthorized
+from slipstream.errors import ConfigError, GatewayLost, Unauthorized, UnknownArchitecture
 from slipstream.gateway.channels import Token
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.checkpoints.hub import model_directory
@@ -247,7 +247,11 @@ def _configs(engine: EngineConfig | str | Sequence[EngineConfig] | None, count: 
 
 def _check_startable(model: Path, configs: Sequence[EngineConfig]) -> None:
     """Raise what an engine on this machine would fail with, before any process is started."""
-    read_config(model)
+    try:
+        read_config(model)
+    except UnknownArchitecture:
+        if any(config.kind != "vllm" for config in configs):
+            raise
     for config in configs:
         if config.kind == "vllm":
             check_environment(interpreter(config))

@@ -305,7 +305,7 @@ class Box(_message.Message):
     def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol", "vocab_size", "weights_epoch", "devices", "not_held")
+    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol", "vocab_size", "weights_epoch", "devices", "not_held", "takes_all")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -324,6 +324,7 @@ class EngineInfo(_message.Message):
     WEIGHTS_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     NOT_HELD_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ALL_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     model: str
@@ -342,7 +343,8 @@ class EngineInfo(_message.Message):
     weights_epoch: int
     devices: _containers.RepeatedScalarFieldContainer[str]
     not_held: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., vocab_size: _Optional[int] = ..., weights_epoch: _Optional[int] = ..., devices: _Optional[_Iterable[str]] = ..., not_held: _Optional[_Iterable[str]] = ...) -> None: ...
+    takes_all: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., vocab_size: _Optional[int] = ..., weights_epoch: _Optional[int] = ..., devices: _Optional[_Iterable[str]] = ..., not_held: _Optional[_Iterable[str]] = ..., takes_all: bool = ...) -> None: ...
 
 class FleetRequest(_message.Message):
     __slots__ = ()

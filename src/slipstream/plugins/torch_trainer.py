@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ import torch
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.shared_weights import SharedWeights
 from slipstream.errors import MappingError, Unsupported, VersionError
+from slipstream.model.checkpoints.served_model import as_stored
 from slipstream.tensors.dlpack import DLPackView
 from slipstream.types import InFlight, SyncReport
 from slipstream.weights.sources.named_tensors import named_tensors
@@ -40,6 +42,7 @@ def update_weights(
     """Copy a module's parameters, or a state dict, to every engine. See `Bridge.sync`."""
     named = named_parameters(weights) if isinstance(weights, torch.nn.Module) else weights
     tensors = {_without_wrappers(name): tensor.detach() for name, tensor in named.items()}
+    tensors = as_stored(_unwrapped(weights), tensors)
     params = replicated(tensors, bridge.process_count) if bridge.process_count > 1 else tensors
     return bridge.sync(params, in_flight=in_flight, partial=partial)
 
@@ -167,6 +170,14 @@ def _without_wrappers(name: str) -> str:
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
     return name
+
+
+def _unwrapped(module: Any) -> Any:
+    """Return what DistributedDataParallel and torch.compile wrap."""
+    for wrapper in _WRAPPERS:
+        if isinstance(inner := getattr(module, wrapper.removesuffix("."), None), torch.nn.Module):
+            return _unwrapped(inner)
+    return module
 
 
 def _device_of(module: torch.nn.Module, has_weights: bool) -> torch.device:

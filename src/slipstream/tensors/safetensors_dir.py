@@ -47,8 +47,8 @@ class StoredTensor:
 
 
 def stored_tensors(directory: str | Path) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors by name, from the file headers. Rotary frequencies, which the config determines,
-    are left out, and so is a head that `config.json` ties to the embedding."""
+    """Return a checkpoint's tensors by name, from the file headers. What the config determines (`is_buffer`) is left out, and
+    so is a head that `config.json` ties to the embedding."""
     found: dict[str, StoredTensor] = {}
     for path in weight_files(Path(directory)):
         with open_file(path) as file:
@@ -91,9 +91,16 @@ def save_synced(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, 
         os.fsync(file.fileno())
 
 
+_BUFFERS = (
+    "rotary_emb.inv_freq",
+    *(f".{at}.{name}" for at in ("attn", "attention") for name in ("bias", "masked_bias")),
+)
+
+
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor holds rotary frequencies, which old checkpoints store; they follow from the config."""
-    return name.endswith("rotary_emb.inv_freq")
+    """Return whether a tensor holds rotary frequencies or the mask of a GPT, which old checkpoints store; they follow from
+    the config."""
+    return name.endswith(_BUFFERS)
 
 
 def open_file(path: Path) -> Any:

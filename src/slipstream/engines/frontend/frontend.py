@@ -25,6 +25,7 @@ from slipstream.engines.frontend.sequence import (
     StreamedTokens,
 )
 from slipstream.errors import EngineLost, NotReady
+from slipstream.model.checkpoints.served_model import ServedModel
 from slipstream.model.config import ModelConfig
 from slipstream.types import Completion, EngineInfo, Failure, Progress, Request, Score
 from slipstream.weights.update.transport_choice import host_identity
@@ -41,7 +42,7 @@ class EngineFrontend(ABC):
     def __init__(
         self,
         name: str,
-        model: ModelConfig,
+        model: ModelConfig | ServedModel,
         tokenizer: Any,
         limits: SequenceLimits,
         submit: Callable[[Sequence[EngineRequest]], None],

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from slipstream.engines.frontend.sequence import EngineRequest, ResultSink
 from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, SlipstreamError
+from slipstream.model.checkpoints.served_model import ServedModel
 from slipstream.model.config import ModelConfig
 from slipstream.types import MAX_STOPS, MAX_TOP_LOGPROBS, Failure, Request, SamplingParams
 
@@ -26,7 +27,7 @@ class SequenceLimits(NamedTuple):
 
 
 class RequestParser:
-    def __init__(self, model: ModelConfig, tokenizer: Any, limits: SequenceLimits, engine: str) -> None:
+    def __init__(self, model: ModelConfig | ServedModel, tokenizer: Any, limits: SequenceLimits, engine: str) -> None:
         """`tokenizer` is a `tokenizers.Tokenizer` or None."""
         self.tokenizer, self.engine = tokenizer, engine
         self._model, self._limits = model, limits

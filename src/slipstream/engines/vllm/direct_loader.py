@@ -1,12 +1,12 @@
-"""Weights straight into the live, fused parameters of vLLM's workers on a GPU: copied from the trainer's GPU memory (`cuda`),
-received over NCCL, or read from shared memory."""
+"""Weights into vLLM's workers on a GPU: copied from the trainer's GPU memory (`cuda`), received over NCCL, or read from shared
+memory. They go straight into the live, fused parameters, or, where no layout of these is known, through vLLM's own loader."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slipstream.engines.frontend.checks import not_staged
@@ -19,9 +19,7 @@ from slipstream.engines.vllm.weight_loading import (
     missing_tensors,
 )
 from slipstream.errors import ChecksumMismatch, EngineFailure, SlipstreamError, TransferError
-from slipstream.model.config import ModelConfig
-from slipstream.model.families.vllm_parameters import written_parameters
-from slipstream.types import Destinations, Offer, ParameterChecksums, StageReport
+from slipstream.types import Destinations, Offer, Parameter, ParameterChecksums, StageReport
 from slipstream.weights.checksum import strip_manifest_header
 from slipstream.weights.plan import Plan
 from slipstream.weights.rank_image import num_bytes
@@ -35,29 +33,29 @@ HASHED_BYTES = 256 << 20
 
 
 class DirectLoader(UpdateReceiver):
-    """Its methods are those of `ReloadLoader`. `failed` are the live parameters that failed the mapping check, with the reason:
-    whole tensors are sent in their place, for vLLM's own loader."""
+    """Its methods are those of `ReloadLoader`. `parameters` are what each rank receives; those in `reloaded` are whole tensors,
+    for vLLM's own loader. `failed` are the live parameters that they replace, or None if they replace all."""
 
-    is_single_call = True
     transports: tuple[str, ...] = (*DEVICE_TRANSPORTS, "shm")
 
     def __init__(
         self,
         engine: str,
-        model: ModelConfig,
+        parameters: tuple[Parameter, ...],
+        reloaded: Collection[str],
+        failed: Collection[str] | None,
         dtype: str,
-        tp: int,
+        num_ranks: int,
         call_workers: CallWorkers,
-        failed: Mapping[str, str],
         has_weights: bool,
-        pp: int = 1,
-        ep: bool = False,
     ) -> None:
         self._call_workers, self._has_weights = call_workers, has_weights
-        self._failed = sorted(failed)
-        self.parameters, self._reloaded = written_parameters(model, tp, failed, pp, ep)
+        self.parameters, self._reloaded = parameters, frozenset(reloaded)
+        self._failed = None if failed is None else sorted(failed)
+        # Several ranks may have to undo what one of them failed to load.
+        self.takes_all, self.is_single_call = bool(reloaded), not reloaded
         super().__init__(self.parameters, dtype, engine)
-        self.num_ranks = tp * pp
+        self.num_ranks = num_ranks
         self.num_bytes = num_bytes(self.parameters, dtype)
         self._inbox = Inbox(self.parameters, dtype, engine)
         """Receives weights that come through shared memory."""
@@ -152,8 +150,13 @@ class DirectLoader(UpdateReceiver):
         return self._last_manifests[2]
 
     def _check_all_tensors(self, sent: Mapping[str, Any]) -> None:
-        if not self._has_weights and (missing := sorted({p.name for p in self.parameters} - sent.keys())):
-            raise missing_tensors(self._name, missing)
+        missing = {p.name for p in self.parameters} - sent.keys()
+        if missing and not self._has_weights:
+            raise missing_tensors(self._name, sorted(missing))
+        if missing and sent and self.takes_all:
+            raise TransferError(
+                f"engine {self._name!r} takes all tensors or none; {min(missing)} and {len(missing) - 1} more are missing"
+            )
 
     def check_staged(self, version: int) -> None:
         if self._staged != version:
@@ -177,12 +180,17 @@ class DirectLoader(UpdateReceiver):
                 raise WeightsPending(reasons[0], seconds)
             raise TransferError(reasons[0])
         self._has_weights, self._is_torn = True, False
+        if self._reloaded:
+            await self._call_workers("slipstream_settle")
         return answers[-1][0], seconds  # the last stage of a pipeline draws the tokens
 
     async def restore(self) -> None:
-        """Raise if the live parameters may be torn: there is no second copy of them. Staging has checked all that can be
-        checked, so only a failing device gets here."""
-        if self._has_weights and self._is_torn:
+        """Undo what vLLM's loader has loaded. Parameters that are written directly have no second copy: staging has checked all
+        that can be checked, so only a failing device gets here, and this raises if they may be torn."""
+        if self._reloaded:
+            await self._call_workers("slipstream_undo")
+            self._is_torn = False
+        elif self._has_weights and self._is_torn:
             raise EngineFailure("the old weights were overwritten in part, and there is no copy of them")
 
     def finish(self, version: int) -> None:

@@ -39,8 +39,8 @@ from slipstream.engines.vllm.weight_loading import WORKER_WAIT_SECONDS, WeightsP
 from slipstream.engines.vllm.worker_memory import WorkerMemory
 from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion, Unsupported
 from slipstream.model import families
-from slipstream.model.checkpoints.hf_config import read_config
-from slipstream.model.config import ModelConfig
+from slipstream.model.checkpoints.served_model import ServedModel, served_model
+from slipstream.model.families.vllm_parameters import has_layout, written_parameters
 from slipstream.types import (
     Checksums,
     CommitReport,
@@ -70,13 +70,12 @@ class VllmEngine(EngineFrontend):
     engine = await VllmEngine.start("my-model", options=VllmConfig())
     """
 
-    def __init__(self, model: ModelConfig, llm: Any, *, name: str, tokenizer: Any, options: VllmConfig) -> None:
-        self._llm, self._options, self._on_gpu = llm, options, not compat.is_cpu()
+    def __init__(self, model: ServedModel, llm: Any, *, name: str, tokenizer: Any, options: VllmConfig) -> None:
+        self._served, self._llm, self._options, self._on_gpu = model, llm, options, not compat.is_cpu()
         self._samples = VllmSampleTasks(llm, self._failure)
         length, cache = int(llm.vllm_config.model_config.max_model_len), llm.vllm_config.cache_config
         limits = SequenceLimits(length, int(cache.block_size), int(cache.num_gpu_blocks))
         super().__init__(name, model, tokenizer, limits, self._samples.start, self._samples.cancel)
-        self._tensors = families.tensors(model)
         self._loader: ReloadLoader | DirectLoader
         self._memory: WorkerMemory
         self._in_place = InPlaceUpdates(name, self._call_workers)
@@ -95,40 +94,48 @@ class VllmEngine(EngineFrontend):
     ) -> VllmEngine:
         """Start vLLM on an HF directory with a `config.json` and, if present, `tokenizer.json` and weights."""
         directory, options = Path(directory), options or VllmConfig()
-        model, tokenizer = read_config(directory), read_tokenizer(directory)
+        families.load_plugins(options.plugins)
+        model, tokenizer = served_model(directory), read_tokenizer(directory)
         options = options.resolve_dtype(model.dtype)
         has_weights = any(directory.glob("*.safetensors"))
         llm = make_llm(directory, model, options, has_weights)
+        model = replace(model, vocab_size=int(llm.vllm_config.model_config.get_vocab_size()))
         engine = cls(model, llm, name=name, tokenizer=tokenizer, options=options)
         engine._samples.version = 0 if has_weights else -1
-        names = [t.name for t in engine._tensors]
-        workers = await engine._call_workers("slipstream_install", os.getpid(), names)
+        specs = [(t.name, list(t.shape)) for t in model.tensors]
+        workers = await engine._call_workers("slipstream_install", os.getpid(), specs)
         engine._memory = WorkerMemory(engine._call_workers, engine._on_gpu, workers)
         engine._loader = await engine._make_loader(has_weights)
         return engine
 
     async def _make_loader(self, has_weights: bool) -> ReloadLoader | DirectLoader:
-        dtype, parallel = self._options.dtype, self._llm.vllm_config.parallel_config
+        model, dtype, call = self._served, self._options.dtype, self._call_workers
         if not self._on_gpu:
-            return ReloadLoader(self._name, self._model, dtype, self._call_workers, has_weights)
-        directory = str(self._llm.vllm_config.model_config.model)
-        failed: dict[str, str] = {}
-        for answer in await self._call_workers("slipstream_check_mapping", directory, has_weights):
+            return ReloadLoader(self._name, model.tensors, dtype, call, has_weights)
+        vllm, failed = self._llm.vllm_config, dict[str, str]()
+        parallel = vllm.parallel_config
+        tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+        if model.config is None or not has_layout(model.config) or vllm.quant_config is not None:
+            why = f"quantizes them ({vllm.model_config.quantization})" if vllm.quant_config else "has its own layout"
+            log.info("engine %s: weights go through vLLM's loader, as vLLM %s", self._name, why)
+            whole, names = families.whole_parameters(model.tensors, tp * pp), {t.name for t in model.tensors}
+            return DirectLoader(self._name, whole, names, None, dtype, tp * pp, call, has_weights)
+        for answer in await call("slipstream_check_mapping", str(vllm.model_config.model), has_weights):
             failed |= answer
         for parameter, reason in failed.items():
             log.warning("engine %s: %s is loaded by vLLM, not written directly: %s", self._name, parameter, reason)
-        split = (int(parallel.pipeline_parallel_size), bool(parallel.enable_expert_parallel))
-        tp = int(parallel.tensor_parallel_size)
-        return DirectLoader(self._name, self._model, dtype, tp, self._call_workers, failed, has_weights, *split)
+        parameters, reloaded = written_parameters(model.config, tp, failed, pp, bool(parallel.enable_expert_parallel))
+        return DirectLoader(self._name, parameters, reloaded, failed, dtype, tp * pp, call, has_weights)
 
     def describe(self) -> EngineInfo:
         return self._info(
             kind="vllm",
             dtype=self._options.dtype,
             num_ranks=self._loader.num_ranks,
-            tensors=self._tensors,
+            tensors=self._served.tensors,
             parameters=self._loader.parameters,
             transports=(*self._loader.transports, *([ENGINE_NAME] if self._can_share else [])),
+            takes_all=self._loader.takes_all,
             max_num_seqs=self._options.max_num_seqs,
             version=self._samples.version,
             devices=self._options.device_names,

@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.config import Device, VllmConfig
 from slipstream.engines.vllm import compat
 from slipstream.errors import ConfigError
-from slipstream.model.config import ModelConfig
+from slipstream.model.checkpoints.served_model import ServedModel
 from slipstream.types import MAX_TOP_LOGPROBS
 from slipstream.vllm_arguments import check_known
 from slipstream.weights.rank_image import numpy_dtype
@@ -26,7 +26,7 @@ _ON_CPU = {
 }
 
 
-def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weights: bool) -> Any:
+def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weights: bool) -> Any:
     """Start vLLM's asynchronous engine. Raise `ConfigError` for settings it does not support."""
     set_defaults(ENVIRONMENT)
     version = compat.check()
@@ -38,7 +38,7 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
     if options.pipeline_parallel_size > 1 and "VLLM_PP_LAYER_PARTITION" in os.environ:
         raise ConfigError("VLLM_PP_LAYER_PARTITION moves layers between stages, and updates would not follow; unset it")
     if on_cpu:
-        _prepare_cpu(model, options)
+        _prepare_cpu(options)
     elif options.dtype == "float32":
         # Otherwise its attention kernel rounds to TF32, which has three digits instead of seven.
         set_defaults({"TRITON_F32_DEFAULT": "ieee"})
@@ -46,7 +46,7 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
     from vllm.v1.engine.async_llm import AsyncLLM
 
     block = int(options.vllm.get("block_size", _BLOCK_SIZE["cpu" if on_cpu else "gpu"]))
-    length = options.max_model_len or model.max_position_embeddings
+    length = options.max_model_len or (None if model.config is None else model.config.max_position_embeddings)
     arguments: dict[str, Any] = {
         "model": str(directory),
         "dtype": options.dtype,
@@ -65,9 +65,6 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
         "scheduling_policy": "priority",
         "disable_log_stats": True,
     }
-    if on_cpu or options.kv_cache_tokens:
-        tokens = options.kv_cache_tokens or options.max_num_seqs * length
-        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(model, options, tokens, block)
     if on_cpu:
         arguments["async_scheduling"] = False  # the scheduler shares its cores with the workers
     else:
@@ -93,6 +90,12 @@ def make_llm(directory: Path, model: ModelConfig, options: VllmConfig, has_weigh
             raise
         given = ", ".join(f"{name}={value!r:.80}" for name, value in options.vllm.items())
         raise ConfigError(f"vLLM {version} refuses its arguments ({given}): {error}") from None
+    head_dim = config.model_config.get_head_size()
+    if on_cpu and head_dim % 32:
+        raise ConfigError(f"head_dim of the model is {head_dim}; vLLM's attention on CPU needs a multiple of 32")
+    if (on_cpu or options.kv_cache_tokens) and config.cache_config.kv_cache_memory_bytes is None:
+        tokens = options.kv_cache_tokens or options.max_num_seqs * config.model_config.max_model_len
+        config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config.model_config, options, tokens, block)
     return AsyncLLM.from_vllm_config(config, usage_context=context, disable_log_stats=arguments["disable_log_stats"])
 
 
@@ -119,23 +122,22 @@ def _args_class(devices: Sequence[Device]) -> type[Any]:
     return PlacedEngineArgs if len(set(devices)) < len(devices) and current_platform.is_cuda() else AsyncEngineArgs
 
 
-def _prepare_cpu(model: ModelConfig, options: VllmConfig) -> None:
+def _prepare_cpu(options: VllmConfig) -> None:
     set_defaults(_ON_CPU)
     if options.num_ranks > 1:  # otherwise every worker uses all cores, and they contend
         set_defaults({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.num_ranks))})
     if options.dtype != "float32":
         raise ConfigError(f'dtype is {options.dtype!r}; vLLM on CPU is supported with dtype="float32" only')
-    if model.head_dim % 32:
-        raise ConfigError(f"head_dim of the model is {model.head_dim}; vLLM's attention on CPU needs a multiple of 32")
 
 
-def _kv_cache_bytes(model: ModelConfig, options: VllmConfig, tokens: int, block: int) -> int:
+def _kv_cache_bytes(model: Any, options: VllmConfig, tokens: int, block: int) -> int:
+    """`model` is vLLM's config of the model."""
     # Every sequence may leave a block partly filled, and vLLM reserves one.
     num_blocks = -(-tokens // block) + options.max_num_seqs + 2
-    kv_heads = max(1, model.num_kv_heads // options.tensor_parallel_size)
+    kv_heads = max(1, model.get_total_num_kv_heads() // options.tensor_parallel_size)
+    layers = -(-model.get_total_num_hidden_layers() // options.pipeline_parallel_size)
     itemsize = numpy_dtype(options.dtype).itemsize
-    layers = -(-model.num_layers // options.pipeline_parallel_size)
-    return num_blocks * block * 2 * layers * kv_heads * model.head_dim * itemsize
+    return int(num_blocks * block * 2 * layers * kv_heads * model.get_head_size() * itemsize)
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 import xxhash
 
-from slipstream.engines.vllm.staged_copies import Reload, StagedCopies
+from slipstream.engines.vllm.staged_copies import StagedCopies
+from slipstream.engines.vllm.undoable_reload import NothingWritten, Weights
 from slipstream.errors import TransferError
 from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.strided import Strided
@@ -30,10 +31,6 @@ MAX_CACHED = 4
 
 HASH_CHUNK_BYTES = 64 << 20
 """Bytes copied to host memory at a time, for hashing."""
-
-
-class NothingWritten(TransferError):
-    """A version cannot be applied; the live parameters are unchanged."""
 
 
 class NotYetReceived(NothingWritten):
@@ -66,7 +63,13 @@ class LiveParameters:
     """The parameters of one rank. `stage` and `checksums_of` may be called from another thread; everything else is called
     between two steps."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], reload: Reload, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        reload: Callable[[Weights], None],
+        rank: int,
+        device: torch.device,
+    ) -> None:
         self._parameters, self._reload, self._rank, self._device = parameters, reload, rank, device
         self._receiver: DeviceReceiver | None = None
         self._driver: CudaDriver | None = None
@@ -216,15 +219,13 @@ class LiveParameters:
         return event
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], reloaded: Collection[str]) -> None:
-        """Write whole parameters from host memory; those in `reloaded` go through vLLM's loader."""
-        to_reload = []
-        for name, tensor in tensors:
-            if name in reloaded:
-                to_reload.append((name, tensor.to(self._device)))
-            else:
-                self._parameters[name].copy_(tensor, non_blocking=True)
-        if to_reload:
-            self._reload(iter(to_reload))
+        """Write whole parameters from host memory; those in `reloaded` go through vLLM's loader. Raise `NothingWritten` if it
+        fails."""
+        by_name = dict(tensors)
+        if to_reload := [name for name in by_name if name in reloaded]:
+            self._reload((name, by_name.pop(name).to(self._device)) for name in to_reload)
+        for name, tensor in by_name.items():
+            self._parameters[name].copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

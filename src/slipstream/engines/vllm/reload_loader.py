@@ -1,4 +1,5 @@
-"""Weights through vLLM's own loader. On CPU vLLM packs linear weights after loading, so live parameters cannot be written."""
+"""Whole tensors from shared memory through vLLM's own loader. On CPU vLLM packs linear weights after loading, so live
+parameters cannot be written."""
 
 from __future__ import annotations
 
@@ -10,9 +11,8 @@ from typing import TypeVar
 from slipstream.engines.frontend.checks import not_staged
 from slipstream.engines.vllm.weight_loading import CallWorkers, MappedFiles, Place, missing_tensors
 from slipstream.errors import Unsupported
-from slipstream.model import families
-from slipstream.model.config import ModelConfig
-from slipstream.types import Destinations, Offer, ParameterChecksums, StageReport
+from slipstream.model.families import whole_parameters
+from slipstream.types import Destinations, Offer, ParameterChecksums, StageReport, TensorSpec
 from slipstream.weights.rank_image import num_bytes
 from slipstream.weights.update.transfer import Inbox
 from slipstream.weights.update.transport_choice import is_quick
@@ -28,15 +28,22 @@ class ReloadLoader:
     """Whether `load` is a single call to the workers. vLLM makes such a call between two steps, so stepping need not be
     stopped for it."""
     transports: tuple[str, ...] = ("shm",)
+    takes_all = False
+    """See `EngineInfo.takes_all`."""
 
     def __init__(
-        self, engine: str, model: ModelConfig, dtype: str, call_workers: CallWorkers, has_checkpoint: bool
+        self,
+        engine: str,
+        tensors: Sequence[TensorSpec],
+        dtype: str,
+        call_workers: CallWorkers,
+        has_checkpoint: bool,
     ) -> None:
         self._engine, self._dtype, self._call_workers = engine, dtype, call_workers
         self._has_weights = self._has_checkpoint = has_checkpoint
-        self._names = {t.name for t in families.tensors(model)}
+        self._names = {t.name for t in tensors}
         # One rank: tensors arrive whole, and each worker takes its own part of them.
-        self.parameters, self.num_ranks = families.parameters(model, 1), 1
+        self.parameters, self.num_ranks = whole_parameters(tensors), 1
         self.num_bytes = num_bytes(self.parameters, dtype)
         self._inbox = Inbox(self.parameters, dtype, engine)
         self._is_quick = False

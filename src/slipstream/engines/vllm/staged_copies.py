@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from slipstream.engines.vllm.undoable_reload import Weights
 from slipstream.tensors.boxes import slices
 from slipstream.types import Box
 from slipstream.weights.transports.cuda.driver import CudaDriver
@@ -14,9 +15,6 @@ from slipstream.weights.transports.cuda.driver import CudaDriver
 LARGE_BYTES = 16 << 20
 """Tensors of at least this size are copied one by one, by the driver. The multi-tensor kernel is launched once per 40 MB,
 which costs more host time, and a commit is reported only when everything is launched."""
-
-Reload = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
-"""vLLM's own loader: takes whole tensors under their Hugging Face names and leaves other modules as they are."""
 
 
 @dataclass
@@ -51,8 +49,10 @@ class StagedCopies:
             targets.append(target)
             sources.append(source)
 
-    def run(self, driver: CudaDriver | None, device: torch.device, reload: Reload) -> None:
-        """Launch all copies on the current stream."""
+    def run(self, driver: CudaDriver | None, device: torch.device, reload: Callable[[Weights], None]) -> None:
+        """Launch all copies on the current stream. vLLM's loader comes first: it may fail, and then nothing is written."""
+        if self.reloaded:
+            reload((name, _assemble(boxes)) for name, boxes in self.reloaded.items())
         if self.memcpys:
             assert driver is not None
             stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -61,8 +61,6 @@ class StagedCopies:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         for target, source in self.strided:
             target.copy_(source, non_blocking=True)
-        if self.reloaded:
-            reload((name, _assemble(boxes)) for name, boxes in self.reloaded.items())
 
 
 def _assemble(boxes: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:

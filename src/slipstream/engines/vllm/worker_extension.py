@@ -17,15 +17,16 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader import get_model_loader
 
 from slipstream.engines.vllm import compat
-from slipstream.engines.vllm.live_parameters import LiveParameters, NothingWritten, NotYetReceived
+from slipstream.engines.vllm.live_parameters import LiveParameters, NotYetReceived
 from slipstream.engines.vllm.mapping_check import check_mapping, module_siblings, random_tensors
 from slipstream.engines.vllm.sampler import DualLogprobSampler
 from slipstream.engines.vllm.shared_names import remove_names
+from slipstream.engines.vllm.undoable_reload import NothingWritten, UndoableReload, Weights, abandon
 from slipstream.errors import ChecksumMismatch
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
-from slipstream.types import Parameter
+from slipstream.types import Parameter, TensorSpec
 from slipstream.weights.plan import Plan
 from slipstream.weights.transports.cuda.driver import CudaDriver, NotExportable
 from slipstream.weights.transports.host import shm
@@ -42,17 +43,23 @@ class WorkerExtension:
     device: torch.device
     _sleep_saved_buffers: dict[str, torch.Tensor]
 
-    def slipstream_install(self, owner: int, names: Sequence[str]) -> dict[str, int]:
+    def slipstream_install(self, owner: int, tensors: Sequence[tuple[str, Sequence[int]]]) -> dict[str, int]:
         """Set up this worker; called once, after the model is loaded. The worker exits when process `owner`, which hosts the
-        engine, has ended. `names` are all tensors of the model. Return this process's pid and the bytes of its KV cache."""
+        engine, has ended. `tensors` are names and shapes of all tensors of the checkpoint. Return this process's pid and the
+        bytes of its KV cache."""
         self._slipstream_token_counts = self._slipstream_replace_sampler()
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
-        self._slipstream_names = frozenset(names)
+        self._slipstream_tensors = [TensorSpec(name, tuple(shape)) for name, shape in tensors]
         self._slipstream_rank = (
             get_pp_group().rank_in_group * self._slipstream_split[0] + get_tensor_model_parallel_rank()
         )
         self._slipstream_prepare_stage()
+        if not compat.is_cpu():
+            model = self.model_runner.get_model()
+            self._slipstream_reload = UndoableReload(model, self._slipstream_load, self.device)
+            live = {name: parameter.data for name, parameter in model.named_parameters()}
+            self._slipstream_live = LiveParameters(live, self._slipstream_reload, self._slipstream_rank, self.device)
         threading.Thread(target=_exit_with, args=(owner,), name="slipstream-lifeline", daemon=True).start()
         remove_names()
         return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
@@ -92,7 +99,7 @@ class WorkerExtension:
         Hugging Face names, in mapped files. Tensors that are not named are read from the engine's checkpoint."""
         start = time.perf_counter()
         self.slipstream_allocate_memory("weights")
-        self._slipstream_reload_weights(self._slipstream_weights(tensors, getattr(torch, dtype)))
+        self._slipstream_load(self._slipstream_weights(tensors, getattr(torch, dtype)))
         self._slipstream_pack_tied()
         return time.perf_counter() - start
 
@@ -107,13 +114,11 @@ class WorkerExtension:
                 module.quant_method.process_weights_after_loading(module)
             seen.add(id(weight))
 
-    def _slipstream_weights(
-        self, tensors: Sequence[Sequence[Any]], dtype: torch.dtype
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _slipstream_weights(self, tensors: Sequence[Sequence[Any]], dtype: torch.dtype) -> Weights:
         for name, file, offset, shape in tensors:
             yield name, self._slipstream_tensor(file, offset, shape, dtype)
         sent = {name for name, _, _, _ in tensors}
-        if self._slipstream_names - sent:
+        if {t.name for t in self._slipstream_tensors} - sent:
             loader = get_model_loader(self.vllm_config.load_config)
             model = self.model_runner.get_model()
             for name, tensor in loader.get_all_weights(self.vllm_config.model_config, model):
@@ -125,8 +130,13 @@ class WorkerExtension:
         memory = torch.frombuffer(self._slipstream_maps[file], dtype=dtype, count=count, offset=offset)
         return memory.reshape(tuple(shape))
 
-    def _slipstream_reload_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+    def _slipstream_load(self, weights: Weights) -> None:
+        """Give weights to vLLM's own loader. If it fails, layers have the parameters of the old version or of the new one."""
+        try:
+            self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+        except BaseException:
+            abandon(self.model_runner.get_model())
+            raise
 
     # --- on GPU: straight into the live parameters ---
 
@@ -136,9 +146,6 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         config = read_config(Path(directory))
         live = {name: parameter.data for name, parameter in model.named_parameters()}
-        self._slipstream_live = LiveParameters(
-            live, self._slipstream_reload_weights, self._slipstream_rank, self.device
-        )
         self._slipstream_config = config
         own, dtype = self._slipstream_parameters(), next(iter(live.values())).dtype
         if has_weights:
@@ -146,7 +153,7 @@ class WorkerExtension:
             failed = check_mapping(live, own, loader.get_all_weights(self.vllm_config.model_config, model))
         else:
             specs = [(t.name, t.shape) for t in families.tensors(config)]
-            self._slipstream_reload_weights(random_tensors(specs, dtype, self.device))
+            self._slipstream_load(random_tensors(specs, dtype, self.device))
             failed = check_mapping(live, own, random_tensors(specs, dtype, self.device))
         siblings = module_siblings(failed, live) - failed.keys()
         return failed | dict.fromkeys(siblings, "another parameter of its module failed the check")
@@ -173,11 +180,15 @@ class WorkerExtension:
         except NotExportable as error:
             return str(error)
 
-    def slipstream_connect(self, transport: str, plan: bytes, failed: Sequence[str]) -> list[bytes]:
+    def slipstream_connect(self, transport: str, plan: bytes, failed: Sequence[str] | None) -> list[bytes]:
         """Prepare to receive from a trainer by this plan. Return links by trainer rank. `failed` are the parameters that go
-        through vLLM's loader."""
+        through vLLM's loader; None means all."""
         tp, pp, ep = self._slipstream_split
-        parameters, reloaded = written_parameters(self._slipstream_config, tp, failed, pp, ep)
+        if failed is None:
+            parameters = families.whole_parameters(self._slipstream_tensors, tp * pp)
+            reloaded = frozenset(t.name for t in self._slipstream_tensors)
+        else:
+            parameters, reloaded = written_parameters(self._slipstream_config, tp, failed, pp, ep)
         return self._slipstream_live.connect(transport, Plan.from_bytes(plan), parameters, reloaded)
 
     def slipstream_expect(self, version: int) -> None:
@@ -211,12 +222,24 @@ class WorkerExtension:
     ) -> tuple[dict[str, int], float, str, bool]:
         """Like `slipstream_apply`, for parameters in mapped files: `(name, per rank (file, offset, shape))`."""
         counts, torch_dtype, start = self.slipstream_token_counts(), getattr(torch, dtype), time.perf_counter()
+        reason = ""
         own = [(name, *by_rank[self._slipstream_rank]) for name, by_rank in places]
         tensors = (
             (name, self._slipstream_tensor(file, offset, shape, torch_dtype)) for name, file, offset, shape in own
         )
-        self._slipstream_live.write(tensors, reloaded)
-        return counts, time.perf_counter() - start, "", False
+        try:
+            self._slipstream_live.write(tensors, reloaded)
+        except NothingWritten as error:
+            reason = str(error)
+        return counts, time.perf_counter() - start, reason, False
+
+    def slipstream_settle(self) -> None:
+        """Drop the copy of what vLLM's loader has replaced: all workers have loaded the version."""
+        self._slipstream_reload.settle()
+
+    def slipstream_undo(self) -> None:
+        """Bring back what vLLM's loader has replaced: another worker could not load the version."""
+        self._slipstream_reload.undo()
 
     def slipstream_checksums(self, names: Sequence[str]) -> list[tuple[str, list[int]]]:
         """Return a checksum for each part of these parameters."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnknownArchitecture
 from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.config import FULL, SLIDING, LinearRopeScaling, ModelConfig, MoeConfig, RopeScaling
 from slipstream.model.families import Family, family_named, family_of, is_known, names
@@ -40,13 +40,19 @@ def read_config(model: str | Path) -> ModelConfig:
         raise ConfigError(
             f"{path} does not exist; a model is a directory with an HF config.json, or org/name on the Hub"
         )
-    config = from_hf(_read_json(path))
+    config = from_hf(read_json(path))
+    return replace(config, eos_token_ids=with_generation_ends(directory, config.eos_token_ids))
+
+
+def with_generation_ends(directory: Path, ends: tuple[int, ...]) -> tuple[int, ...]:
+    """Return end-of-sequence tokens with those of `generation_config.json`."""
     generation = directory / "generation_config.json"
-    more = token_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+    more = token_ids(read_json(generation).get("eos_token_id")) if generation.exists() else ()
+    return tuple(dict.fromkeys((*ends, *more)))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that must hold a JSON object."""
     try:
         found = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -63,7 +69,10 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     model_type = hf.get("model_type")
     if not is_known(str(model_type)):
         known = ", ".join(names())
-        raise ConfigError(f"config.json: model_type {model_type!r} is not supported; supported: {known}")
+        raise UnknownArchitecture(
+            f"config.json: model_type {model_type!r} is not supported; supported: {known}. Engines of kind 'vllm' serve "
+            "every model that vLLM does"
+        )
     family = family_named(str(model_type))
     _check_supported(hf, family)
     hf = {**family.defaults, **hf}
@@ -175,18 +184,18 @@ def _check_supported(hf: Mapping[str, Any], family: Family) -> None:
     for name in ("hidden_act", "hidden_activation"):
         if (found := hf.get(name)) is not None and found not in _ACTIVATIONS[family.activation]:
             expected = _ACTIVATIONS[family.activation][0]
-            raise ConfigError(
+            raise UnknownArchitecture(
                 f"config.json: {name} is {found!r}; for {family.name} models only {expected} is supported"
             )
     # Qwen configs have a window that only use_sliding_window would enable.
     idle = {"sliding_window"} if "use_sliding_window" in hf else set()
     for name, what in _SPECIAL.items():
         if hf.get(name) and name not in family.settings | idle:
-            raise ConfigError(
+            raise UnknownArchitecture(
                 f"config.json: {name} is {hf[name]!r} ({what}), which is not supported for {family.name} models"
             )
     if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ConfigError("config.json: partial_rotary_factor is not supported; only whole heads are rotated")
+        raise UnknownArchitecture("config.json: partial_rotary_factor is not supported; only whole heads are rotated")
     if hf.get("quantization_config"):
         raise ConfigError("config.json: quantized checkpoints are not supported; use an unquantized one")
 
@@ -203,7 +212,7 @@ def _layer_types(hf: Mapping[str, Any], family: Family, num_layers: int) -> tupl
         return tuple(found or (FULL if (i + 1) % period == 0 else SLIDING for i in range(num_layers)))
     window = "sliding_window" in family.settings and hf.get("sliding_window")
     if found and set(found) != {SLIDING if window else FULL}:
-        raise ConfigError(
+        raise UnknownArchitecture(
             f"config.json: layer_types is {found}, but all layers of a {family.name} model must have the same type"
         )
     return ()
@@ -229,11 +238,11 @@ def _rope(hf: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | L
     has_local = "rope_local_base_freq" in family.settings
     if found and by_type != has_local:
         expected = f"one dict each for {FULL} and {SLIDING}" if has_local else "one dict for all layers"
-        raise ConfigError(f"config.json: rope_parameters is {found}; a {family.name} model needs {expected}")
+        raise UnknownArchitecture(f"config.json: rope_parameters is {found}; a {family.name} model needs {expected}")
     rope = {**(hf.get("rope_scaling") or {}), **((found.get(FULL) or {}) if by_type else found)}
     local = (found.get(SLIDING) or {}) if by_type else {}
     if _rope_scaling(local) is not None:
-        raise ConfigError(f"config.json: rope_parameters scales {SLIDING} layers, which is not supported")
+        raise UnknownArchitecture(f"config.json: rope_parameters scales {SLIDING} layers, which is not supported")
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
     local_theta = float(local.get("rope_theta") or hf["rope_local_base_freq"]) if has_local else None
     return theta, _rope_scaling(rope), local_theta
@@ -242,13 +251,15 @@ def _rope(hf: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | L
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | LinearRopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ConfigError("config.json: partial_rotary_factor is not supported; only whole heads are rotated")
+        raise UnknownArchitecture("config.json: partial_rotary_factor is not supported; only whole heads are rotated")
     if kind == "default":
         return None
     if kind == "linear":
         return LinearRopeScaling(factor=float(rope["factor"]))
     if kind != "llama3":
-        raise ConfigError(f"config.json: rope_type {kind!r} is not supported; supported: default, linear, llama3")
+        raise UnknownArchitecture(
+            f"config.json: rope_type {kind!r} is not supported; supported: default, linear, llama3"
+        )
     return RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from importlib.metadata import entry_points
 
@@ -133,6 +133,15 @@ def parameters(config: ModelConfig, tp: int = 1) -> tuple[Parameter, ...]:
             part = ParameterPart(tensor.name, box, shift(box, box))
             sharded.append(Parameter(tensor.name, rank, shape_of(box), (part,)))
     return tuple(sharded)
+
+
+def whole_parameters(tensors: Sequence[TensorSpec], num_ranks: int = 1) -> tuple[Parameter, ...]:
+    """Return the parameters of ranks that each receive every tensor whole."""
+    return tuple(
+        Parameter(t.name, rank, t.shape, (ParameterPart(t.name, full_box(t.shape), full_box(t.shape)),))
+        for rank in range(num_ranks)
+        for t in tensors
+    )
 
 
 for _module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, gemma2, gemma3):

@@ -20,6 +20,11 @@ VOCABULARY_MULTIPLE = 64
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text")
 
 
+def has_layout(config: ModelConfig) -> bool:
+    """Return whether the layout of vLLM's parameters is known."""
+    return config.family in _FAMILIES
+
+
 def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = False) -> tuple[Parameter, ...]:
     """Return the parameters of `tp * pp` ranks. Raise `ConfigError` for a split that vLLM refuses as well."""
     _check(config, tp, pp, ep)
@@ -187,7 +192,7 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 
 
 def _check(config: ModelConfig, tp: int, pp: int, ep: bool) -> None:
-    if config.family not in _FAMILIES:
+    if not has_layout(config):
         raise ConfigError(f"vLLM's layout of {config.family} models is unknown; known: {', '.join(_FAMILIES)}")
     if ep and config.moe is None:
         raise ConfigError(f"ep is set, but a {config.family} model has no experts")

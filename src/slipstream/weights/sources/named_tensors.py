@@ -28,7 +28,7 @@ import numpy as np
 
 from slipstream.errors import MappingError
 from slipstream.tensors.boxes import full_box, intersect, shape_of, shift, slices, volume
-from slipstream.tensors.safetensors_dir import EMBED, HEAD, stored_tensors
+from slipstream.tensors.safetensors_dir import stored_tensors
 from slipstream.types import Box
 from slipstream.weights.plan import SourceTensor
 from slipstream.weights.sources.torch_shards import (
@@ -66,7 +66,7 @@ def named_tensors(params: Any) -> dict[str, Tensor]:
     if isinstance(params, (str, Path)):
         return dict(stored_tensors(params))
     if isinstance(params, Mapping) and params and _are_named_arrays(params):
-        return _without_tied_head(_with_local_shards(params))
+        return _without_tied(_with_local_shards(params))
     import jax
 
     leaves, structure = jax.tree.flatten(params)
@@ -284,9 +284,15 @@ def shard_boxes(array: Any) -> list[Box]:
     ]
 
 
-def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop a tied head: PyTorch state dicts list it under both names, checkpoints and engines have it once."""
-    head, embed = local_tensor(tensors.get(HEAD)), local_tensor(tensors.get(EMBED))
-    if is_torch(head) and is_torch(embed) and head.data_ptr() == embed.data_ptr():
-        del tensors[HEAD]
-    return tensors
+def _without_tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop a tied head: PyTorch state dicts list it under both names, checkpoints and engines have it as the embedding, which
+    comes first."""
+    if not all(is_torch(local_tensor(tensor)) for tensor in tensors.values()):  # at the first of a JAX tree
+        return tensors
+    first: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        # Shards without elements have no memory that could tell them apart.
+        memory = (local.data_ptr(), tuple(tensor.shape)) if local.numel() else (name,)
+        first.setdefault(memory, name)
+    return {name: tensors[name] for name in first.values()}

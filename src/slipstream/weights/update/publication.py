@@ -107,12 +107,13 @@ class Route:
     def unchanged(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Return the names of tensors that need not be sent."""
         names = self._held.unchanged(tensors, self.engine.tensors)
-        if not transport_choice.takes_all(self.transport) or len(names) == len(self.engine.tensors):
+        takes_all = self.engine.takes_all or transport_choice.takes_all(self.transport)
+        if not takes_all or len(names) == len(self.engine.tensors):
             return names
         if missing := [t.name for t in self.engine.tensors if t.name not in tensors]:
             raise Unsupported(
-                f"engine {self.engine.name!r} takes weights over {self.transport}, which sends all tensors or none, and this "
-                f"tree lacks {missing[0]} and {len(missing) - 1} more; sync the whole tree"
+                f"engine {self.engine.name!r} takes all tensors or none (over {self.transport}), and this tree lacks "
+                f"{missing[0]} and {len(missing) - 1} more; sync the whole tree"
             )
         return set()
 

@@ -1,0 +1,203 @@
+"""Syncs into vLLM of models that our decoder does not know. Runs in vLLM's environment, with vLLM in this process, so that it
+is imported once for all of them:
+
+    python -m tests.vllm.architectures FOLDER
+
+Prints one line of JSON per architecture."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from vllm.model_executor.models import registry
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.in_process import LocalFleet
+from slipstream.config import VllmConfig
+from slipstream.engines.vllm.engine import VllmEngine
+from slipstream.engines.vllm.worker_extension import WorkerExtension
+from slipstream.errors import EngineFailure, MappingError
+from slipstream.model.checkpoints.served_model import served_model
+from slipstream.plugins.torch_trainer import update_weights
+from slipstream.runtime import event_loop
+from slipstream.types import SamplingParams
+from tests.tiny import hf_greedy
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = SHAPE | {"num_key_value_heads": 2}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Phi3": GROUPED,
+    "Olmo2": GROUPED,
+    "Granite": GROUPED | {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "StableLm": GROUPED | {"use_qkv_bias": True},
+    "GPTNeoX": SHAPE | {"rotary_pct": 0.5},
+    "Cohere": GROUPED | {"logit_scale": 0.5},
+}
+SYNCS = 10
+PROMPT, COUNT = (5, 6, 7), 6
+
+
+class OneProcess:
+    """What we use of `AsyncLLM`, without a process for the engine core."""
+
+    engine_core = None
+    made: ClassVar[list[OneProcess]] = []
+    """One that is deleted would end what the next one has started."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        self.made.append(self)
+        self.vllm_config, self._engine = config, LLMEngine.from_vllm_config(config)
+        self._outputs: dict[str, list[Any]] = {}
+
+    async def collective_rpc(self, method: str, timeout: float, args: Any) -> list[Any]:
+        return self._engine.collective_rpc(method, timeout, args)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, priority: int) -> AsyncIterator[Any]:
+        outputs = self._outputs[request_id] = []
+        self._engine.add_request(request_id, prompt, params, priority=priority)
+        while not (outputs and outputs[-1].finished):
+            for output in self._engine.step():
+                self._outputs[output.request_id].append(output)
+            await asyncio.sleep(0)
+        yield outputs[-1]
+
+    async def pause_generation(self, **_: Any) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    def shutdown(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def new_weights(model: Any, seed: int) -> None:
+    """Weights large enough that logits differ. Left at zero and one, biases and norms that are not loaded would pass."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        is_norm = parameter.ndim == 1 and name.endswith("weight")
+        parameter.data.copy_(0.2 * noise if parameter.ndim > 1 else 1 + 0.3 * noise if is_norm else 0.5 * noise)
+
+
+@contextlib.contextmanager
+def failing_at(index: int) -> Iterator[None]:
+    """The next load fails before its tensor `index`; what comes after it does not."""
+    weights = WorkerExtension._slipstream_weights
+
+    def fail(self: Any, *args: Any) -> Any:
+        WorkerExtension._slipstream_weights = weights
+        for at, pair in enumerate(weights(self, *args)):
+            if at == index:
+                raise MemoryError(f"no room for {pair[0]}")
+            yield pair
+
+    WorkerExtension._slipstream_weights = fail
+    try:
+        yield
+    finally:
+        WorkerExtension._slipstream_weights = weights
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (EngineFailure, MappingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    config = getattr(transformers, f"{name}Config")(**ARCHITECTURES[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    expected = []
+    for seed in range(
+        SYNCS + 2
+    ):  # now, as vLLM changes the classes of transformers for models that it has not written anew
+        new_weights(model, seed)
+        expected.append(hf_greedy(model, PROMPT, COUNT))
+    new_weights(model, 0)
+    model.save_pretrained(folder / name)
+    config.save_pretrained(folder / f"{name} without weights")
+    weightless = served_model(folder / f"{name} without weights")
+    engine = event_loop.run(VllmEngine.start(folder / name, options=VllmConfig(max_num_seqs=2, max_model_len=64)))
+    bridge = Bridge(event_loop.run(_fleet(engine)))
+    info = engine.describe()
+
+    def served() -> tuple[int, ...]:
+        (completion,) = bridge.generate([PROMPT], SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True))
+        assert completion.spans[0].version == bridge.version and len(completion.spans) == 1
+        return completion.token_ids
+
+    tokens = [served()]
+    for seed in range(1, SYNCS + 1):
+        new_weights(model, seed)
+        update_weights(bridge, model)
+        tokens.append(served())
+
+    new_weights(model, SYNCS + 1)
+    version, errors, kept, refused = bridge.version, [], [], {}
+    for index in range(1, len(info.tensors)) if name == "Granite" else [len(info.tensors) // 2]:
+        with failing_at(index):
+            errors.append(error_of(lambda: update_weights(bridge, model)))
+        kept.append((served(), bridge.version) == (expected[SYNCS], version))
+    model.save_pretrained(folder / name)
+    state = load_file(folder / name / "model.safetensors")
+    first = next(iter(state))
+    for what, wrong in {
+        "missing": {n: t for n, t in state.items() if n != first},
+        "unknown": state | {"extra.weight": torch.zeros(3)},
+        "shape": state | {first: torch.zeros(3, 5)},
+    }.items():
+        refused[what] = error_of(lambda wrong=wrong: bridge.sync(wrong))
+    bridge.sync(folder / name)
+    tokens.append(served())
+    bridge.close()
+    return {
+        "architecture": config.model_type,
+        "model": info.model,
+        "tokens": tokens,
+        "expected": expected,
+        "errors": errors,
+        "kept": kept,
+        "refused": refused,
+        "first": first,
+        "same_tensors": {t.name: t.shape for t in weightless.tensors} == {t.name: t.shape for t in info.tensors},
+    }
+
+
+async def _fleet(engine: VllmEngine) -> LocalFleet:
+    return LocalFleet(engine)
+
+
+def main() -> None:
+    registry._run_in_subprocess = lambda describe: describe()  # would import vLLM once more
+    AsyncLLM.from_vllm_config = OneProcess
+    for name in sys.argv[2:] or ARCHITECTURES:
+        print(json.dumps(run(name, Path(sys.argv[1]))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
