@@ -142,6 +142,14 @@ def hf_greedy(module: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]
     return tuple(found[0, len(prompt) :].tolist())
 
 
+def served(bridge: Any, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
+    """What engines generate greedily. One prompt at a time: in a batch on a GPU, rounding depends on the others."""
+    from slipstream.types import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    return [bridge.generate([tuple(prompt)], greedy)[0].token_ids for prompt in prompts]
+
+
 def hf_directory(path: Path, name: str = "llama", seed: int = 0, tokenizer: bool = False, **over: Any) -> Path:
     """A directory as `transformers` saves it, for one of `VARIANTS`."""
     hf_model(variant(name, **over), seed).save_pretrained(path)

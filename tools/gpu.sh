@@ -13,6 +13,8 @@
 #   ranks    trainers of one and two processes and engines of one and two ranks, in parallel; 5 minutes
 #   torch    a PyTorch trainer: its CUDA tensors over mapped memory and NCCL, two ranks, weights shared with vLLM; 5 minutes
 #   torchsync  weight sync benchmark of 1.2B, from JAX and from PyTorch; 4 minutes
+#   loader   weights through vLLM's own loader: an unknown architecture, and engines that quantize, four at a time;
+#            compared with cold starts; 8 minutes
 #
 # Needs a GPU with at least 80 GB, and an environment with JAX for CUDA, vLLM and the test dependencies. The environment
 # variable PYTHON selects the interpreter (default: python3).
@@ -107,8 +109,15 @@ case $what in
             wait
         done
         ;;
+    loader)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        for case in llama_direct granite_loaded granite_fp8 llama_fp8; do
+            logged "$case" pytest tests/gpu/test_vllm_loader_gpu.py -k "$case" &
+        done
+        wait
+        ;;
     *)
-        sed -n '2,18p' "$0"
+        sed -n '2,20p' "$0"
         exit 2
         ;;
 esac

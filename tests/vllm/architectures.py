@@ -7,23 +7,19 @@ Prints one line of JSON per architecture."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import transformers
 from safetensors.torch import load_file
-from vllm.model_executor.models import registry
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.in_process import LocalFleet
@@ -34,8 +30,8 @@ from slipstream.errors import EngineFailure, MappingError
 from slipstream.model.checkpoints.served_model import served_model
 from slipstream.plugins.torch_trainer import update_weights
 from slipstream.runtime import event_loop
-from slipstream.types import SamplingParams
-from tests.tiny import hf_greedy
+from tests.tiny import hf_greedy, served
+from tests.vllm import one_process  # noqa: F401  # replaces `AsyncLLM`
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -59,38 +55,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 SYNCS = 10
 PROMPT, COUNT = (5, 6, 7), 6
-
-
-class OneProcess:
-    """What we use of `AsyncLLM`, without a process for the engine core."""
-
-    engine_core = None
-    made: ClassVar[list[OneProcess]] = []
-    """One that is deleted would end what the next one has started."""
-
-    def __init__(self, config: Any, **_: Any) -> None:
-        self.made.append(self)
-        self.vllm_config, self._engine = config, LLMEngine.from_vllm_config(config)
-        self._outputs: dict[str, list[Any]] = {}
-
-    async def collective_rpc(self, method: str, timeout: float, args: Any) -> list[Any]:
-        return self._engine.collective_rpc(method, timeout, args)
-
-    async def generate(self, prompt: Any, params: Any, request_id: str, priority: int) -> AsyncIterator[Any]:
-        outputs = self._outputs[request_id] = []
-        self._engine.add_request(request_id, prompt, params, priority=priority)
-        while not (outputs and outputs[-1].finished):
-            for output in self._engine.step():
-                self._outputs[output.request_id].append(output)
-            await asyncio.sleep(0)
-        yield outputs[-1]
-
-    async def pause_generation(self, **_: Any) -> None: ...
-
-    async def resume_generation(self) -> None: ...
-
-    def shutdown(self) -> None:
-        self._engine.engine_core.shutdown()
 
 
 def new_weights(model: Any, seed: int) -> None:
@@ -146,23 +110,21 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     bridge = Bridge(event_loop.run(_fleet(engine)))
     info = engine.describe()
 
-    def served() -> tuple[int, ...]:
-        (completion,) = bridge.generate([PROMPT], SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True))
-        assert completion.spans[0].version == bridge.version and len(completion.spans) == 1
-        return completion.token_ids
+    def greedy() -> tuple[int, ...]:
+        return served(bridge, [PROMPT], COUNT)[0]
 
-    tokens = [served()]
+    tokens = [greedy()]
     for seed in range(1, SYNCS + 1):
         new_weights(model, seed)
         update_weights(bridge, model)
-        tokens.append(served())
+        tokens.append(greedy())
 
     new_weights(model, SYNCS + 1)
     version, errors, kept, refused = bridge.version, [], [], {}
     for index in range(1, len(info.tensors)) if name == "Granite" else [len(info.tensors) // 2]:
         with failing_at(index):
             errors.append(error_of(lambda: update_weights(bridge, model)))
-        kept.append((served(), bridge.version) == (expected[SYNCS], version))
+        kept.append((greedy(), bridge.version) == (expected[SYNCS], version))
     model.save_pretrained(folder / name)
     state = load_file(folder / name / "model.safetensors")
     first = next(iter(state))
@@ -173,7 +135,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     }.items():
         refused[what] = error_of(lambda wrong=wrong: bridge.sync(wrong))
     bridge.sync(folder / name)
-    tokens.append(served())
+    tokens.append(greedy())
     bridge.close()
     return {
         "architecture": config.model_type,
@@ -193,8 +155,6 @@ async def _fleet(engine: VllmEngine) -> LocalFleet:
 
 
 def main() -> None:
-    registry._run_in_subprocess = lambda describe: describe()  # would import vLLM once more
-    AsyncLLM.from_vllm_config = OneProcess
     for name in sys.argv[2:] or ARCHITECTURES:
         print(json.dumps(run(name, Path(sys.argv[1]))), flush=True)
 

@@ -34,7 +34,9 @@ def test_ten_syncs_of_six_architectures_generate_the_tokens_of_transformers(tmp_
         assert answer["model"].startswith(family) and answer["same_tensors"], family
         assert all(answer["kept"]) and len(answer["kept"]) == (20 if family == "granite" else 1), family
         for error in answer["errors"]:
-            assert error.startswith("EngineFailure: engine 'engine' failed loading version 11: MemoryError: no room for")
+            assert error.startswith(
+                "EngineFailure: engine 'engine' failed loading version 11: MemoryError: no room for"
+            )
         first = answer["first"]
         assert f"missing: {first} [" in answer["refused"]["missing"], family
         assert "not in the model: extra.weight [3]" in answer["refused"]["unknown"], family
