@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import mmap
 from collections.abc import Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from slipstream.engines.vllm import direct_loader, live_parameters
 from slipstream.engines.vllm.direct_loader import DirectLoader
 from slipstream.engines.vllm.live_parameters import LiveParameters, NotYetReceived
 from slipstream.engines.vllm.reload_loader import ReloadLoader
-from slipstream.engines.vllm.undoable_reload import NothingWritten
+from slipstream.engines.vllm.undoable_reload import NothingWritten, UndoableReload, Weights
 from slipstream.engines.vllm.weight_loading import WeightsPending
 from slipstream.errors import (
     ChecksumMismatch,
@@ -55,17 +57,27 @@ class Workers:
         self.calls: list[str] = []
         self.broken = False
         self.loaded: list[dict[str, torch.Tensor]] = [{}, {}]
+        self.without_room = -1
+        """The rank whose loader fails at its second tensor."""
         self._maps: dict[str, mmap.mmap] = {}
         self._parameters, self._reloaded = written_parameters(CONFIG, TP, failed)
-        self.live, self.ranks = [], []
+        self.live, self.ranks, self.reloads = [], [], []
         for rank in range(TP):
             own = [p for p in vllm_parameters(CONFIG, TP) if p.rank == rank]
             self.live.append({p.name: torch.full(p.shape, float("nan")) for p in own})
-            held = LiveParameters(self.live[-1], self.loaded[rank].update, rank, torch.device("cpu"))
+            model: Any = SimpleNamespace(parameters=self.live[-1].values, buffers=lambda: [])
+            self.reloads.append(UndoableReload(model, partial(self._load, rank), torch.device("cpu")))
+            held = LiveParameters(self.live[-1], self.reloads[-1], rank, torch.device("cpu"))
             held._make_receiver = lambda *_, held=held: mapped_memory.CudaReceiver(
                 [0], TorchMemory, Memfd(), 5.0, held.stage, held.checksums_of
             )  # type: ignore[method-assign]
             self.ranks.append(held)
+
+    def _load(self, rank: int, weights: Weights) -> None:
+        for index, (name, tensor) in enumerate(weights):
+            if index == 1 and rank == self.without_room:
+                raise MemoryError(f"no room for {name}")
+            self.loaded[rank][name] = tensor
 
     async def __call__(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(method)
@@ -101,7 +113,10 @@ class Workers:
                 memory = torch.frombuffer(self._maps[file], dtype=torch.float32, count=count, offset=offset)
                 yield name, memory.reshape(shape)
 
-        self.ranks[rank].write(tensors(), reloaded)
+        try:
+            self.ranks[rank].write(tensors(), reloaded)
+        except NothingWritten as error:
+            return {}, 0.0, str(error), False
         return {"s0": 3}, 0.0, "", False
 
     def slipstream_checksums(self, rank: int, names: Sequence[str]) -> list[tuple[str, list[int]]]:
@@ -111,7 +126,11 @@ class Workers:
     def slipstream_discard(self, rank: int) -> None:
         self.ranks[rank].discard()
 
-    def slipstream_settle(self, rank: int) -> None: ...
+    def slipstream_settle(self, rank: int) -> None:
+        self.reloads[rank].settle()
+
+    def slipstream_undo(self, rank: int) -> None:
+        self.reloads[rank].undo()
 
 
 class Trainer:
@@ -407,6 +426,64 @@ def test_parameters_that_failed_the_mapping_check_go_through_vllms_loader(monkey
                 assert torch.equal(tensor, torch.tensor(trainer.tensors[name].tolist())), name
             expected = naive(CONFIG, trainer.tensors, TP, rank, torch.float32)
             assert_bits(workers.live[rank], {n: t for n, t in expected.items() if n not in failed})
+        trainer.outbox.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", ["cuda", "shm"])
+def test_what_one_ranks_loader_cannot_load_is_undone_on_all(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
+    failed = {"model.layers.1.mlp.gate_up_proj.weight": "of the test"}
+    workers = Workers(list(failed))
+
+    async def stage(loader: DirectLoader, trainer: Trainer, version: int) -> None:
+        if transport == "cuda":
+            return await trainer.stage(version)
+        update = HandUpdate(trainer.tensors, families.tensors(CONFIG), loader.parameters, "float32", version, "shm")
+        await loader.stage(version, update.send(await loader.begin(trainer.serving, version, update.offer)))
+
+    async def scenario() -> None:
+        loader = direct(workers, failed=failed)
+        trainer = Trainer(loader)
+        assert loader.takes_all and not loader.is_single_call  # no step may run before all ranks have loaded or undone
+        await stage(loader, trainer, 1)
+        await loader.load(1)
+        loader.finish(1)
+        if transport == "cuda":
+            await trainer.outbox.released()
+        trainer.serving = 1
+        before = [{name: tensor.clone() for name, tensor in live.items()} for live in workers.live]
+        trainer.tensors = {name: jnp.asarray(tensor) * 2 for name, tensor in trainer.tensors.items()}
+        await stage(loader, trainer, 2)
+        workers.without_room = 1
+        with pytest.raises(TransferError, match=r"vLLM's loader failed: MemoryError: no room for model.layers.1.mlp"):
+            await loader.load(2)
+        await loader.restore()
+        for live, old in zip(workers.live, before):
+            assert_bits(live, old)
+        await loader.rollback(2)
+        workers.without_room = -1
+        trainer.outbox.close()
+        loader.close()
+
+    asyncio.run(scenario())
+
+
+def test_vllms_loader_gets_all_tensors_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fills whole layers: those of a layer that did not come would be garbage."""
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
+    failed = {"model.layers.1.mlp.gate_up_proj.weight": "of the test"}
+    workers = Workers(list(failed))
+
+    async def scenario() -> None:
+        loader = direct(workers, failed=failed)
+        trainer = Trainer(loader)
+        await trainer.stage(1)
+        await trainer.commit(1)
+        with pytest.raises(TransferError, match=r"takes all tensors or none; .* are missing"):
+            await trainer.stage(2, {"model.layers.1.mlp.up_proj.weight"})
+        await loader.rollback(2)
         trainer.outbox.close()
 
     asyncio.run(scenario())

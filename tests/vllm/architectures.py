@@ -32,19 +32,8 @@ from slipstream.plugins.torch_trainer import update_weights
 from slipstream.runtime import event_loop
 from tests.tiny import hf_greedy, served
 from tests.vllm import one_process  # noqa: F401  # replaces `AsyncLLM`
+from tests.vllm.random_models import GROUPED, PROMPT, SHAPE, new_weights
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
-GROUPED = SHAPE | {"num_key_value_heads": 2}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phi3": GROUPED,
     "Olmo2": GROUPED,
@@ -54,16 +43,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Cohere": GROUPED | {"logit_scale": 0.5},
 }
 SYNCS = 10
-PROMPT, COUNT = (5, 6, 7), 6
-
-
-def new_weights(model: Any, seed: int) -> None:
-    """Weights large enough that logits differ. Left at zero and one, biases and norms that are not loaded would pass."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        is_norm = parameter.ndim == 1 and name.endswith("weight")
-        parameter.data.copy_(0.2 * noise if parameter.ndim > 1 else 1 + 0.3 * noise if is_norm else 0.5 * noise)
+COUNT = 6
 
 
 @contextlib.contextmanager

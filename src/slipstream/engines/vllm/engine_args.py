@@ -90,6 +90,9 @@ def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weigh
             raise
         given = ", ".join(f"{name}={value!r:.80}" for name, value in options.vllm.items())
         raise ConfigError(f"vLLM {version} refuses its arguments ({given}): {error}") from None
+    if config.model_config.runner_type != "generate":
+        named = config.model_config.architectures
+        raise ConfigError(f"vLLM generates no tokens with this model; architectures in its config.json is {named}")
     head_dim = config.model_config.get_head_size()
     if on_cpu and head_dim % 32:
         raise ConfigError(f"head_dim of the model is {head_dim}; vLLM's attention on CPU needs a multiple of 32")

@@ -59,7 +59,10 @@ def _by_tensors(directory: Path, unknown: UnknownArchitecture) -> ServedModel:
     if hf.get("quantization_config"):
         raise ConfigError("config.json: quantized checkpoints are not supported; use an unquantized one")
     text = hf.get("text_config")
-    settings = {**(text if isinstance(text, Mapping) else {}), **hf}
+    settings = {
+        **(text if isinstance(text, Mapping) else {}),
+        **{n: value for n, value in hf.items() if value is not None},
+    }
     if any(directory.glob("*.safetensors")):
         stored = stored_tensors(directory)
         tensors = {name: tensor.shape for name, tensor in stored.items()}
