@@ -87,7 +87,8 @@ def subject(tmp_path_factory: pytest.TempPathFactory, run_dir: Path, break_file:
     hf_weights.save(directory, params, config)
     write_tokenizer(directory)
     (break_file.parent / "sitecustomize.py").write_text(BREAKS)
-    variables = {"PYTHONPATH": str(break_file.parent), "BREAK": str(break_file)}
+    path = os.pathsep.join([str(break_file.parent), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHONPATH": path, "BREAK": str(break_file)}
     # Long prompts are computed in parts.
     options = ("kind=vllm", "max_num_seqs=4", "max_num_batched_tokens=16", f"vllm={json.dumps(ARGUMENTS)}")
     with attached(PYTHON, directory, run_dir, *options, **variables) as engine:
