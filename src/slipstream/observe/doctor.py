@@ -16,8 +16,10 @@ from typing import Literal
 
 from slipstream.config import VllmConfig
 from slipstream.deploy.processes.vllm_environment import interpreter
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnknownArchitecture
+from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.checkpoints.hub import model_directory
+from slipstream.model.families.vllm_parameters import has_layout
 from slipstream.types import FleetStatus
 from slipstream.weights.transports.host import shm
 
@@ -151,6 +153,14 @@ def _mapping(model: Path, dtype: str) -> Iterator[Diagnosis]:
         return
     if not (model / "config.json").exists():  # vLLM takes long to find out
         yield Diagnosis("live parameters", "wrong", f"{model} has no config.json", "name the directory of a model")
+        return
+    try:
+        is_known = has_layout(read_config(model))
+    except UnknownArchitecture:
+        is_known = False
+    if not is_known:
+        fix = "none needed: vLLM's own loader takes its weights, which is slower"
+        yield Diagnosis("live parameters", "note", f"vLLM's layout of {model.name} is not known", fix)
         return
     python = interpreter(VllmConfig())
     options = ["--dtype", dtype] if dtype else []
