@@ -489,6 +489,14 @@ def test_vllms_loader_gets_all_tensors_or_none(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(scenario())
 
 
+def test_parameters_of_an_unknown_layout_are_not_written_in_place(workers: Workers) -> None:
+    specs = families.tensors(CONFIG)
+    names = {spec.name for spec in specs}
+    loader = DirectLoader("engine-0", families.whole_parameters(specs), names, None, "float32", 1, workers, True)
+    assert loader.takes_all and not loader.writes_all
+    loader.close()
+
+
 def test_checksums_cover_every_part_that_is_written_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
     monkeypatch.setattr(direct_loader, "HASHED_BYTES", 1 << 12)  # several calls

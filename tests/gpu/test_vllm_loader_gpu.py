@@ -105,9 +105,8 @@ def fingerprint(case: Case) -> dict[str, str]:
 
 
 def cold_starts(case: Case, directories: list[Path]) -> list[dict[str, Any]]:
-    # Sleep mode allows one engine per process.
     options = json.loads(case.options.model_dump_json(exclude={"python"}, exclude_defaults=True))
-    options["vllm"] = case.options.vllm | {"enable_sleep_mode": False}
+    options["share_weights"] = True  # without sleep mode, which allows one engine per process
     done = subprocess.run(
         [PYTHON, "-m", "tests.gpu.cold_starts", json.dumps(options), json.dumps(PROMPTS), *map(str, directories)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},

@@ -76,5 +76,9 @@ def test_doctor_reports_which_parameters_are_written_directly(tmp_path: Path, mo
     model = write_config(tmp_path / "tiny", tiny_config("llama", hidden_size=128, head_dim=32))
     (diagnosis,) = doctor._mapping(model, "float32")
     assert (diagnosis.verdict, diagnosis.result) == ("ok", "15 of 15 of tiny receive weights directly")
+    (tmp_path / "phi").mkdir()
+    (tmp_path / "phi" / "config.json").write_text('{"model_type": "phi3"}')
+    (diagnosis,) = doctor._mapping(tmp_path / "phi", "float32")
+    assert (diagnosis.verdict, diagnosis.result) == ("note", "vLLM's layout of phi is not known")
     (diagnosis,) = doctor._mapping(tmp_path / "nowhere", "float32")
     assert diagnosis.verdict == "wrong" and "nowhere has no config.json" in diagnosis.result

@@ -245,7 +245,7 @@ class DirectLoader(UpdateReceiver):
     @property
     def writes_all(self) -> bool:
         """Whether every live parameter can be written in place, by one rank."""
-        return self.num_ranks == 1 and not self._failed
+        return self.num_ranks == 1 and not self._failed and not self._reloaded
 
     async def release(self) -> None:
         if self._links and self._update is None:

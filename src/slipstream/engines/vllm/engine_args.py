@@ -96,7 +96,7 @@ def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weigh
     head_dim = config.model_config.get_head_size()
     if on_cpu and head_dim % 32:
         raise ConfigError(f"head_dim of the model is {head_dim}; vLLM's attention on CPU needs a multiple of 32")
-    if (on_cpu or options.kv_cache_tokens) and config.cache_config.kv_cache_memory_bytes is None:
+    if on_cpu or options.kv_cache_tokens:
         tokens = options.kv_cache_tokens or options.max_num_seqs * config.model_config.max_model_len
         config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config.model_config, options, tokens, block)
     return AsyncLLM.from_vllm_config(config, usage_context=context, disable_log_stats=arguments["disable_log_stats"])
