@@ -53,7 +53,7 @@ def plan(
         typer.Argument(metavar="KEY=VALUE", help="Hardware and workload: device=gpu hosts=2 devices=8 …"),
     ] = None,
 ) -> None:
-    """Predict the cost of a weight sync; choose sizes; recommend a topology.
+    """Predict a weight sync; choose sizes; recommend a topology.
 
     With --gpus, says how many GPUs the trainer and how many engines of which
     tensor parallelism should get, the expected step, and what bounds it.

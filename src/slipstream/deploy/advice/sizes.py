@@ -153,8 +153,9 @@ def predict(sizes: Sizes, shape: ModelShape, batch: PlannedBatch, cluster: Clust
     bound = f"generation: {reason}"
     if train > generate:
         bound = "training: computing" if computing >= gathering else "training: exchange between its ranks"
-    # Every engine rank receives its share; the trainer's ranks send to every engine.
-    busiest = max(1 / tp, sizes.engines / trainer) * ITEM * shape.parameters
+    # Every engine rank receives its share. On one host each engine reads the trainer's memory; between hosts, ranks broadcast.
+    num_copies = sizes.engines if cluster.gpus <= cluster.gpus_per_host else 1
+    busiest = max(1 / tp, num_copies / trainer) * ITEM * shape.parameters
     sync = cluster.sync.seconds(step_cost.sync_work(shape, busiest))
     busy = max(generate, train) if overlap else generate + train
     return dataclasses.replace(
