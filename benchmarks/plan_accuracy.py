@@ -45,25 +45,25 @@ class Case:
         )
 
 
-CPU_MODELS = {"4M": (256, 4, 2048), "12M": (384, 5, 4096), "23M": (512, 6, 4096)}
+CPU_MODELS = {"4M": (256, 4, 2048), "11M": (384, 5, 4096), "22M": (512, 6, 4096)}
 """Hidden size, layers, vocabulary. The middle one is never fitted."""
 CPU_CASES = (
-    *(Case(model, 8, 1, 24, 8, True) for model in ("4M", "23M")),
-    *(Case(model, 32, 1, 24, 8, True) for model in ("4M", "23M")),
-    *(Case(model, 32, 1, 8, 24, True) for model in ("4M", "23M")),
-    *(Case(model, 16, 1, 56, 8, True) for model in ("4M", "23M")),
+    *(Case(model, 8, 1, 24, 8, True) for model in ("4M", "22M")),
+    *(Case(model, 32, 1, 24, 8, True) for model in ("4M", "22M")),
+    *(Case(model, 32, 1, 8, 24, True) for model in ("4M", "22M")),
+    *(Case(model, 16, 1, 56, 8, True) for model in ("4M", "22M")),
     Case("4M", 16, 4, 32, 32),
     Case("4M", 32, 8, 40, 16),
-    Case("23M", 16, 4, 32, 32),
-    Case("23M", 32, 8, 40, 16),
-    Case("12M", 8, 1, 24, 8),
-    Case("12M", 16, 4, 32, 32),
-    Case("12M", 32, 8, 40, 16),
-    Case("12M", 32, 1, 8, 24),
-    Case("12M", 16, 1, 56, 8),
-    Case("12M", 8, 1, 16, 48),
+    Case("22M", 16, 4, 32, 32),
+    Case("22M", 32, 8, 40, 16),
+    Case("11M", 8, 1, 24, 8),
+    Case("11M", 16, 4, 32, 32),
+    Case("11M", 32, 8, 40, 16),
+    Case("11M", 32, 1, 8, 24),
+    Case("11M", 16, 1, 56, 8),
+    Case("11M", 8, 1, 16, 48),
 )
-FLEETS = (("4M", 1, True), ("23M", 1, True), ("12M", 1, False), ("12M", 2, False), ("23M", 2, False))
+FLEETS = (("4M", 1, True), ("22M", 1, True), ("11M", 1, False), ("11M", 2, False), ("22M", 2, False))
 """Model, engines in other processes, and whether it is part of the calibration: syncs over shared memory."""
 GPU_MODELS = {"0.1B": (1024, 6, 32_000), "0.3B": (1536, 8, 32_000), "0.7B": (2048, 12, 32_000)}
 GPU_CASES = (
