@@ -1,7 +1,8 @@
 """How a staged version gets from the trainer into vLLM's workers: what two loaders with the same methods share.
 
 - `reload_loader.py`, on CPU: whole tensors arrive in shared memory that the workers map, and go through vLLM's own loader.
-- `direct_loader.py`, on GPU: each rank's pieces are written straight into its live parameters.
+- `direct_loader.py`, on GPU: each rank's pieces are written straight into its live parameters, or, where their layout is not
+  known, whole tensors go through vLLM's own loader, which can be undone (`undoable_reload.py`).
 
 Either way the workers can reach all weights, verified, when a version is staged. They are loaded between two steps."""
 
