@@ -333,7 +333,8 @@ def table(name: str, shape: dict[str, Any], device: str) -> Table:
             def cell(key: str, rows: Any = rows) -> str:
                 return f"{1e3 * median(rows, key):.2f}" if key in rows[0] else ""
 
-            speed = f"{size / median(rows, 'transfer') / 1e9:,.0f}"
+            transfer = median(rows, "transfer")  # 0: it was not measured apart
+            speed = f"{size / transfer / 1e9:,.0f}" if transfer else ""
             found.add_row(
                 label, cell("sync"), cell("transfer"), speed, *map(cell, ("pause", "plan", "send", "stage", "commit"))
             )

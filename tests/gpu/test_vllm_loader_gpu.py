@@ -109,7 +109,7 @@ def cold_starts(case: Case, directories: list[Path]) -> list[dict[str, Any]]:
     options["share_weights"] = True  # without sleep mode, which allows one engine per process
     done = subprocess.run(
         [PYTHON, "-m", "tests.gpu.cold_starts", json.dumps(options), json.dumps(PROMPTS), *map(str, directories)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -122,21 +122,18 @@ def cold_starts(case: Case, directories: list[Path]) -> list[dict[str, Any]]:
 def test_tokens_and_parameters_are_those_of_a_cold_start(case: Case, tmp_path: Path) -> None:
     """Tokens after each tenth sync, and parameters bit for bit."""
     found, directories, seconds = [], [], []
-    for number in range(1, SYNCS + 1):
-        tensors = weights(case.directory, number)
-        report = case.bridge.sync(tensors)
-        assert [engine.transport for engine in report.engines] == ["cuda"] and report.engines[0].checksummed
-        seconds.append(report.total_seconds)
-        if number % 10 == 0:
-            found.append(
-                {
-                    "tokens": [list(tokens) for tokens in served(case.bridge, PROMPTS, 10)],
-                    "parameters": fingerprint(case),
-                }
-            )
-            directories.append(saved(case, tensors, tmp_path / str(number)))
-    completion = case.bridge.generate([(5, 6, 7)], GREEDY)[0]
-    assert completion.spans == (VersionSpan(case.bridge.version, 0, 10),)
+    with slipstream.connect(case.bridge.run_dir) as bridge:
+        for number in range(1, SYNCS + 1):
+            tensors = weights(case.directory, number)
+            report = bridge.sync(tensors)
+            assert [engine.transport for engine in report.engines] == ["cuda"] and report.engines[0].checksummed
+            seconds.append(report.total_seconds)
+            if number % 10 == 0:
+                tokens = [list(tokens) for tokens in served(bridge, PROMPTS, 10)]
+                found.append({"tokens": tokens, "parameters": fingerprint(case)})
+                directories.append(saved(case, tensors, tmp_path / str(number)))
+        completion = bridge.generate([(5, 6, 7)], GREEDY)[0]
+        assert completion.spans == (VersionSpan(bridge.version, 0, 10),)
     assert len({json.dumps(answer["tokens"]) for answer in found}) == len(found) == SYNCS // 10
     median = 1e3 * sorted(seconds)[len(seconds) // 2]
     print(f"  {SYNCS} syncs of {report.num_bytes / 1e6:.1f} MB, median {median:.1f} ms")
@@ -170,9 +167,10 @@ def test_a_change_of_one_tensor_sends_all(case: Case) -> None:
     if not case.is_loaded:
         pytest.skip("it is written directly")
     tensors = weights(case.directory, 1003)
-    total = case.bridge.sync(tensors).num_bytes
-    assert case.bridge.sync(tensors).num_bytes == 0
-    changed = tensors | {"model.norm.weight": tensors["model.norm.weight"] * 2}
-    assert case.bridge.sync(changed).num_bytes == total
-    with pytest.raises(Unsupported, match="all tensors or none"):
-        case.bridge.sync({"model.norm.weight": tensors["model.norm.weight"]}, partial=True)
+    with slipstream.connect(case.bridge.run_dir) as bridge:
+        total = bridge.sync(tensors).num_bytes
+        assert bridge.sync(tensors).num_bytes == 0
+        changed = tensors | {"model.norm.weight": tensors["model.norm.weight"] * 2}
+        assert bridge.sync(changed).num_bytes == total
+        with pytest.raises(Unsupported, match="all tensors or none"):
+            bridge.sync({"model.norm.weight": tensors["model.norm.weight"]}, partial=True)
