@@ -20,7 +20,7 @@ from slipstream.engines.vllm import direct_loader, live_parameters
 from slipstream.engines.vllm.direct_loader import DirectLoader
 from slipstream.engines.vllm.live_parameters import LiveParameters, NotYetReceived
 from slipstream.engines.vllm.reload_loader import ReloadLoader
-from slipstream.engines.vllm.undoable_reload import NothingWritten, UndoableReload, Weights
+from slipstream.engines.vllm.undoable_reload import NothingWritten, UndoableReload, Weights, reset_scales
 from slipstream.engines.vllm.weight_loading import WeightsPending
 from slipstream.errors import (
     ChecksumMismatch,
@@ -536,3 +536,12 @@ def test_weights_packed_on_cpu_have_no_checksums() -> None:
     with pytest.raises(Unsupported, match="packs linear weights"):
         asyncio.run(loader.checksums())
     loader.close()
+
+
+def test_noise_in_the_scales_of_attention_layers_is_removed() -> None:
+    """As vLLM's dummy loader leaves it."""
+    model = torch.nn.ModuleDict({"attn": torch.nn.Linear(2, 2)})
+    model["attn"].register_buffer("_k_scale", torch.tensor(3e-4))
+    weight = model["attn"].weight.detach().clone()
+    reset_scales(model)
+    assert model["attn"]._k_scale == 1.0 and torch.equal(model["attn"].weight, weight)

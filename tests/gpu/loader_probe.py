@@ -23,6 +23,8 @@ def fingerprint(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _hash(tensor: torch.Tensor) -> str:
+    if tensor.numel() == 1:
+        return f"{tensor.dtype} {tensor.item()}"
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{list(tensor.shape)} {tensor.dtype} {xxhash.xxh3_64_hexdigest(data)}"
 

@@ -140,7 +140,8 @@ def test_tokens_and_parameters_are_those_of_a_cold_start(case: Case, tmp_path: P
     cold = cold_starts(case, directories)
     assert len(cold) == len(found)
     for number, (warm, expected) in enumerate(zip(found, cold)):
-        differing = {n for n, value in expected["parameters"].items() if warm["parameters"].get(n) != value}
+        pairs = {name: (warm["parameters"].get(name), value) for name, value in expected["parameters"].items()}
+        differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         assert not differing and warm["parameters"].keys() == expected["parameters"].keys(), (number, differing)
         assert warm["tokens"] == expected["tokens"], number
 

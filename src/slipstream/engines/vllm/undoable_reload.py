@@ -82,3 +82,11 @@ def abandon(model: torch.nn.Module) -> None:
                     tensor.weight_loader = layerwise._get_original_loader(tensor)
         info.reset()
     layerwise.LOADING_LAYERS.clear()
+
+
+def reset_scales(model: torch.nn.Module) -> None:
+    """Set the scales of attention layers to 1, as they are without a checkpoint's. vLLM's dummy loader fills them with noise,
+    and if its KV cache is not quantized, no later load sets them."""
+    for name, scale in model.named_buffers():
+        if name.endswith(("._q_scale", "._k_scale", "._v_scale", "._prob_scale")):
+            scale.fill_(1.0)

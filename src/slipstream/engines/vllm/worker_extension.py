@@ -21,7 +21,7 @@ from slipstream.engines.vllm.live_parameters import LiveParameters, NotYetReceiv
 from slipstream.engines.vllm.mapping_check import check_mapping, module_siblings, random_tensors
 from slipstream.engines.vllm.sampler import DualLogprobSampler
 from slipstream.engines.vllm.shared_names import remove_names
-from slipstream.engines.vllm.undoable_reload import NothingWritten, UndoableReload, Weights, abandon
+from slipstream.engines.vllm.undoable_reload import NothingWritten, UndoableReload, Weights, abandon, reset_scales
 from slipstream.errors import ChecksumMismatch
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
@@ -55,6 +55,8 @@ class WorkerExtension:
             get_pp_group().rank_in_group * self._slipstream_split[0] + get_tensor_model_parallel_rank()
         )
         self._slipstream_prepare_stage()
+        if self.vllm_config.load_config.load_format == "dummy":
+            reset_scales(self.model_runner.get_model())
         if not compat.is_cpu():
             model = self.model_runner.get_model()
             self._slipstream_reload = UndoableReload(model, self._slipstream_load, self.device)
