@@ -14,9 +14,11 @@ from slipstream.config import VllmConfig
 from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.engine_args import make_llm
 from slipstream.errors import ConfigError
+from slipstream.model.checkpoints.served_model import ServedModel
 from tests.engines.pretend import pretend
 from tests.tiny import tiny_config
 
+CONFIG = tiny_config(head_dim=32)
 NAMES = [
     "model",
     "dtype",
@@ -32,7 +34,6 @@ NAMES = [
     "logprobs_mode",
     "max_logprobs",
     "scheduling_policy",
-    "kv_cache_memory_bytes",
     "enable_sleep_mode",
     "gpu_memory_utilization",
     "async_scheduling",
@@ -47,12 +48,23 @@ NAMES = [
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in on two GPUs of compute capability 9.0: an engine is its config, a dict of its arguments."""
+    """A stand-in on two GPUs of compute capability 9.0: an engine is its config, with its arguments."""
 
     def create_engine_config(arguments: Any, context: Any) -> Any:
         if arguments.kv_cache_dtype == "fp3":
             raise ValueError("kv_cache_dtype: Input should be 'auto' or 'fp8'")
-        return {**vars(arguments), "device_ids": arguments._resolve_device_ids()}
+        model = SimpleNamespace(
+            runner_type="generate",
+            max_model_len=arguments.max_model_len,
+            get_head_size=lambda: CONFIG.head_dim,
+            get_total_num_kv_heads=lambda: CONFIG.num_kv_heads,
+            get_total_num_hidden_layers=lambda: CONFIG.num_layers,
+        )
+        return SimpleNamespace(
+            arguments=vars(arguments) | {"device_ids": arguments._resolve_device_ids()},
+            model_config=model,
+            cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        )
 
     methods = {"create_engine_config": create_engine_config, "_resolve_device_ids": lambda self: None}
     kind = make_dataclass("AsyncEngineArgs", [(name, Any, None) for name in NAMES], namespace=methods)
@@ -77,27 +89,31 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def made(**settings: Any) -> Any:
-    return make_llm(Path("m"), tiny_config(head_dim=32), VllmConfig(dtype="float32", **settings), has_weights=False)
+    model = ServedModel("llama", (), CONFIG.vocab_size, (), "float32", CONFIG)
+    return make_llm(Path("m"), model, VllmConfig(dtype="float32", **settings), has_weights=False)
 
 
 def test_arguments_of_the_user_are_added_to_ours(vllm: Any) -> None:
-    config = made(kv_cache_tokens=64, vllm={"kv_cache_dtype": "fp8", "block_size": 32, "disable_log_stats": False})
-    assert (config["kv_cache_dtype"], config["block_size"], config["disable_log_stats"]) == ("fp8", 32, False)
-    assert config["load_format"] == "dummy" and config["logprobs_mode"] == "processed_logprobs"
-    assert config["device_ids"] is None and config["distributed_executor_backend"] is None
+    arguments = made(
+        kv_cache_tokens=64, vllm={"kv_cache_dtype": "fp8", "block_size": 32, "disable_log_stats": False}
+    ).arguments
+    assert (arguments["kv_cache_dtype"], arguments["block_size"]) == ("fp8", 32) and not arguments["disable_log_stats"]
+    assert arguments["load_format"] == "dummy" and arguments["logprobs_mode"] == "processed_logprobs"
+    assert arguments["device_ids"] is None and arguments["distributed_executor_backend"] is None
 
 
 def test_ranks_that_share_a_gpu(vllm: Any) -> None:
-    shared = made(tensor_parallel_size=2, devices=(1, 1))
+    shared = made(tensor_parallel_size=2, devices=(1, 1)).arguments
     assert shared["device_ids"] == [1, 1] and os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert shared["distributed_executor_backend"] == "mp" and shared["disable_custom_all_reduce"]
-    apart = made(tensor_parallel_size=2, devices=(0, 1))
+    apart = made(tensor_parallel_size=2, devices=(0, 1)).arguments
     assert apart["device_ids"] is None and not apart["disable_custom_all_reduce"]
 
 
 def test_a_stage_has_the_cache_of_its_layers(vllm: Any) -> None:
     whole, half = (
-        made(kv_cache_tokens=64, vllm={"pipeline_parallel_size": stages})["kv_cache_memory_bytes"] for stages in (1, 2)
+        made(kv_cache_tokens=64, vllm={"pipeline_parallel_size": stages}).cache_config.kv_cache_memory_bytes
+        for stages in (1, 2)
     )
     assert whole == 2 * half  # of two layers
     os.environ["VLLM_PP_LAYER_PARTITION"] = "1,1"

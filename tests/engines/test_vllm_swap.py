@@ -19,6 +19,7 @@ from slipstream.engines.vllm.in_place import InPlaceUpdates
 from slipstream.engines.vllm.samples import VllmSampleTasks
 from slipstream.engines.vllm.weight_loading import WeightsPending
 from slipstream.errors import EngineFailure, NotReady, UnknownVersion, Unsupported, UpdateInProgress, VersionError
+from slipstream.model.families.vllm_parameters import written_parameters
 from slipstream.types import CommitReport, Offer
 from slipstream.weights.transports.shared.host_memory import ENGINE_NAME
 from tests.tiny import tiny_config
@@ -140,7 +141,9 @@ class StepCounter:
 
 def sharing_engine() -> tuple[Any, StepCounter]:
     engine, steps = engine_with(LateLoader()), StepCounter()
-    engine._loader = DirectLoader("engine-0", tiny_config(), "float32", 1, never, {}, True)
+    engine._loader = DirectLoader(
+        "engine-0", written_parameters(tiny_config(), 1, {})[0], (), (), "float32", 1, never, True
+    )
     engine._options = VllmConfig(share_weights=True)
     answers = {"slipstream_export": b"link", "slipstream_token_counts": {"s1": 7}}
 
