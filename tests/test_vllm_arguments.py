@@ -58,7 +58,7 @@ def test_promises_that_are_not_held_are_named_with_the_argument():
     found = not_held({"kv_cache_dtype": "fp8", "max_loras": 2})
     assert found == (
         "logprobs: keys and values are rounded to fewer bits (kv_cache_dtype)",
-        "any promise for certain: max_loras was never tested",
+        "promises for certain: max_loras was never tested",
     )
     info = EngineInfo("e", "vllm", "m", "float32", 1, (), (), (), "h", 64, 8, 0, not_held=found)
     fleet = FleetStatus(0, 1.0, 0, (EngineStatus(info, "ready", 0, 0.1),))

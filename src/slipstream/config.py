@@ -47,12 +47,12 @@ TRANSPORT_NAMES = ("memory", "shm", "tcp", "disk", "cuda", "nccl", "vllm-nccl", 
 PathName: TypeAlias = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
 """A path as a string; `pathlib.Path` is accepted."""
 
-Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+_AsTuple = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
+Names: TypeAlias = Annotated[tuple[str, ...], _AsTuple]
 """Strings; a list is accepted, as in TOML."""
 
 Device: TypeAlias = NonNegativeInt | str
 """A GPU: its number as `nvidia-smi` shows it, or its UUID (`GPU-…`)."""
-_AsTuple = BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 DeviceNames: TypeAlias = Annotated[tuple[Device, ...], _AsTuple]
 DeviceGroups: TypeAlias = Annotated[tuple[DeviceNames, ...], _AsTuple]
 

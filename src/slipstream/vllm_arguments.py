@@ -79,7 +79,7 @@ RULES: dict[str, ArgumentRule] = {
     ),
     **_ours("scheduling_policy", use="requests have a priority"),
     **_ours("async_scheduling", use="Slipstream chooses it by platform"),
-    **_ours("enable_sleep_mode", "enable_cumem_allocator", use="engines can always sleep"),
+    **_ours("enable_sleep_mode", "enable_cumem_allocator", use="engines can sleep unless share_weights is set"),
     **_ours("weight_transfer_config", use="bridge.sync sends weights"),
     **_ours("spec_method", "spec_model", "spec_tokens", use="use speculative_config"),
     **_ours(
@@ -242,7 +242,7 @@ def not_held(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     for name, value in sorted(arguments.items()):
         rule = RULES.get(name)
         if rule is None:
-            found.append(f"any promise for certain: {name} was never tested")
+            found.append(f"promises for certain: {name} was never tested")
         elif rule.effect == "reported" and value not in rule.harmless:
             found.append(f"{' and '.join(rule.promises)}: {rule.reason} ({name})")
     return tuple(found)

@@ -8,7 +8,7 @@ import os
 import pytest
 
 import slipstream
-from slipstream.cli.options import parse_devices
+from slipstream.cli.options import parse_devices, parse_trainer_devices
 from slipstream.config import EmbeddedConfig, RemoteConfig, VllmConfig, load
 from slipstream.deploy.processes import placement
 from slipstream.deploy.processes.placement import place, place_here
@@ -152,14 +152,30 @@ def test_devices_in_toml_and_on_the_command_line(tmp_path):
     assert config.engine_devices == ((0, 1), (2, 3)) and config.trainer_devices == ("GPU-a",) and config.share_gpus
     assert load(TrainConfig, None, ["engine_devices=auto"]).engine_devices == "auto"
     assert load(TrainConfig, None, ["engine_devices=[2, 3]"]).engine_devices == (2, 3)
-    assert [parse_devices("--devices", text) for text in ("", "auto", "0,1", "[[0],[0]]")] == [
+    assert [parse_devices(text) for text in ("", "auto", "0,1", "[[0],[0]]")] == [
         None,
         "auto",
         [0, 1],
         [[0], [0]],
     ]
     with pytest.raises(ConfigError, match="--devices is 'GPU 0'; expected auto, 0,1 or"):
-        parse_devices("--devices", "GPU 0")
+        parse_devices("GPU 0")
+    assert [parse_trainer_devices(text) for text in ("", "0,1", '["GPU-a"]')] == [(), (0, 1), ("GPU-a",)]
+    for text in ("auto", "[[0],[1]]", "GPU 0"):
+        with pytest.raises(ConfigError, match=r"--trainer-devices is .*; expected GPUs"):
+            parse_trainer_devices(text)
+
+
+@pytest.mark.parametrize(
+    ("visible", "trainer", "found"),
+    [("2,3", None, [(0,), (1,)]), ("2,3", [2, 3], [(0,), (1,)]), ("", None, [(0,), (1,)]), ("-1", None, [(0,), (1,)])],
+)
+def test_auto_takes_gpus_that_the_trainer_does_not_see(monkeypatch, visible, trainer, found):
+    monkeypatch.setenv("SLIPSTREAM_PRETEND_GPUS", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    placed = place_here([VllmConfig(), VllmConfig()], "auto", trainer)
+    assert [config.devices for config in placed] == found
 
 
 def test_ray_chooses_gpus_by_itself(tmp_path):
@@ -171,8 +187,8 @@ def test_ray_chooses_gpus_by_itself(tmp_path):
 @pytest.mark.parametrize(
     ("visible", "ordinals", "engines", "seen"),
     [
-        ("", {0}, ("0",), True),
-        ("", {0}, ("1", "2"), False),
+        (None, {0}, ("0",), True),
+        (None, {0}, ("1", "2"), False),
         ("2,3", {0}, ("2",), True),
         ("2,3", {0, 1}, ("2",), False),
         ("2,3", {1}, ("GPU-00000003",), True),
@@ -182,7 +198,10 @@ def test_ray_chooses_gpus_by_itself(tmp_path):
 )
 def test_whether_an_engine_sees_the_trainers_gpus(monkeypatch, visible, ordinals, engines, seen):
     monkeypatch.setenv("SLIPSTREAM_PRETEND_GPUS", "4")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus.are_visible(ordinals, engines) == seen
     transport = choose("e", ("cuda", "nccl", "shm"), host_identity(), 1, on_gpu=True, sees_trainer=seen)
     assert transport == ("cuda" if seen else "nccl" if importlib.util.find_spec("nccl") else "shm")

@@ -105,6 +105,17 @@ def test_every_rank_gets_its_part(transport, tp, dtype):
     engine.expect(weights(1))
 
 
+def test_a_stage_of_a_pipeline_has_places_for_its_own_parameters_only():
+    engine = Engine(transport="shm")
+    engine.parameters = tuple(dataclasses.replace(p, rank=int(".1." in p.name)) for p in engine.parameters)
+    engine.inbox = Inbox(engine.parameters, "float32", "e0")
+    update = engine.update_to(weights(1))
+    arrays, _ = engine.inbox.receive(update.version, update.send(engine.begin(update)))
+    places = engine.inbox.places(update.version, arrays)
+    for parameter in engine.parameters:
+        assert [place is not None for place in places[parameter.name]] == [parameter.rank == 0, parameter.rank == 1]
+
+
 def test_a_version_that_serves_is_not_touched_by_the_next_two(transport):
     engine = Engine(2, transport=transport)
     for seed in range(4):

@@ -209,6 +209,7 @@ class Bridge:
         cannot keep, and for trainers of several processes, all of which must call it. `params` must be the weights of that
         version. Returns None if every engine has it. The version number stays, so no rollout becomes older. Raises `NotReady`
         if the fleet serves no version."""
+        wait_until_computed(params)
         with self._without_syncs("another sync of this bridge is in progress; run one at a time"):
             return event_loop.run(self._repair(params))
 

@@ -25,6 +25,7 @@ class ChatPrompts:
     def __init__(self, read: Callable[[], ChatTokenizer], max_length: Callable[[], int]) -> None:
         self._read, self._max_length = read, max_length
         self._tokenizer: ChatTokenizer | None = None
+        self._length = 0
 
     @property
     def tokenizer(self) -> ChatTokenizer:
@@ -46,17 +47,15 @@ class ChatPrompts:
                     "tools and chat_template_kwargs are for conversations; no prompt is a list of messages"
                 )
             return cast(Sequence[Prompt], rows)
-        max_length, options = (
-            self._max_length(),
-            (_plain("tools", tools), _plain("chat_template_kwargs", template_kwargs)),
-        )
+        self._length = self._length or self._max_length()
+        options = _plain("tools", tools), _plain("chat_template_kwargs", template_kwargs)
         rendered: list[Prompt] = []
         for index, row in enumerate(rows):
             if not is_conversation(row):
                 rendered.append(cast(Prompt, row))
                 continue
             try:
-                rendered.append(self.tokenizer.encode_chat(max_length, _plain("messages", row), *options))
+                rendered.append(self.tokenizer.encode_chat(self._length, _plain("messages", row), *options))
             except SlipstreamError as error:
                 raise type(error)(f"prompt {index} of {len(rows)}: {error}") from None
         return rendered

@@ -21,6 +21,7 @@ from slipstream.cli.options import (
     ShareGpus,
     TrainerDevices,
     parse_devices,
+    parse_trainer_devices,
 )
 from slipstream.cli.stderr import log_to_stderr
 from slipstream.errors import ConfigError
@@ -77,8 +78,8 @@ def launch(
         model,
         engines=engines,
         engine=load(EngineConfig, overrides=options or ()),
-        devices=parse_devices("--devices", devices),
-        trainer_devices=parse_devices("--trainer-devices", trainer_devices) or (),  # the trainer is another process
+        devices=parse_devices(devices),
+        trainer_devices=parse_trainer_devices(trainer_devices),  # the trainer is another process
         share_gpus=share_gpus,
         gateway=GatewayConfig(port=port),
         run_dir=run_dir,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.options import EngineDevices, ShareGpus, TrainerDevices, parse_devices
+from slipstream.cli.options import EngineDevices, ShareGpus, TrainerDevices, parse_devices, parse_trainer_devices
 
 Command = Annotated[
     list[str] | None,
@@ -75,8 +75,8 @@ def slurm(
     from slipstream.deploy.slurm.job import SlurmJob, script
     from slipstream.model.checkpoints.hub import absolute_model
 
-    parse_devices("--devices", devices)  # raises
-    parse_devices("--trainer-devices", trainer_devices)
+    parse_devices(devices)  # raises
+    parse_trainer_devices(trainer_devices)
     given = {"--devices": devices, "--trainer-devices": trainer_devices}
     placement = [f"{option}={value}" for option, value in given.items() if value] + ["--share-gpus"] * share_gpus
     job = SlurmJob(
@@ -139,8 +139,8 @@ def role(
         engines_per_node,
         port,
         start_seconds,
-        devices=parse_devices("--devices", devices),
-        trainer_devices=parse_devices("--trainer-devices", trainer_devices) or (),
+        devices=parse_devices(devices),
+        trainer_devices=parse_trainer_devices(trainer_devices),
         share_gpus=share_gpus,
     )
     raise typer.Exit(node_role.run())

@@ -22,7 +22,8 @@ EngineDevices = Annotated[
     str,
     typer.Option(
         "--devices",
-        help="GPUs of the engines: auto takes those that the trainer does not; 0,1,2,3 are divided; [[0,1],[2,3]] are of each.",
+        help="GPUs of the engines. auto: those that the trainer does not use. 0,1,2,3: divided among the engines. "
+        "[[0,1],[2,3]]: one list per engine.",
     ),
 ]
 TrainerDevices = Annotated[str, typer.Option("--trainer-devices", help="GPUs that the trainer takes: 0,1.")]
@@ -33,11 +34,19 @@ Owner = Annotated[int, typer.Option("--owner", help="Pid of the parent process; 
 Dtype = Annotated[str, typer.Option("--dtype", help="Data type of the weights to write: float32 or bfloat16.")]
 
 
-def parse_devices(option: str, text: str) -> Any:
-    """Return the value of `--devices` or `--trainer-devices`; None if it was not given."""
+def parse_devices(text: str) -> Any:
+    """Return the value of `--devices`; None if it was not given."""
     if not text or text == "auto":
         return text or None
     value = parse_value(text if text.startswith("[") else f"[{text}]")
     if not isinstance(value, list):
-        raise ConfigError(f'{option} is {text!r}; expected auto, 0,1 or [[0,1],[2,3]], and UUIDs as ["GPU-…"]')
+        raise ConfigError(f'--devices is {text!r}; expected auto, 0,1 or [[0,1],[2,3]], and UUIDs as ["GPU-…"]')
     return value
+
+
+def parse_trainer_devices(text: str) -> tuple[Any, ...]:
+    """Return the value of `--trainer-devices`."""
+    value = () if not text else parse_value(text if text.startswith("[") else f"[{text}]")
+    if not isinstance(value, (list, tuple)) or any(isinstance(device, list) for device in value) or "auto" in value:
+        raise ConfigError(f'--trainer-devices is {text!r}; expected GPUs: 0,1, or UUIDs as ["GPU-…"]')
+    return tuple(value)

@@ -86,7 +86,7 @@ def launch(
         devices: GPUs of the engines, as `nvidia-smi` numbers them or by UUID: one list per engine with a GPU per rank, such as
             `[[0, 1], [2, 3]]`; or a list to divide among them; or "auto", which takes GPUs that the trainer does not. By
             default a single engine sees the GPUs that this process sees, and several are placed as by "auto".
-        trainer_devices: GPUs of the trainer; by default those in CUDA_VISIBLE_DEVICES, and empty if it has none.
+        trainer_devices: GPUs of the trainer; by default those in CUDA_VISIBLE_DEVICES. Pass `[]` if it uses none.
         share_gpus: Let several ranks, or a rank and the trainer, be on one GPU.
         gateway: Config of the gateway.
         run_dir: Directory for logs, address and token; a new one by default.

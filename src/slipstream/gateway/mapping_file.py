@@ -5,6 +5,7 @@ The gateway writes `vllm_bridge_config.json` as soon as engines have registered,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -75,7 +76,8 @@ class MappingFile:
         self._registered = asyncio.Event()
         self.model_name = "policy"
         for directory in directories:
-            (directory / FILE).unlink(missing_ok=True)  # of an earlier run: trainers wait for the new one
+            with contextlib.suppress(OSError):  # `_write` reports it
+                (directory / FILE).unlink(missing_ok=True)  # of an earlier run: trainers wait for the new one
 
     def on_register(self) -> None:
         self._registered.set()
@@ -88,12 +90,13 @@ class MappingFile:
             await asyncio.sleep(SETTLE_SECONDS)
             self._registered.clear()
             found = engines()
-            layouts = {(e.name, e.model, e.dtype, e.num_ranks) for e in found}
+            layouts = {(e.name, e.kind, e.model, e.dtype, e.num_ranks) for e in found}
             if found and layouts != written:
-                await asyncio.to_thread(self._write, mapping(self.model_name, found))
+                await asyncio.to_thread(self._write, found)
                 written = layouts
 
-    def _write(self, content: dict[str, Any]) -> None:
+    def _write(self, engines: Sequence[EngineInfo]) -> None:
+        content = mapping(self.model_name, engines)
         for directory in self._directories:
             temporary = directory / f".{FILE}.new"
             try:

@@ -58,7 +58,12 @@ def examine_fleet(status: FleetStatus) -> Iterator[Diagnosis]:
     for engine in status.engines:
         name = f"engine {engine.info.name}"
         for promise in engine.info.not_held:
-            yield Diagnosis(name, "note", f"does not hold {promise}", "leave that argument of vLLM out, or do without")
+            yield Diagnosis(
+                name,
+                "note",
+                f"does not hold {promise}",
+                "leave out that argument of vLLM, or accept this",
+            )
         if engine.state == "quarantined":
             yield Diagnosis(name, "wrong", engine.note, "sync again, or restart it if it does not pass its probe")
         elif engine.state != "ready":
@@ -158,6 +163,9 @@ def _mapping(model: Path, dtype: str) -> Iterator[Diagnosis]:
         is_known = has_layout(read_config(model))
     except UnknownArchitecture:
         is_known = False
+    except ConfigError as error:
+        yield Diagnosis("live parameters", "wrong", str(error), "use another checkpoint")
+        return
     if not is_known:
         fix = "none needed: vLLM's own loader takes its weights, which is slower"
         yield Diagnosis("live parameters", "note", f"vLLM's layout of {model.name} is not known", fix)

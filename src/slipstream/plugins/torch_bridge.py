@@ -107,8 +107,7 @@ class TorchWeightBridge:
         if self.mode == "local":
             http = _Http(*self._http_address(), self._timeout)
             _wait_for(http.is_alive, deadline, f"the gateway at {http.url} to answer; is it running with --http?")
-            content = self._mapping_file(deadline) or http.mapping(deadline)
-            self._check(content)
+            self._check(http.mapping(deadline))
             self._way = _Checkpoints(http)
             return
         content = self._mapping_file(deadline)
@@ -119,9 +118,13 @@ class TorchWeightBridge:
             raise Unsupported(
                 f"shared mode is for a trainer of one process, and this one has {count}; use distributed mode"
             )
-        bridge = connect(self._log_dir, **options, snapshot="none")  # type: ignore[arg-type]
         module = self.get_trainable_model()
-        self._way = _Shared(bridge, module) if self.mode == "shared" else _Transfers(bridge)
+        bridge = connect(self._log_dir, **options, snapshot="none")  # type: ignore[arg-type]
+        try:
+            self._way = _Shared(bridge, module) if self.mode == "shared" else _Transfers(bridge)
+        except BaseException:
+            bridge.close()  # it may hold the fleet's updates
+            raise
 
     def get_trainable_model(self) -> torch.nn.Module:
         """Return the module. In shared mode, after `initialize`, its parameters are the engines' memory."""

@@ -118,7 +118,11 @@ class SharedModule:
     def notify_update(self, in_flight: InFlight = "keep") -> SyncReport:
         """Make the current parameters the next version and resume the engines. Engines drop caches of older versions, and
         report the new version from the next token on."""
-        self._check_places()
+        try:
+            self._check_places()
+        except MappingError:
+            self.release()
+            raise
         report = self._shared.notify_update(in_flight)
         self._changes = self._count()
         return report

@@ -9,11 +9,12 @@ import shutil
 import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from slipstream.config import Device
 
 PRETENDED = "SLIPSTREAM_PRETEND_GPUS"
-"""Number of GPUs to pretend that this machine has: to plan for another machine, and for tests."""
+"""Number of GPUs to pretend that this machine has, for tests."""
 SMI_SECONDS = 30.0
 _NAME_BYTES = 96
 
@@ -38,8 +39,10 @@ def installed() -> tuple[Gpu, ...]:
 def allocated() -> tuple[Gpu, ...]:
     """Return the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or else all."""
     found = installed()
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return found
     by_name = {name: gpu for gpu in found for name in (gpu.id, gpu.uuid)}
-    return tuple(by_name.get(device, Gpu(device)) for device in visible()) or found
+    return tuple(by_name.get(device, Gpu(device)) for device in visible())
 
 
 def are_visible(ordinals: Collection[int], names: Collection[str]) -> bool:
@@ -53,9 +56,10 @@ def are_visible(ordinals: Collection[int], names: Collection[str]) -> bool:
 
 
 def visible() -> tuple[Device, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES lists."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return tuple(int(word) if word.isdecimal() else word for word in map(str.strip, listed) if word)
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists: those before the first that cannot be one, as CUDA reads it."""
+    listed = map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    valid = takewhile(lambda word: word not in ("", "-1", "NoDevFiles"), listed)
+    return tuple(int(word) if word.isdecimal() else word for word in valid)
 
 
 def _from_nvml() -> tuple[Gpu, ...]:

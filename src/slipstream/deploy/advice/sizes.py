@@ -104,10 +104,13 @@ def choose_sizes(shape: ModelShape, batch: PlannedBatch, cluster: Cluster, max_s
     if not found:
         size, memory = shape.parameters, cluster.usable_memory
         least = math.ceil(TRAINER_BYTES * size / memory) + math.ceil(2 * ITEM * size / memory)
+        needed = (
+            f"at least {least:,} are needed" if least > cluster.gpus else "with a KV cache of one sequence beside it"
+        )
         raise ConfigError(
             f"{size / 1e9:,.1f}B parameters do not fit {cluster.gpus} GPU(s) of {cluster.hardware.memory / 1e9:,.0f} GB: the "
             f"training state takes {TRAINER_BYTES * size / 1e9:,.0f} GB, an engine with an incoming version "
-            f"{2 * ITEM * size / 1e9:,.0f} GB; at least {least:,} are needed"
+            f"{2 * ITEM * size / 1e9:,.0f} GB; {needed}"
         )
     best: dict[int, Sizes] = {}
     for sizes in found:  # the fastest for each size of an engine

@@ -56,10 +56,6 @@ class Rates(NamedTuple):
     def seconds(self, work: Work) -> float:
         return sum(self.terms(work))
 
-    def bound(self, work: Work) -> str:
-        """What most of the time goes to."""
-        return max(zip(self.terms(work), TERMS))[1]
-
 
 NONE = Rates()
 

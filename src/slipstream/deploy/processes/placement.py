@@ -40,11 +40,11 @@ def place_here(
         devices = "auto"
     if devices != "auto":
         return place(configs, devices, discovery.installed(), trainer or (), share)
-    if trainer is None:
-        # In a job, other GPUs of the machine may be another job's.
-        found = discovery.allocated() if "SLURM_JOB_ID" in os.environ else discovery.installed()
-        return place(configs, devices, found, discovery.visible() or None, share)
-    return place(configs, devices, discovery.allocated(), trainer, share)
+    own = discovery.visible() if "CUDA_VISIBLE_DEVICES" in os.environ else None
+    # In a job, other GPUs of the machine may be another job's.
+    is_trainers = trainer is None or (own is not None and set(trainer) >= set(own))
+    found = discovery.installed() if is_trainers and "SLURM_JOB_ID" not in os.environ else discovery.allocated()
+    return place(configs, devices, found, own if trainer is None else trainer, share)
 
 
 def place(

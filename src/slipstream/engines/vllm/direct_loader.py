@@ -61,7 +61,7 @@ class DirectLoader(UpdateReceiver):
         """Receives weights that come through shared memory."""
         self._links: tuple[tuple[bytes, ...], ...] = ()
         self._files = MappedFiles(engine, call_workers)
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[Place | None]] = {}
         """Parameters of the update in progress that came through shared memory."""
         self._staged = -1
         self._is_torn = False
@@ -114,7 +114,8 @@ class DirectLoader(UpdateReceiver):
         arrays, report = await asyncio.to_thread(self._inbox.receive, version, manifests)
         self._check_all_tensors(arrays)
         self._places = self._inbox.places(version, arrays)
-        files = {file for places in self._places.values() for file, _, _ in places}.union(self._inbox.files())
+        files = {place[0] for places in self._places.values() for place in places if place is not None}
+        files |= set(self._inbox.files())
         await self._files.map(files)
         self._inbox.check(version)
         self._staged = version
@@ -167,7 +168,7 @@ class DirectLoader(UpdateReceiver):
         self._is_torn = True
         if self._inbox.is_updating:
             places = [
-                [name, [[file, offset, list(shape)] for file, offset, shape in by_rank]]
+                [name, [None if place is None else [*place[:2], list(place[2])] for place in by_rank]]
                 for name, by_rank in self._places.items()
             ]
             answers = await self._call_workers("slipstream_write", places, self._dtype, sorted(self._reloaded))

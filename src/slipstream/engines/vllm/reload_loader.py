@@ -59,7 +59,8 @@ class ReloadLoader:
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
         arrays, report = await self._run(partial(self._inbox.receive, version, manifests))
-        places = self._serving | {name: ranks[0] for name, ranks in self._inbox.places(version, arrays).items()}
+        arrived = self._inbox.places(version, arrays).items()
+        places = self._serving | {name: place for name, (place, *_) in arrived if place is not None}
         in_use = {file for file, _, _ in (*places.values(), *self._serving.values())}
         await self._files.map(in_use.union(self._inbox.files()))
         missing = sorted(self._names - places.keys())

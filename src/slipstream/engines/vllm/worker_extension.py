@@ -213,8 +213,8 @@ class WorkerExtension:
         whether a retry may succeed. Counting and writing are one call, so that no step runs between them."""
         start, counts, reason, may_retry, seconds = time.perf_counter(), self.slipstream_token_counts(), "", False, 0.0
         try:
-            if any(indices):
-                seconds = self._slipstream_live.apply(version, indices[self._slipstream_rank], timeout)
+            if own := indices[self._slipstream_rank]:  # a stage of a pipeline may have nothing to write
+                seconds = self._slipstream_live.apply(version, own, timeout)
         except NothingWritten as error:
             reason, may_retry = str(error), isinstance(error, NotYetReceived)
         return counts, max(seconds, time.perf_counter() - start), reason, may_retry
@@ -222,10 +222,11 @@ class WorkerExtension:
     def slipstream_write(
         self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]
     ) -> tuple[dict[str, int], float, str, bool]:
-        """Like `slipstream_apply`, for parameters in mapped files: `(name, per rank (file, offset, shape))`."""
+        """Like `slipstream_apply`, for parameters in mapped files: `(name, per rank (file, offset, shape))`, with None for
+        ranks that do not have it."""
         counts, torch_dtype, start = self.slipstream_token_counts(), getattr(torch, dtype), time.perf_counter()
         reason = ""
-        own = [(name, *by_rank[self._slipstream_rank]) for name, by_rank in places]
+        own = [(name, *place) for name, by_rank in places if (place := by_rank[self._slipstream_rank]) is not None]
         tensors = (
             (name, self._slipstream_tensor(file, offset, shape, torch_dtype)) for name, file, offset, shape in own
         )

@@ -87,8 +87,11 @@ def _tensors_of_transformers(directory: Path, unknown: UnknownArchitecture) -> d
         raise ConfigError(
             f"{unknown}. Its tensors are not known here: {directory} has no weights, and transformers is not installed"
         ) from None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True))
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True))
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"{unknown}. transformers does not know its tensors either: {error}") from None
     return {name: tuple(tensor.shape) for name, tensor in as_stored(model, dict(model.named_parameters())).items()}
 
 

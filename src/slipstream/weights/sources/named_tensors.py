@@ -28,7 +28,7 @@ import numpy as np
 
 from slipstream.errors import MappingError
 from slipstream.tensors.boxes import full_box, intersect, shape_of, shift, slices, volume
-from slipstream.tensors.safetensors_dir import stored_tensors
+from slipstream.tensors.safetensors_dir import HEAD, stored_tensors
 from slipstream.types import Box
 from slipstream.weights.plan import SourceTensor
 from slipstream.weights.sources.torch_shards import (
@@ -285,14 +285,13 @@ def shard_boxes(array: Any) -> list[Box]:
 
 
 def _without_tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop a tied head: PyTorch state dicts list it under both names, checkpoints and engines have it as the embedding, which
-    comes first."""
+    """Drop a tied head: PyTorch state dicts list it under both names, checkpoints and engines have it as the embedding."""
     if not all(is_torch(local_tensor(tensor)) for tensor in tensors.values()):  # at the first of a JAX tree
         return tensors
     first: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors.items():
-        local = local_tensor(tensor)
+    for name in sorted(tensors, key=lambda name: name == HEAD):  # the head comes last
+        local = local_tensor(tensors[name])
         # Shards without elements have no memory that could tell them apart.
-        memory = (local.data_ptr(), tuple(tensor.shape)) if local.numel() else (name,)
+        memory = (local.data_ptr(), tuple(tensors[name].shape), local.stride()) if local.numel() else (name,)
         first.setdefault(memory, name)
     return {name: tensors[name] for name in first.values()}

@@ -140,6 +140,8 @@ class DeviceOutbox:
         """Add the checksums to the pieces. Raise `NonFiniteWeights`, before the engine can commit them."""
         pieces = {(rank, index): piece for rank, own in enumerate(self._pinned) for index, piece in own.items()}
         counts: dict[tuple[str, Box], int] = {}
+        if not pieces:  # of which framework the trainer is, is not known yet
+            return
         if self._scanner is None:
             self._scanner = self._make_scanner(all(is_torch(piece.array) for piece in pieces.values()))
         for (rank, index), scan in self._scanner.scan(pieces).items():

@@ -299,8 +299,8 @@ class Publication:
             log.warning("the trainer sends to %s one by one: %s", ", ".join(names), error)
             for name in names:
                 self.routes[name].is_alone = True
-            groups = await asyncio.gather(*(self._send_group([name], is_computed) for name in names))
-            return {name: sent for group in groups for name, sent in group.items()}
+            groups = await self._for_each({name: self._send_group([name], is_computed) for name in names})
+            return {name: sent for group in groups.values() for name, sent in group.items()}
 
     def _send(self, names: Sequence[str], is_computed: bool) -> tuple[list[bytes], int]:
         """Send to the first engine, and through it to the others."""

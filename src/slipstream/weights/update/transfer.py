@@ -387,13 +387,17 @@ class Inbox(UpdateReceiver):
         with self._lock:
             return [str(_in_shm(receiver).path) for rank in self._ranks for receiver in rank.receivers.values()]
 
-    def places(self, version: int, names: Iterable[str]) -> dict[str, list[tuple[str, int, tuple[int, ...]]]]:
-        """Return `(file, offset, local shape)` per rank for parameters that have arrived."""
+    def places(self, version: int, names: Iterable[str]) -> dict[str, list[tuple[str, int, tuple[int, ...]] | None]]:
+        """Return `(file, offset, local shape)` per rank for parameters that have arrived; None for a rank without the
+        parameter."""
         with self._lock:
             update = self._current(version)
-        result: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {name: [] for name in names}
+        result: dict[str, list[tuple[str, int, tuple[int, ...]] | None]] = {name: [] for name in names}
         for name, places in result.items():
             for rank in self._ranks:
+                if name not in rank.image.places:
+                    places.append(None)
+                    continue
                 receiver = _in_shm(rank.receivers[update.slots[name]])
                 offset, shape = rank.image.places[name]
                 places.append((str(receiver.path), receiver.start + offset, shape))
