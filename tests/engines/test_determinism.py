@@ -21,10 +21,8 @@ from tests.tiny import random_params, variant
 
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
-    "small pool": {"num_pages": 18},  # two long requests do not fit
-    "chunks of 16": {"max_num_batched_tokens": 16},
+    "small pool, chunks of 16": {"num_pages": 18, "max_num_batched_tokens": 16},  # two long requests do not fit
     "more rows": {"max_num_seqs": 8},
-    "prompt lookup": {"speculation": "prompt_lookup"},
     "prompt lookup, small pool": {"speculation": "prompt_lookup", "num_pages": 18},
     "tp=2": {"tensor_parallel_size": 2},
 }

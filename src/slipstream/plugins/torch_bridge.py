@@ -46,7 +46,7 @@ from slipstream.errors import (
     from_wire,
 )
 from slipstream.gateway.mapping_file import FILE
-from slipstream.plugins.torch_trainer import named_parameters, share_weights, update_weights
+from slipstream.plugins.torch_trainer import named_parameters, share_weights, stored_parameters, update_weights
 from slipstream.weights.sources.torch_shards import is_dtensor_type
 
 BridgeMode = Literal["local", "distributed", "shared"]
@@ -214,7 +214,8 @@ class TorchWeightBridge:
         wanted = {
             name: tuple(row["shape"]) for name, row in next(iter(content["engines"].values()))["parameters"].items()
         }
-        found = {name: tuple(p.shape) for name, p in named_parameters(self.get_trainable_model()).items()}
+        parameters = named_parameters if self.mode == "shared" else stored_parameters
+        found = {name: tuple(p.shape) for name, p in parameters(self.get_trainable_model()).items()}
         for name in sorted(wanted.keys() | found.keys()):
             if wanted.get(name) != found.get(name):
                 raise MappingError(
@@ -249,13 +250,13 @@ class _Checkpoints:
     def broadcast(self, module: torch.nn.Module) -> None:
         from safetensors.torch import save_file
 
-        parameters = named_parameters(module)
+        parameters = stored_parameters(module)
         if sharded := [name for name, parameter in parameters.items() if is_dtensor_type(type(parameter))]:
             raise Unsupported(f"{sharded[0]} is a DTensor, of which this process holds a part; use distributed mode")
         self._pending = f"{self._name}-{self._count % 2}"
         directory = self._root / self._pending
         directory.mkdir(exist_ok=True)
-        tensors = {name: p.detach().contiguous().cpu() for name, p in parameters.items()}
+        tensors = {name: parameter.contiguous().cpu() for name, parameter in parameters.items()}
         save_file(tensors, directory / "model.safetensors")
 
     def notify(self) -> int:

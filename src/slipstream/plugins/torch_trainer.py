@@ -40,16 +40,22 @@ def update_weights(
     partial: bool = False,
 ) -> SyncReport:
     """Copy a module's parameters, or a state dict, to every engine. See `Bridge.sync`."""
-    named = named_parameters(weights) if isinstance(weights, torch.nn.Module) else weights
-    tensors = {_without_wrappers(name): tensor.detach() for name, tensor in named.items()}
-    tensors = as_stored(_unwrapped(weights), tensors)
+    if isinstance(weights, torch.nn.Module):
+        tensors = stored_parameters(weights)
+    else:
+        tensors = {_without_wrappers(name): tensor.detach() for name, tensor in weights.items()}
     params = replicated(tensors, bridge.process_count) if bridge.process_count > 1 else tensors
     return bridge.sync(params, in_flight=in_flight, partial=partial)
 
 
 def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return a module's parameters by their names in the checkpoint."""
+    """Return a module's parameters by their names without those of wrappers."""
     return {_without_wrappers(name): parameter for name, parameter in module.named_parameters()}
+
+
+def stored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's parameters under the names, and in the shapes, of its checkpoint."""
+    return as_stored(_unwrapped(module), {name: p.detach() for name, p in named_parameters(module).items()})
 
 
 def share_weights(
