@@ -182,6 +182,8 @@ def test_ray_chooses_gpus_by_itself(tmp_path):
     write_sample_config(tmp_path)
     with pytest.raises(ConfigError, match='Ray chooses the GPUs of its actors; use devices="auto"'):
         slipstream.launch(tmp_path, devices=[[0]], cluster="ray")
+    with pytest.raises(ConfigError, match=r"devices is \[\(1,\)\], but Ray chooses"):
+        slipstream.launch(tmp_path, engine=VllmConfig(devices=(1,)), cluster="ray")
 
 
 @pytest.mark.parametrize(

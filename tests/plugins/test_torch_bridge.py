@@ -68,6 +68,8 @@ def test_a_trainer_that_knows_only_the_endpoints_and_no_token(fleet):
 def test_local_mode_brings_each_step_to_the_engines(fleet, tmp_path):
     module = hf_model(tiny_config(), seed=3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    of_a_killed_trainer = logs(fleet).parent / "weights" / "torch-1-7-0"  # process 1 has another start time
+    of_a_killed_trainer.mkdir()
     with TorchWeightBridge(module, url=fleet.http_url, log_dir=logs(fleet)) as bridge:
         assert bridge.mode == "local" and bridge.get_trainable_model() is module
         assert bridge.mappings["model.norm.weight"]["vllm_name"] == "model.norm.weight"

@@ -275,9 +275,12 @@ def _group(
         return group
     if cluster != "ray" and not isinstance(cluster, RayConfig):
         raise ConfigError(f"cluster must be 'local', 'ray' or a RayConfig, got {cluster!r}")
-    if devices not in (None, "auto"):
+    named = (
+        devices if devices not in (None, "auto") else [c.devices for c in configs if c.kind != "remote" and c.devices]
+    )
+    if named:
         raise ConfigError(
-            f'devices is {devices!r}, but Ray chooses the GPUs of its actors; use devices="auto" for one per rank, or '
+            f'devices is {named!r}, but Ray chooses the GPUs of its actors; use devices="auto" for one per rank, or '
             "RayConfig(gpus=…) for another number or a share"
         )
     from slipstream.deploy.ray.cluster import ActorGroup

@@ -48,6 +48,7 @@ from slipstream.errors import (
 from slipstream.gateway.mapping_file import FILE
 from slipstream.plugins.torch_trainer import named_parameters, share_weights, stored_parameters, update_weights
 from slipstream.weights.sources.torch_shards import is_dtensor_type
+from slipstream.weights.transports.host.shm import process_start_time
 
 BridgeMode = Literal["local", "distributed", "shared"]
 DEFAULT_URL = "http://127.0.0.1:9001"
@@ -245,7 +246,12 @@ class _Checkpoints:
                 f"the gateway at {http.url} loads no checkpoints; start it with the directory that holds them, as in "
                 "--http-option weights=/dev/shm/weights"
             )
-        self._root, self._name = Path(info["weights"]), f"torch-{os.getpid()}"
+        own = os.getpid()
+        self._root, self._name = Path(info["weights"]), f"torch-{own}-{process_start_time(own)}"
+        for left in self._root.glob("torch-*-*-[01]"):  # by trainers that were killed
+            pid, start = map(int, left.name.split("-")[1:3])
+            if process_start_time(pid) != start:
+                shutil.rmtree(left, ignore_errors=True)
 
     def broadcast(self, module: torch.nn.Module) -> None:
         from safetensors.torch import save_file

@@ -126,7 +126,7 @@ def _splits(shape: ModelShape, batch: PlannedBatch, cluster: Cluster) -> Iterato
     step = 1 if gpus <= 2 * cluster.gpus_per_host else cluster.gpus_per_host
     for trainer in range(step, gpus, step) if gpus > 1 else (1,):
         left, state = (gpus - trainer, 0.0) if gpus > 1 else (1, TRAINER_BYTES * size)
-        for tp in (2**i for i in range(MAX_TP.bit_length()) if 2**i <= left):
+        for tp in (2**i for i in range(MAX_TP.bit_length()) if 2**i <= left and shape.heads % 2**i == 0):
             free = memory - state - 2 * ITEM * size / tp
             per_row = ITEM * shape.kv / min(tp, shape.kv_heads) * (batch.prompt_tokens + batch.completion_tokens)
             if TRAINER_BYTES * size / trainer <= memory and free >= per_row:

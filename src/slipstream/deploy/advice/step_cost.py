@@ -118,6 +118,8 @@ class ModelShape:
     num_tensors: int
     kv_heads: int
     """Engines of more ranks than this hold keys and values several times."""
+    heads: int
+    """The ranks of an engine divide them evenly."""
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelShape:
@@ -138,6 +140,7 @@ class ModelShape:
             attention=4 * config.num_layers * config.num_heads * config.head_dim,
             num_tensors=len(tensors),
             kv_heads=config.num_kv_heads,
+            heads=config.num_heads,
         )
 
     def read_parameters(self, rows: float) -> float:
@@ -146,7 +149,7 @@ class ModelShape:
         return self.parameters - unused * self.expert_parameters
 
 
-KIMI_K2 = ModelShape(1.03e12, 32e9, 1.01e12, 384, 8, 61, 7168, 61 * 576, 61 * 64 * 2 * (192 + 128), 92_000, 1)
+KIMI_K2 = ModelShape(1.03e12, 32e9, 1.01e12, 384, 8, 61, 7168, 61 * 576, 61 * 64 * 2 * (192 + 128), 92_000, 1, 64)
 """Its published sizes; our decoder does not know its architecture."""
 
 
