@@ -17,11 +17,10 @@ from slipstream.cli import demo
 from slipstream.config import EmbeddedConfig, load
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.model.checkpoints import hf_weights
-from slipstream.rl.algorithm.loss import UpdateMetrics
 from slipstream.rl.config import AlgorithmConfig, TaskConfig, TrainConfig
 from slipstream.rl.reporting import plot
 from slipstream.rl.reporting.progress import training_display
-from slipstream.rl.reporting.records import Evaluation, PhaseSeconds, StepRecord, WarmupRecord
+from slipstream.rl.reporting.records import Evaluation, PhaseSeconds, StepRecord, UpdateMetrics, WarmupRecord
 from slipstream.types import SyncReport
 
 SMALL = TrainConfig(

@@ -80,6 +80,7 @@ from slipstream.config import GatewayConfig
 from slipstream.deploy.processes.process_group import ProcessGroup
 group = ProcessGroup(Path(sys.argv[1]), 60)
 group.start_gateway(GatewayConfig())
+group.wait_for_gateway()
 print("up", flush=True)
 time.sleep(600)
 """
@@ -103,4 +104,5 @@ def test_a_frozen_gateway_makes_way_once_its_trainer_is_gone(tmp_path, monkeypat
         trainer.wait()
     with process_group.ProcessGroup(tmp_path, 60) as group:
         group.start_gateway(GatewayConfig())
+        group.wait_for_gateway()
         assert gateway() != frozen.pid and gone_within(10, [frozen]) == []

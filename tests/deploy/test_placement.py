@@ -139,10 +139,21 @@ def test_without_devices_several_engines_on_gpus_are_placed_and_one_inherits(mon
     two = [VllmConfig(), VllmConfig()]
     assert [config.devices for config in place_here(two)] == [(1,), (2,)]
     assert place_here([VllmConfig()]) == [VllmConfig()] and place_here([ONE, ONE]) == [ONE, ONE]
-    named = [VllmConfig(devices=(0,)), VllmConfig(devices=(0,))]
-    assert place_here(named) == named
+    assert [config.devices for config in place_here([VllmConfig()], trainer=[0])] == [(1,)]
     with pytest.raises(ConfigError, match="share_gpus"):
         place_here([TWO, TWO])
+
+
+def test_gpus_named_in_configs_are_checked_across_engines(monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_PRETEND_GPUS", "3")
+    twice = [VllmConfig(devices=(0,)), VllmConfig(devices=(0,))]
+    assert place_here(twice, share=True) == twice
+    with pytest.raises(ConfigError, match="GPU 0 is taken by engine 0 and by engine 1"):
+        place_here(twice)
+    with pytest.raises(ConfigError, match="GPU 0 is taken by the trainer and by engine 0"):
+        place_here(twice[:1], trainer=[0])
+    two_ranks_on_one = [VllmConfig(tensor_parallel_size=2, devices=(0, 0))]
+    assert place_here(two_ranks_on_one) == two_ranks_on_one
 
 
 def test_devices_in_toml_and_on_the_command_line(tmp_path):

@@ -11,11 +11,11 @@ from slipstream.rl.algorithm import forward
 from slipstream.rl.algorithm.batch import Batch, make_batch
 from slipstream.rl.algorithm.experience import prepare
 from slipstream.rl.algorithm.forward import logprob_fn
-from slipstream.rl.algorithm.loss import UpdateMetrics
 from slipstream.rl.algorithm.sharding import mesh_over
 from slipstream.rl.algorithm.train_step import TrainStep, init_state, make_train_step
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimizerConfig, TrainConfig
 from slipstream.rl.data.prompts import SHUFFLE_STREAM
+from slipstream.rl.reporting.records import UpdateMetrics
 from slipstream.rl.trainer import checkpoint
 from slipstream.rl.trainer.learner import Learner
 from tests.rl.batches import completion

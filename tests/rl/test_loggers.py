@@ -10,7 +10,6 @@ import pytest
 
 from slipstream.config import load
 from slipstream.errors import ConfigError, LogError
-from slipstream.rl.algorithm.loss import UpdateMetrics
 from slipstream.rl.config import LoggingConfig, TrainConfig
 from slipstream.rl.reporting import loggers
 from slipstream.rl.reporting.records import (
@@ -18,6 +17,7 @@ from slipstream.rl.reporting.records import (
     PhaseSeconds,
     Saved,
     StepRecord,
+    UpdateMetrics,
     WarmupRecord,
     json_lines,
     read_records,

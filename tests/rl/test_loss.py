@@ -16,6 +16,7 @@ from slipstream.rl.algorithm import loss
 from slipstream.rl.algorithm.batch import Batch
 from slipstream.rl.algorithm.loss import Forward
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
+from slipstream.rl.reporting.records import UpdateMetrics
 from tests.rl.batches import random_batch
 from tests.rl.test_correction import naive_weights
 
@@ -124,7 +125,7 @@ def test_metrics_match_the_naive_implementation():
 
 
 def test_metrics_are_the_objective_and_facts_of_the_update():
-    assert {f.name for f in dataclasses.fields(loss.UpdateMetrics)} == {
+    assert {f.name for f in dataclasses.fields(UpdateMetrics)} == {
         *loss.Objective._fields,
         "gradient_norm",
         "num_skipped",

@@ -15,6 +15,7 @@ from slipstream.rl.algorithm.packing import pack
 from slipstream.rl.algorithm.sharding import leaf_spec
 from slipstream.rl.algorithm.train_step import init_state, make_train_step
 from slipstream.rl.config import AlgorithmConfig, CorrectionConfig, KlConfig, OptimizerConfig
+from slipstream.rl.reporting.records import UpdateMetrics
 from tests.rl.batches import completion
 from tests.tiny import random_params, tiny_config
 
@@ -94,7 +95,7 @@ def test_a_step_compiles_once_keeps_params_and_increases_rewarded_logprobs(param
 
     change = sequence_logprobs(state.policy) - sequence_logprobs(params)
     assert (change * advantages.group(REWARDS).reshape(-1)).sum() > 0
-    assert loss.UpdateMetrics(**{name: float(value) for name, value in metrics.items()}).gradient_norm > 0
+    assert UpdateMetrics(**{name: float(value) for name, value in metrics.items()}).gradient_norm > 0
     np.testing.assert_allclose(metrics["ratio"], 1, atol=1e-5)
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-6)
     assert metrics["clip_share"] == 0

@@ -190,9 +190,9 @@ class Bridge:
         """Make `params` the policy of every engine, as the next version, in memory shared by this process and the engines.
 
         There is one copy for all, and the trainer writes later versions into it; see `SharedWeights`. The engines must run on
-        this host and support it (the embedded engine with tensor_parallel_size=1 does), and `params` must have their dtype;
-        otherwise raises `Unsupported` or `MappingError`. For engines on a GPU, the memory is on this process's GPU `device`,
-        which the engines must see too. A `sync` ends the sharing."""
+        this host with tensor_parallel_size=1, be embedded engines or vLLM on a GPU with `share_weights`, and `params` must
+        have their dtype; otherwise raises `Unsupported` or `MappingError`. For engines on a GPU, the memory is on this
+        process's GPU `device`, which the engines must see too. A `sync` ends the sharing."""
         if self._options.process_count > 1:
             raise Unsupported("a trainer of several processes cannot share its weights; use bridge.sync")
         shared = SharedWeights(self._fleet, self._syncing, self._on_shared_commit, self._options)

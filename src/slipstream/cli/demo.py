@@ -76,7 +76,6 @@ def run_train(config: TrainConfig, console: Console | None = None) -> int:
 
 def _execute(config: TrainConfig, console: Console) -> TrainResult | None:
     """Train and print a summary; return None if the user interrupted the run."""
-    enable_compilation_cache()  # a trainer that is restarted after a crash continues sooner
     session = TrainSession(config)
     result = session.result
     engines = f"{config.engines} {config.engine.kind} engine process(es)" if config.engines else "an in-process engine"
@@ -87,6 +86,7 @@ def _execute(config: TrainConfig, console: Console) -> TrainResult | None:
         console.print(f"resuming from the checkpoint of step {result.steps[-1].step}")
     try:
         with session:
+            enable_compilation_cache()  # a trainer that is restarted after a crash continues sooner
             console.print(f"engines started in {session.seconds:.1f} s; compiling and warming up")
             with training_display(console, config.warmup_steps, config.steps) as show:
                 for record in session.records():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.options import (
+    BesideGateway,
     EngineDevices,
     EngineSettings,
     JoinGateway,
@@ -299,6 +300,7 @@ def engine(
     options: EngineSettings = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a lost gateway to come back.")] = 60.0,
     owner: Owner = 0,
+    beside_gateway: BesideGateway = False,
 ) -> None:
     """Run an engine and connect it to a gateway.
 
@@ -316,9 +318,11 @@ def engine(
         flag = f"--xla_force_host_platform_device_count={config.tensor_parallel_size}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     from slipstream.deploy.processes.engine_process import host
-    from slipstream.deploy.processes.run_dir import run_identity
+    from slipstream.deploy.processes.run_dir import run_identity, wait_for_gateway
     from slipstream.runtime.tls import ANONYMOUS, Identity
 
+    if beside_gateway and run_dir is not None:
+        wait_for_gateway(run_dir, owner)
     address, token, authority = _credentials(run_dir, gateway, token_file, ca)
     identity = run_identity(run_dir) if run_dir is not None else Identity(certificate, key)
     if identity == ANONYMOUS and config.kind != "remote":

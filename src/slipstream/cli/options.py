@@ -31,6 +31,9 @@ ShareGpus = Annotated[
     bool, typer.Option("--share-gpus", help="Let several ranks, or a rank and the trainer, be on one GPU.")
 ]
 Owner = Annotated[int, typer.Option("--owner", help="Pid of the parent process; exit when it exits.", hidden=True)]
+BesideGateway = Annotated[
+    bool, typer.Option("--beside-gateway", help="The owner starts the gateway too; wait for it.", hidden=True)
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="Data type of the weights to write: float32 or bfloat16.")]
 
 

@@ -74,8 +74,11 @@ def plan(
     from slipstream.weights.plan import DTYPE_BYTES
 
     if gpus:
-        if workload or (trainer, engines, tp) != ("fsdp=1", 1, 1):
-            raise ConfigError("--gpus chooses --trainer, --engines and --tp; leave them and KEY=VALUE settings out")
+        if workload or gbps or (trainer, engines, tp, ep, dtype) != ("fsdp=1", 1, 1, False, "bfloat16"):
+            raise ConfigError(
+                "--gpus chooses --trainer, --engines and --tp, for weights in bfloat16 and links of --network-gbps; leave "
+                "those, --ep, --dtype, --gbps and KEY=VALUE settings out"
+            )
         lengths = (batch, prompt_tokens, completion_tokens, group)
         _plan_sizes(model, lengths, (gpus, gpus_per_host, network_gbps), hardware, max_staleness, as_json)
         return

@@ -105,7 +105,7 @@ def options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
         # Reconnect to a restarted gateway within a second; gRPC's default backs off up to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 500),
     ]
 
 

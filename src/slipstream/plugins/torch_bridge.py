@@ -26,6 +26,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, get_args
@@ -69,7 +70,8 @@ class TorchWeightBridge:
         log_dir: Directory of `vllm_bridge_config.json`, which is the run directory unless the gateway was started with
             another. Default: SLIPSTREAM_RUN_DIR, or LOGDIR. In local mode it may be missing.
         transport: Data plane in distributed mode, as for `slipstream.connect`. By default the fastest that works.
-        timeout: Time limit in seconds for the engines to start, and for each call over HTTP.
+        timeout: Time limit in seconds for the engines to start, for each call over HTTP, and for each collective call of a
+            process group that `initialize` creates.
     """
 
     def __init__(
@@ -96,33 +98,29 @@ class TorchWeightBridge:
         self._model, self._url, self._token = model, url, token
         self._transport, self._timeout = transport, timeout
         self._module: torch.nn.Module | None = model if isinstance(model, torch.nn.Module) else None
-        self._way: _Way | None = None
+        self._delivery: _Delivery | None = None
         self.mappings: Mapping[str, Any] = {}
         """`param_mappings` of the mapping file: where each tensor lies in an engine."""
 
     def initialize(self) -> None:
         """Wait for the engines, connect to them, and check that the module fits them."""
-        if self._way is not None:
+        if self._delivery is not None:
             return
         deadline = time.monotonic() + self._timeout
         if self.mode == "local":
             http = _Http(*self._http_address(), self._timeout)
             _wait_for(http.is_alive, deadline, f"the gateway at {http.url} to answer; is it running with --http?")
             self._check(http.mapping(deadline))
-            self._way = _Checkpoints(http)
+            self._delivery = _Checkpoints(http)
             return
-        content = self._mapping_file(deadline)
+        content = self._mapping_file(self._log_dir, deadline)  # type: ignore[arg-type]
         rank, count = self._join_trainers()
         self._check(content)
         options = {"process_index": rank, "process_count": count, "transport": self._transport}
-        if self.mode == "shared" and count > 1:
-            raise Unsupported(
-                f"shared mode is for a trainer of one process, and this one has {count}; use distributed mode"
-            )
         module = self.get_trainable_model()
         bridge = connect(self._log_dir, **options, snapshot="none")  # type: ignore[arg-type]
         try:
-            self._way = _Shared(bridge, module) if self.mode == "shared" else _Transfers(bridge)
+            self._delivery = _Shared(bridge, module) if self.mode == "shared" else _Transfers(bridge)
         except BaseException:
             bridge.close()  # it may hold the fleet's updates
             raise
@@ -151,9 +149,9 @@ class TorchWeightBridge:
 
     def close(self) -> None:
         """Disconnect. Engines keep the version that they serve."""
-        if self._way is not None:
-            self._way.close()
-            self._way = None
+        if self._delivery is not None:
+            self._delivery.close()
+            self._delivery = None
 
     def __enter__(self) -> TorchWeightBridge:
         self.initialize()
@@ -164,10 +162,10 @@ class TorchWeightBridge:
     ) -> None:
         self.close()
 
-    def _started(self) -> _Way:
-        if self._way is None:
+    def _started(self) -> _Delivery:
+        if self._delivery is None:
             raise NotReady("the weight bridge is not connected; call initialize() first")
-        return self._way
+        return self._delivery
 
     def _http_address(self) -> tuple[str, str]:
         """Return URL and token: those given, or those of the run directory."""
@@ -180,11 +178,9 @@ class TorchWeightBridge:
                 pass
         return (url or DEFAULT_URL).rstrip("/"), token
 
-    def _mapping_file(self, deadline: float) -> dict[str, Any]:
-        """Wait for the mapping file and return its content; empty if no directory is known."""
-        if self._log_dir is None:
-            return {}
-        file = self._log_dir / FILE
+    def _mapping_file(self, log_dir: Path, deadline: float) -> dict[str, Any]:
+        """Wait for the mapping file and return its content."""
+        file = log_dir / FILE
         _wait_for(file.exists, deadline, f"{file}, which the gateway writes when engines have registered")
         content: dict[str, Any] = json.loads(file.read_text())
         return content
@@ -200,13 +196,22 @@ class TorchWeightBridge:
                 ("WORLD_SIZE", "SLIPSTREAM_PROCESS_COUNT", "1"),
             )
         )
-        if distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
-        if count > 1:
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            distributed.init_process_group(
-                backend, init_method=self._job.trainers_url(backend), rank=rank, world_size=count
+        if is_joined := distributed.is_initialized():
+            rank, count = distributed.get_rank(), distributed.get_world_size()
+        if self.mode == "shared" and count > 1:
+            raise Unsupported(
+                f"shared mode is for a trainer of one process, and this one has {count}; use distributed mode"
             )
+        if count > 1 and not is_joined:
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            url, limit = self._job.trainers_url(backend), timedelta(seconds=self._timeout)
+            try:
+                distributed.init_process_group(backend, init_method=url, rank=rank, world_size=count, timeout=limit)
+            except RuntimeError as error:
+                raise DeadlineExceeded(
+                    f"rank {rank} of the trainer did not find the {count - 1} other(s) at {url}: {error}; start them all, with "
+                    "the same WORLD_SIZE"
+                ) from None
         return rank, count
 
     def _check(self, content: Mapping[str, Any]) -> None:
@@ -225,7 +230,7 @@ class TorchWeightBridge:
                 )
 
 
-class _Way(Protocol):
+class _Delivery(Protocol):
     """How the weights travel."""
 
     def broadcast(self, module: torch.nn.Module) -> None: ...

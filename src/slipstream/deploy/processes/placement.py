@@ -31,11 +31,14 @@ def place_here(
     """Place engines on GPUs of this machine. `trainer` are the trainer's GPUs; None: this process is the trainer, and has those
     of CUDA_VISIBLE_DEVICES.
 
-    Without `devices`, a single engine sees the GPUs of its environment, as the trainer does. Several are placed as by
-    "auto"."""
+    Without `devices`, engines take those that their configs name. If those name none, a single engine sees the GPUs of its
+    environment, as the trainer does, unless `trainer` says which to leave alone. Several are placed as by "auto"."""
     if devices is None:
-        is_placed = any(config.devices for config in configs if config.kind != "remote")
-        if is_placed or sum(map(_uses_gpus, configs)) < 2 or not discovery.installed():
+        if any(named := [() if config.kind == "remote" else config.devices for config in configs]):
+            if not share:
+                _check_named(named, trainer or ())
+            return list(configs)
+        if sum(map(_uses_gpus, configs)) < (2 if trainer is None else 1) or not discovery.installed():
             return list(configs)
         devices = "auto"
     if devices != "auto":
@@ -109,7 +112,14 @@ def _find(device: object, gpus: Sequence[Gpu]) -> Gpu:
     for gpu in gpus:
         if device in (gpu.id, gpu.uuid) and device != "":
             return gpu
-    raise ConfigError(f"there is no GPU {device!r} here; there is {_named(gpus)}")
+    raise ConfigError(f"there is no GPU {device!r} here; there is {_named(gpus) if gpus else 'none'}")
+
+
+def _check_named(named: Sequence[Sequence[Device]], trainer: Iterable[Device]) -> None:
+    """Check GPUs that configs name. An engine may have several ranks on one if its own config says so."""
+    gpus = discovery.installed()
+    groups = [list(dict.fromkeys(_find(device, gpus) for device in devices)) for devices in named]
+    _check_taken_once(groups, [_find(device, gpus) for device in trainer])
 
 
 def _check_taken_once(groups: Sequence[Sequence[Gpu]], trainers: Iterable[Gpu]) -> None:

@@ -82,6 +82,8 @@ class ProcessGroup:
                 check_port(what, server.host, server.port)
         front = ["--http", str(http.port), *_overrides(http)] if http is not None else []
         self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config), *front])
+
+    def wait_for_gateway(self) -> None:
         self.wait_until(lambda: _gateway_pid(self.run_dir) == self._processes["gateway"].pid, "the gateway to listen")
 
     def start_engine(
@@ -92,11 +94,11 @@ class ProcessGroup:
         patience: float,
         joins: Path | None = None,
     ) -> None:
-        """Start an engine. `joins` is the gateway's run directory, if it is not this group's."""
+        """Start an engine, which waits for this group's gateway, or joins the one of the run directory `joins`."""
         ready = self._ready_files[name] = ready_file(joins or self.run_dir, name)
         ready.unlink(missing_ok=True)
         arguments = ["engine", "--run-dir", str(joins or self.run_dir), "--model", str(model), "--name", name]
-        arguments += ["--patience", f"{patience:g}"]
+        arguments += ["--patience", f"{patience:g}", *([] if joins else ["--beside-gateway"])]
         self._start(name, arguments + _overrides(config), interpreter(config))
 
     def wait_for_engines(self, count: int) -> None:

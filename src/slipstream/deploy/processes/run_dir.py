@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from pathlib import Path
 
 from slipstream.deploy.processes.vllm_environment import home
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DeadlineExceeded, GatewayLost
 from slipstream.gateway.tokens import RUN_TOKEN
 from slipstream.runtime.private_files import WatchedFile
 from slipstream.runtime.tls import Identity
+
+START_SECONDS = 60.0
 
 
 def new_run_dir() -> Path:
@@ -26,6 +29,25 @@ def read_run_dir(directory: Path) -> tuple[str, str, str]:
         return facts["address"], (directory / RUN_TOKEN).read_text().strip(), facts.get("ca", "")
     except FileNotFoundError:
         raise ConfigError(f"no gateway is running in {directory} (it has no gateway.json and token)") from None
+
+
+def wait_for_gateway(directory: Path, owner: int) -> None:
+    """Wait for the gateway that `owner`, the parent of this process, is starting in this directory. A file that the killed
+    gateway of another owner has left does not count."""
+    until = time.monotonic() + START_SECONDS
+    while not _is_started_by(owner, directory):
+        if os.getppid() != owner:
+            raise GatewayLost(f"process {owner}, which was starting the gateway in {directory}, is gone")
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"waited {START_SECONDS:g} s for the gateway of process {owner} in {directory}")
+        time.sleep(0.02)
+
+
+def _is_started_by(owner: int, directory: Path) -> bool:
+    try:
+        return bool(json.loads((directory / "gateway.json").read_text())["owner"] == owner)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 class TokenFile:

@@ -104,6 +104,7 @@ class GatewayActor(ProcessActor):
                 file.hardlink_to(copy)
         shutil.rmtree(kept, ignore_errors=True)
         self._group.start_gateway(self._config, self._http)
+        self._group.wait_for_gateway()
         kept.mkdir(mode=0o700)
         for file, copy in files:
             copy.hardlink_to(file)

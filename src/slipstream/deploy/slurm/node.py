@@ -70,6 +70,7 @@ class NodeRole:
         with ProcessGroup(self.run_dir, self.start_seconds) as group:
             group.keep_alive()
             group.start_gateway(GatewayConfig(port=self.port))
+            group.wait_for_gateway()
             self._start_engines(group, self.engine)
             return self._train()
 

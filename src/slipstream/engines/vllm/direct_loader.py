@@ -135,7 +135,7 @@ class DirectLoader(UpdateReceiver):
             raise
         except Exception as error:
             raise TransferError(
-                f"engine {self._name!r}: version {version} did not arrive: {_last_line(error)}"
+                f"engine {self._name!r}: version {version} did not arrive: {last_line(error)}"
             ) from None
 
     def _read_manifests(self, update: IncomingUpdate, manifests: Sequence[Sequence[bytes]]) -> int:
@@ -261,7 +261,7 @@ class DirectLoader(UpdateReceiver):
         self._inbox.close()
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """A worker's error includes its traceback; return only the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -30,14 +30,22 @@ from slipstream.engines.frontend.frontend import EngineFrontend
 from slipstream.engines.frontend.request_parser import SequenceLimits, read_tokenizer
 from slipstream.engines.frontend.step_control import StepControl
 from slipstream.engines.vllm import compat
-from slipstream.engines.vllm.direct_loader import DirectLoader
+from slipstream.engines.vllm.direct_loader import DirectLoader, last_line
 from slipstream.engines.vllm.engine_args import make_llm
 from slipstream.engines.vllm.in_place import InPlaceUpdates
 from slipstream.engines.vllm.reload_loader import ReloadLoader
 from slipstream.engines.vllm.samples import VllmSampleTasks
 from slipstream.engines.vllm.weight_loading import WORKER_WAIT_SECONDS, WeightsPending
 from slipstream.engines.vllm.worker_memory import WorkerMemory
-from slipstream.errors import EngineFailure, EngineLost, NotReady, SlipstreamError, UnknownVersion, Unsupported
+from slipstream.errors import (
+    EngineFailure,
+    EngineLost,
+    NotReady,
+    SlipstreamError,
+    UnknownVersion,
+    Unsupported,
+    UpdateInProgress,
+)
 from slipstream.model import families
 from slipstream.model.checkpoints.served_model import ServedModel, served_model
 from slipstream.model.families.vllm_parameters import has_layout, written_parameters
@@ -157,11 +165,12 @@ class VllmEngine(EngineFrontend):
 
     async def begin(self, version: int, offer: Offer) -> Destinations:
         if offer.transport == ENGINE_NAME:
-            if not self._can_share or self._loader.is_updating:
+            if not self._can_share:
                 raise Unsupported(
-                    f"engine {self._name!r} cannot share its weights, or is being updated; start it with "
-                    "VllmConfig(share_weights=True) on a GPU"
+                    f"engine {self._name!r} cannot share its weights; start it with VllmConfig(share_weights=True) on a GPU"
                 )
+            if self._loader.is_updating:
+                raise UpdateInProgress(f"engine {self._name!r} is receiving another update; retry when it has ended")
             return await self._in_place.begin(self._steps, self._samples.version, version)
         return await self._loader.begin(self._samples.version, version, offer)
 
@@ -347,4 +356,5 @@ class VllmEngine(EngineFrontend):
         if isinstance(error, EngineDeadError):
             self.ended.set()
             return EngineLost(f"the vLLM of engine {self._name!r} died while {doing}: {error}")
-        return EngineFailure(f"engine {self._name!r} failed {doing}: {type(error).__name__}: {error}")
+        log.error("engine %s failed %s", self._name, doing, exc_info=error)
+        return EngineFailure(f"engine {self._name!r} failed {doing}: {type(error).__name__}: {last_line(error)}")

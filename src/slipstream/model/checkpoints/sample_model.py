@@ -7,15 +7,15 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.model.checkpoints import hf_weights
 from slipstream.model.checkpoints.hf_config import generation_config, to_hf
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import tensors
-from slipstream.model.transformer.decoder import Params
 from slipstream.model.tree import unflatten
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from slipstream.model.transformer.decoder import Params
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNKNOWN)
@@ -80,6 +80,8 @@ def character_tokenizer() -> Tokenizer:
 
 def write_sample_model(directory: str | Path, *, seed: int = 0) -> ModelConfig:
     """Write a complete HF model directory: config, tokenizer, chat template and random weights drawn from `seed`."""
+    from slipstream.model.checkpoints import hf_weights
+
     config = write_sample_config(directory)
     hf_weights.save(directory, sample_params(config, seed), config)
     return config

@@ -19,7 +19,6 @@ use the totals of the whole batch therefore add up to those of the whole batch."
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
@@ -61,25 +60,6 @@ class Objective(NamedTuple):
     """Mean w: 1 when trainer and engine agree."""
     dropped: jax.Array
     """Share of tokens with w = 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateMetrics:
-    """`Objective` and the gradient norm before clipping, as floats for the log."""
-
-    loss: float
-    ratio: float
-    clip_share: float
-    kl: float
-    entropy: float
-    gap: float
-    gradient_norm: float
-    reference_kl: float = 0.0
-    value_loss: float = 0.0
-    correction: float = 1.0
-    dropped: float = 0.0
-    num_skipped: int = 0
-    """Updates that changed nothing because their loss or gradient is not finite. The other fields are of the rest, if any."""
 
 
 def totals(batch: Batch) -> Totals:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from slipstream.errors import ConfigError
-from slipstream.rl.algorithm.loss import UpdateMetrics
 from slipstream.types import SyncReport
 
 
@@ -49,6 +48,25 @@ class PhaseSeconds:
     @property
     def total(self) -> float:
         return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateMetrics:
+    """The means of an update (`Objective` in `algorithm/loss.py`), and the gradient norm before clipping."""
+
+    loss: float
+    ratio: float
+    clip_share: float
+    kl: float
+    entropy: float
+    gap: float
+    gradient_norm: float
+    reference_kl: float = 0.0
+    value_loss: float = 0.0
+    correction: float = 1.0
+    dropped: float = 0.0
+    num_skipped: int = 0
+    """Updates that changed nothing because their loss or gradient is not finite. The other fields are of the rest, if any."""
 
 
 class Stopwatch:

@@ -21,13 +21,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import xxhash
 
 from slipstream.errors import CheckpointError, Unsupported
-from slipstream.rl.algorithm.train_step import OptState
+
+if TYPE_CHECKING:
+    from slipstream.rl.algorithm.train_step import OptState
 
 FORMAT = 1
 KEEP = 2
@@ -131,6 +132,8 @@ def load(directory: Path, params: Any, opt_state: OptState) -> RunState:
 
     `params` and `opt_state` are arrays of the same shapes and dtypes, whose values are ignored. The loaded arrays get their
     shardings, which may differ from those at the time of saving."""
+    import jax
+
     _require_one_process()
     described = _complete(directory)
     for name, (_, digest) in described["files"].items():
@@ -164,6 +167,8 @@ def _checkpointer() -> Any:
 
 def _shapes(tree: Any) -> dict[str, list[Any]]:
     """`{"['params']['lm_head']['weight']": [[100, 64], "float32"]}`."""
+    import jax
+
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves}
 
@@ -237,5 +242,7 @@ def _sync(path: Path) -> None:
 
 
 def _require_one_process() -> None:
+    import jax
+
     if jax.process_count() > 1:
         raise Unsupported("checkpoints support a trainer of one JAX process only; set save_every = 0 for several")

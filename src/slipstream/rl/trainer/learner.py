@@ -18,11 +18,11 @@ from slipstream.model.config import ModelConfig
 from slipstream.model.transformer.layers import Params
 from slipstream.rl.algorithm import experience, forward, sharding
 from slipstream.rl.algorithm.batch import Batch, chosen
-from slipstream.rl.algorithm.loss import UpdateMetrics
 from slipstream.rl.algorithm.packing import learned_lengths, pack
 from slipstream.rl.algorithm.train_step import TrainState, init_state, make_train_step
 from slipstream.rl.config import AlgorithmConfig
 from slipstream.rl.data.prompts import SHUFFLE_STREAM
+from slipstream.rl.reporting.records import UpdateMetrics
 from slipstream.rl.trainer import checkpoint
 
 

@@ -17,12 +17,11 @@ from slipstream.model.transformer import decoder
 from slipstream.observe.mismatch import disagreeing_engines, engine_logprobs
 from slipstream.observe.mismatch_watch import MismatchWatch
 from slipstream.rl.algorithm.batch import Batch, make_batch
-from slipstream.rl.algorithm.loss import UpdateMetrics
 from slipstream.rl.config import TrainConfig
 from slipstream.rl.data.prompts import PromptSource
 from slipstream.rl.data.tasks import Task
 from slipstream.rl.data.tokens import Codec
-from slipstream.rl.reporting.records import Evaluation, PhaseSeconds, StepRecord, Stopwatch
+from slipstream.rl.reporting.records import Evaluation, PhaseSeconds, StepRecord, Stopwatch, UpdateMetrics
 from slipstream.rl.rewards.scoring import Scorer
 from slipstream.rl.trainer import checkpoint, resume
 from slipstream.rl.trainer.batch_log import BatchLog

@@ -4,8 +4,10 @@ It creates the run directory, starts the engines, runs the training loop (`loop.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,6 @@ from slipstream.rl.data.tasks import task_named
 from slipstream.rl.reporting import loggers
 from slipstream.rl.reporting.records import Evaluation, Record, Saved, StepRecord
 from slipstream.rl.trainer import resume
-from slipstream.rl.trainer.loop import training_loop
 from slipstream.runtime.private_files import private_directory
 
 VLLM_START_SECONDS = 300.0
@@ -100,7 +101,9 @@ class TrainSession:
 
     def __enter__(self) -> Self:
         run_dir = self.result.run_dir
-        with ExitStack() as opened:
+        with ExitStack() as opened, ThreadPoolExecutor(1) as beside:
+            for module in ("slipstream.rl.trainer.loop", "orbax.checkpoint"):  # JAX too: seconds, while processes start
+                beside.submit(importlib.import_module, module)
             self._bridge = opened.enter_context(_open_bridge(self._config, self._model_dir, run_dir))
             reference = open_reference(self._config, self._model_dir, run_dir / "reference")
             self._reference = opened.enter_context(reference)
@@ -112,6 +115,8 @@ class TrainSession:
 
     def records(self) -> Iterator[Record]:
         """Train; yield each record as soon as it is made."""
+        from slipstream.rl.trainer.loop import training_loop
+
         run_dir = self.result.run_dir
         for record in training_loop(self._config, self._bridge, self._model_dir, run_dir, self._reference):
             self.result.add(record)

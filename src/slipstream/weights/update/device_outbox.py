@@ -23,7 +23,7 @@ from slipstream.weights.transports.device import (
     locate,
 )
 from slipstream.weights.update.device_scan import DeviceScanner
-from slipstream.weights.update.transfer import ChainNotOpen
+from slipstream.weights.update.transfer import CannotRelay
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ class DeviceOutbox:
     ) -> tuple[list[bytes], int]:
         """Send what changed, once computed. Afterwards each rank has its pieces or knows where to read them.
 
-        The engines of `replicas` get the same pieces, by broadcasts. Raise `ChainNotOpen` if NCCL cannot do that."""
+        The engines of `replicas` get the same pieces, by broadcasts. Raise `CannotRelay` if NCCL cannot do that."""
         assert self.destinations is not None
         self._pinned = [
             {index: self._piece(tensors, stream[index]) for index in indices}
@@ -111,7 +111,7 @@ class DeviceOutbox:
         senders = [(self._sender(rank, pieces), pieces) for rank, pieces in ranks]
         others = [[replica._sender(rank, pieces) for replica in replicas] for rank, pieces in ranks]
         if replicas and not all(sender.can_broadcast(behind) for (sender, _), behind in zip(senders, others)):
-            raise ChainNotOpen("NCCL broadcasts between different GPUs, and some ranks share one")
+            raise CannotRelay("NCCL broadcasts between different GPUs, and some ranks share one")
         if self._options.checksums:
             for sender, pieces in senders:
                 sender.prepare(version, pieces)

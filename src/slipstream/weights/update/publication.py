@@ -33,7 +33,7 @@ from slipstream.weights.sources.named_tensors import Tensor
 from slipstream.weights.transports.device import DEVICE_TRANSPORTS, are_ready
 from slipstream.weights.update import transport_choice
 from slipstream.weights.update.device_outbox import DeviceOutbox
-from slipstream.weights.update.transfer import ChainNotOpen, Outbox
+from slipstream.weights.update.transfer import CannotRelay, Outbox
 from slipstream.weights.update.unchanged import HeldTensors
 
 log = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class Publication:
     async def _send_group(self, names: Sequence[str], is_computed: bool) -> _Sent:
         try:
             return dict.fromkeys(names, await asyncio.to_thread(self._send, names, is_computed))
-        except ChainNotOpen as error:
+        except CannotRelay as error:
             log.warning("the trainer sends to %s one by one: %s", ", ".join(names), error)
             for name in names:
                 self.routes[name].is_alone = True
@@ -305,8 +305,8 @@ class Publication:
     def _send(self, names: Sequence[str], is_computed: bool) -> tuple[list[bytes], int]:
         """Send to the first engine, and through it to the others."""
         first, *replicas = (self.routes[name].outbox for name in names)
-        facts = self._tensors, self.unchanged[names[0]], self._version, is_computed
-        sent = first.send(*facts, replicas)  # type: ignore[arg-type]
+        unchanged = self.unchanged[names[0]]
+        sent = first.send(self._tensors, unchanged, self._version, is_computed, replicas)  # type: ignore[arg-type]
         with self._counting:
             self.num_bytes += sent[1]
         return sent

@@ -47,7 +47,7 @@ from slipstream.weights.update.transport_choice import SMALL_BYTES, make_receive
 NUM_SLOTS = 2
 
 
-class ChainNotOpen(TransferError):
+class CannotRelay(TransferError):
     """The engines cannot pass weights on to each other. Nothing was sent."""
 
 
@@ -95,7 +95,7 @@ class Outbox:
         """Send the parameters with changed tensors to all ranks; return a manifest per rank and the number of bytes. Raise
         `NonFiniteWeights` if values are not finite, unless the options say that it does not matter.
 
-        The engines of `replicas` get the same bytes, each from the engine before it. Raise `ChainNotOpen` if they cannot."""
+        The engines of `replicas` get the same bytes, each from the engine before it. Raise `CannotRelay` if they cannot."""
         sent = self._plan.changed_parameters(unchanged)
         ranks = range(len(self._streams))
         self._used = []
@@ -137,7 +137,7 @@ class Outbox:
                 for slots in {tuple(paths[move.parameter]) for move in stream.values() if move.parameter in paths}:
                     self._sender(rank, slots)
         except TransferError as error:
-            raise ChainNotOpen(str(error)) from None
+            raise CannotRelay(str(error)) from None
         return {name: tuple(path) for name, path in paths.items()}
 
     def _send_rank(

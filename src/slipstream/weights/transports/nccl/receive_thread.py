@@ -80,8 +80,9 @@ class ReceiveThread:
         synchronize(staging.device)
         self._unique_id = library.new_id()
         contiguous = pack_indices(self._contiguous.keys(), moves)
-        facts = library.version(), primitive, plan.fingerprint, contiguous, library.device_id(ordinal)
-        self.link = NcclLink(self._unique_id, *facts).pack()
+        device = library.device_id(ordinal)
+        link = NcclLink(self._unique_id, library.version(), primitive, plan.fingerprint, contiguous, device)
+        self.link = link.pack()
         self._group: tuple[Seat, NcclPair] | None = None
         """The communicator over which the trainer rank broadcasts to replicas, this engine rank among them."""
         self._versions: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -193,13 +194,12 @@ class ReceiveThread:
     def _joined(self, seat: Seat | None) -> NcclPair | None:
         """Return the communicator that a header names. Leave the one that earlier headers named, if it is another."""
         if self._group is not None and self._group[0] != seat:
-            (_, old), self._group = self._group, None
-            if not old.close():
-                leaked_memory.append((self._staging, self._buffer))
+            if not self._group[1].close():  # the thread ends, and keeps the memory
                 raise TransferError(f"nccl: the communicator with {self._peer} and other engines could not be aborted")
+            self._group = None
         if self._group is None and seat is not None:
-            facts = self._peer, self._deadline, self._stop, seat.size
-            joined = self._library.pair(seat.unique_id, seat.rank, self._ordinal, "broadcast", *facts)
+            where = seat.unique_id, seat.rank, self._ordinal
+            joined = self._library.pair(*where, "broadcast", self._peer, self._deadline, self._stop, seat.size)
             self._group = seat, joined
             self._report_progress()
         return None if self._group is None else self._group[1]

@@ -190,8 +190,8 @@ class NcclSender(DeviceSender):
         assert seat is not None
         if self._group is None:
             peers = f"{self._peer} and {len(pairs) - 1} more"
-            facts = peers, self._deadline, self._stop, seat.size
-            joined = self._library.pair(seat.unique_id, 0, self._packer.ordinal, "broadcast", *facts)
+            where = seat.unique_id, 0, self._packer.ordinal
+            joined = self._library.pair(*where, "broadcast", peers, self._deadline, self._stop, seat.size)
             self._group = tuple(pairs), seat, joined
         return self._group[2]
 
