@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
-from vllm.model_executor.models import registry
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -46,5 +45,4 @@ class OneProcess:
     def shutdown(self) -> None: ...
 
 
-registry._run_in_subprocess = lambda describe: describe()  # would import vLLM once more
 AsyncLLM.from_vllm_config = OneProcess

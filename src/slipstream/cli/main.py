@@ -9,6 +9,7 @@ import typer
 
 from slipstream.cli import access, chaos, fanout, fleet, hosts, journal, machine, models, plan, train
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.runtime.garbage_collection import delay_collections
 from slipstream.runtime.unraisable import watch_unraisable
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ for _group, _commands in GROUPS.items():
 
 def main() -> None:
     """Run the command. A `SlipstreamError` is printed as a message, without a traceback."""
+    delay_collections()
     watch_unraisable()
     try:
         app()

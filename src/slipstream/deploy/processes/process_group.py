@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -57,18 +58,15 @@ class ProcessGroup:
         atexit.register(self.close)
 
     def _wait_for_earlier_gateway(self) -> None:
-        """Wait for an earlier gateway in this directory to exit: one whose trainer has just died is still shutting down. One
-        that cannot, because it is stopped or hangs, is killed. A killed gateway leaves its files, which the next one continues
-        with."""
+        """Wait for an earlier gateway in this directory to exit. One whose owner has died would too, but that takes time, or
+        for ever if it hangs: it is killed, and leaves its files, which the next one continues with."""
         until = time.monotonic() + ENDING_SECONDS
         while (pid := _gateway_pid(self.run_dir)) is not None and shm.process_start_time(pid):
-            is_late = time.monotonic() > until
-            if _is_orphan(self.run_dir) and (is_late or _process_stat(pid)[:1] == ["T"]):
-                log.warning(
-                    "killing the gateway of an earlier run (pid %d): its trainer is gone and it does not exit", pid
-                )
-                os.kill(pid, signal.SIGKILL)
-            elif is_late:
+            if _is_orphan(self.run_dir):
+                log.warning("killing the gateway of an earlier run (pid %d): its owner is gone", pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            elif time.monotonic() > until:
                 raise ConfigError(
                     f"{self.run_dir} is in use by another gateway (pid {pid}, from gateway.json); choose another run directory"
                 )
@@ -232,18 +230,10 @@ def _is_orphan(run_dir: Path) -> bool:
         facts = _gateway_facts(run_dir)
         pid, owner = int(facts["pid"]), int(facts["owner"])
         is_same = shm.process_start_time(pid) == facts["started"]  # and not a later process with its pid
-    except (OSError, ValueError, KeyError, TypeError):
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return False
-    stat = _process_stat(pid)
-    return bool(owner) and is_same and len(stat) > 1 and int(stat[1]) != owner
-
-
-def _process_stat(pid: int) -> list[str]:
-    """Return the state, the parent and the other facts that Linux has of a process; empty if there are none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return bool(owner) and is_same and parent != owner
 
 
 def _options(config: GatewayConfig) -> list[str]:

@@ -23,6 +23,9 @@ from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
 
 COUNTED = ("ticks", "decode_steps", "decode_rows", "generated_tokens", "drafted_tokens", "accepted_tokens")
 
+BURST_SECONDS = 0.03
+"""How long the first requests wait for others. Their program takes a second to compile; it should be that of them all."""
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -148,6 +151,7 @@ class ComputeThread:
     # --- on the compute thread ---
 
     def _run(self) -> None:
+        has_waited = False
         while True:
             with self._changed:
                 idle_since = time.perf_counter()
@@ -159,7 +163,11 @@ class ComputeThread:
                 command()
             if closing:
                 return self._shut_down(EngineLost(f"engine {self._name!r} was closed before this request finished"))
-            if self._can_work:
+            if self._can_work and not (has_waited or self._counts["decode_steps"]):
+                has_waited = True
+                time.sleep(BURST_SECONDS)
+            elif self._can_work:
+                has_waited = False
                 self._tick()
             self._deliver()
 

@@ -68,6 +68,14 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def inspect_models_here() -> None:
+    """Let vLLM look at a model's class in this process. By default it imports itself once more in another one, which takes many
+    seconds, so that CUDA is not initialized here."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def choose_runner(version: str) -> dict[str, str]:
     """Return the environment variables that select the model runner. On a GPU, vLLM defaults to its V2 runner for most
     models."""

@@ -38,6 +38,7 @@ def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weigh
     if options.pipeline_parallel_size > 1 and "VLLM_PP_LAYER_PARTITION" in os.environ:
         raise ConfigError("VLLM_PP_LAYER_PARTITION moves layers between stages, and updates would not follow; unset it")
     if on_cpu:
+        compat.inspect_models_here()
         _prepare_cpu(options)
     elif options.dtype == "float32":
         # Otherwise its attention kernel rounds to TF32, which has three digits instead of seven.

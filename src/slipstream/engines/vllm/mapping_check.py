@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("directories", nargs="+", type=Path)
     arguments = parser.parse_args()
     set_defaults(ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1", "VLLM_DIST_IDENT": f"mapping-check-{arguments.port}"})
+    compat.inspect_models_here()
     for directory in arguments.directories:
         port = arguments.port or _free_port()
         print(json.dumps(check_model(directory, arguments.rank, arguments.tp, port, arguments.dtype)), flush=True)

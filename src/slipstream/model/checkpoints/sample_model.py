@@ -61,7 +61,7 @@ def sample_params(config: ModelConfig, seed: int) -> Params:
     rng, leaves = np.random.default_rng(seed), {}
     for spec in tensors(config):
         values = rng.normal(0.0, 0.06, spec.shape) if len(spec.shape) > 1 else np.ones(spec.shape)
-        leaves[spec.name] = jnp.asarray(values, jnp.float32)
+        leaves[spec.name] = jnp.asarray(values.astype(np.float32))
     return unflatten(leaves)
 
 
