@@ -115,15 +115,18 @@ def test_without_a_directory_a_run_makes_its_own(tmp_path, monkeypatch):
 
 
 def test_a_restarted_trainer_finds_the_programs_that_the_last_one_compiled(tmp_path, monkeypatch):
+    def interrupt(_session):
+        raise KeyboardInterrupt
+
     settings = {}
+    monkeypatch.setattr(demo.TrainSession, "__enter__", lambda session: session)
+    monkeypatch.setattr(demo.TrainSession, "records", interrupt)
     monkeypatch.setattr(jax.config, "update", settings.__setitem__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="no-such-task"):
-        demo.run_train(SMALL.replace(task=TaskConfig(name="no-such-task")), console())
+    assert demo.run_train(SMALL.replace(run_dir=str(tmp_path / "run")), console()) == 130
     assert settings == {}  # the user has configured another cache (tests/conftest.py)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    with pytest.raises(ConfigError, match="no-such-task"):
-        demo.run_train(SMALL.replace(task=TaskConfig(name="no-such-task")), console())
+    assert demo.run_train(SMALL.replace(run_dir=str(tmp_path / "run")), console()) == 130
     assert settings["jax_compilation_cache_dir"] == str(tmp_path / "slipstream" / "programs")
 
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from slipstream.config import GatewayConfig
-from slipstream.deploy.processes import process_group
-from slipstream.errors import ConfigError
+from slipstream.deploy.processes import process_group, run_dir
+from slipstream.errors import ConfigError, DeadlineExceeded, GatewayLost
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.weights.transports.host import shm
 
@@ -106,3 +106,15 @@ def test_a_frozen_gateway_makes_way_once_its_trainer_is_gone(tmp_path, monkeypat
         group.start_gateway(GatewayConfig())
         group.wait_for_gateway()
         assert gateway() != frozen.pid and gone_within(10, [frozen]) == []
+
+
+def test_an_engine_waits_for_the_gateway_of_its_own_fleet(tmp_path, monkeypatch):
+    file = tmp_path / "gateway.json"
+    file.write_text(json.dumps({"owner": 1, "address": "127.0.0.1:9"}))  # left by a gateway that was killed
+    monkeypatch.setattr(run_dir, "START_SECONDS", 0.1)
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.1 s for the gateway of process"):
+        run_dir.wait_for_gateway(tmp_path, os.getppid())
+    with pytest.raises(GatewayLost, match=r"process 7, which was starting the gateway in .* is gone"):
+        run_dir.wait_for_gateway(tmp_path, 7)
+    file.write_text(json.dumps({"owner": os.getppid()}))
+    run_dir.wait_for_gateway(tmp_path, os.getppid())

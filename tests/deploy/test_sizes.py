@@ -130,5 +130,6 @@ def test_the_command_says_sizes_step_and_bound():
     assert "trainer" in said and "tensor parallelism" in said and "bound by" in said and "per day" in said
     best = json.loads(run(app, [*arguments, "--json"]).stdout)[0]
     assert best["trainer_gpus"] + best["engines"] * best["tp"] <= 16 and best["steps_per_day"] > 0
-    refused = run(app, [*arguments, "--tp", "2"]).exception
-    assert isinstance(refused, ConfigError) and "--gpus chooses" in str(refused)
+    for ignored in (["--tp", "2"], ["--ep"], ["--dtype", "float32"], ["--gbps", "5"]):
+        refused = run(app, [*arguments, *ignored]).exception
+        assert isinstance(refused, ConfigError) and "--gpus chooses" in str(refused)

@@ -64,7 +64,7 @@ def main(model, out):
             facts["steps"].append(
                 [version, [list(c.token_ids) for c in found], list(tokens), [c.version for c in found]]
             )
-    report = update_weights(bridge._way._bridge, module)
+    report = update_weights(bridge._delivery._bridge, module)
     facts["transports"] = [engine.transport for engine in report.engines]
     facts["num_bytes"], facts["model_bytes"] = report.num_bytes, sum(p.nbytes for p in whole.parameters())
     bridge.close()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import EmbeddedConfig
+from slipstream.engines.embedded import compute_thread
 from slipstream.engines.embedded.assembly import programs_for
 from slipstream.engines.embedded.compute import program_choice
 from slipstream.engines.embedded.engine import EmbeddedEngine
@@ -93,6 +94,22 @@ def test_a_larger_program_runs_until_compiling_a_smaller_one_pays_off(make: Make
     assert bits(many[3])["3"] == together["3"] and ("decode", 8) not in compiled
     compiled["decode", 16] = 0.0
     assert bits(many[7])["7"] == together["7"] and ("decode", 8) in compiled
+
+
+def test_requests_of_a_first_burst_share_one_program(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_thread, "BURST_SECONDS", 1.0)
+    programs_for.cache_clear()
+    subject = make(max_num_seqs=16)
+
+    async def burst() -> None:
+        one = asyncio.create_task(collect(subject, request("first", [5], max_tokens=4)))
+        await asyncio.sleep(0.1)
+        await collect(subject, *(request(str(i), [i + 5], max_tokens=4) for i in range(11)))
+        await one
+
+    subject.runner.run(burst())
+    compiled = subject.engine._compute._executor._programs.choice.compiled  # type: ignore[attr-defined]
+    assert [size for name, size in compiled if name == "decode"] == [16]
 
 
 # --- models ---

@@ -12,7 +12,7 @@ import torch
 import slipstream
 from slipstream.config import EmbeddedConfig, HttpConfig
 from slipstream.deploy.slurm.job import JobRendezvous, rendezvous
-from slipstream.errors import ConfigError, DeadlineExceeded, MappingError, NotReady, Unauthorized
+from slipstream.errors import ConfigError, DeadlineExceeded, MappingError, NotReady, Unauthorized, Unsupported
 from slipstream.plugins import TorchWeightBridge
 from slipstream.types import SamplingParams
 from tests.tiny import hf_directory, hf_greedy, hf_model, tiny_config
@@ -112,6 +112,16 @@ def test_shared_mode_holds_the_engines_while_an_optimizer_steps(fleet):
         after = tokens(fleet)
         assert after == hf_greedy(module, PROMPT, COUNT) != before
         assert bridge.notify_update() == version + 1 == fleet.status().version
+
+
+def test_ranks_that_do_not_start_are_not_waited_for_forever(fleet, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    module = hf_model(tiny_config())
+    with pytest.raises(Unsupported, match="shared mode is for a trainer of one process, and this one has 2"):
+        TorchWeightBridge(module, mode="shared", log_dir=fleet.run_dir).initialize()
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 of the trainer did not find the 1 other.*same WORLD_SIZE"):
+        TorchWeightBridge(module, mode="distributed", log_dir=fleet.run_dir, timeout=2).initialize()
 
 
 def test_a_module_of_another_model_is_refused_before_anything_is_sent(fleet):

@@ -5,10 +5,20 @@ import sys
 
 CHILD = """
 import gc
+import time
+from slipstream.runtime import garbage_collection
+garbage_collection.START_SECONDS = 0.1
+garbage_collection.delay_collections()
+assert not gc.isenabled()
+time.sleep(0.5)
+assert gc.isenabled(), "a process that is never frozen collects its garbage"
+garbage_collection.START_SECONDS = 100.0
+garbage_collection.delay_collections()
 import jax  # has many objects
-from slipstream.runtime.garbage_collection import freeze_loaded_objects
+gc.collect()
 before = len(gc.get_objects())
-freeze_loaded_objects()
+garbage_collection.freeze_loaded_objects()
+assert gc.isenabled()
 assert gc.get_freeze_count() > 0.9 * before > 10_000
 assert len(gc.get_objects()) < 0.1 * before, "what a full collection looks at"
 cycle = []

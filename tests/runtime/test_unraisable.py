@@ -31,7 +31,7 @@ INTERRUPT = """
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGINT) if not gc.callbacks.clear() else None)
 gc.collect()
-time.sleep(30)
+time.sleep(600)
 """
 
 

@@ -119,12 +119,19 @@ class ChaosRun:
             return subprocess.Popen(self._command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def run(
-        self, injections: Sequence[Injection], show: Callable[[Injection], None], until: float = float("inf")
+        self,
+        injections: Sequence[Injection],
+        show: Callable[[Injection], None],
+        until: float = float("inf"),
+        pause: float = 0.0,
     ) -> list[Injection]:
-        """Inject the faults, as many as the run lasts for and no more after `until`. Returns those that were injected."""
+        """Inject the faults, each `pause` seconds after the last one has recovered, as many as the run lasts for and no more
+        after `until`. Returns those that were injected."""
         done: list[Injection] = []
         self._wait_for_groups(time.monotonic(), RECOVERY_SECONDS)
         for injection in injections:
+            for _ in self._events(time.monotonic() + pause):
+                pass
             if self._is_over or time.monotonic() > until:
                 break
             result = self._inject(injection)

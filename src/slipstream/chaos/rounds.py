@@ -22,6 +22,7 @@ def run_rounds(
     seed: int,
     out: Path,
     minutes: float = float("inf"),
+    pause: float = 0.0,
 ) -> int:
     """Inject `total` faults, starting another training run whenever one has finished or is stuck. `plan` returns the faults for
     a run, given its number and how many faults are done. Prints and writes a report; returns the exit code."""
@@ -30,7 +31,7 @@ def run_rounds(
     while len(done) < total and time.monotonic() < until:
         run = ChaosRun(config, out.resolve() / f"round-{rounds}", seed + rounds, overrides)
         try:
-            found = run.run(plan(rounds, len(done)), _show, until)
+            found = run.run(plan(rounds, len(done)), _show, until, pause)
             broken = [f"{i.step}: {i.kind}: no groups after {i.seconds:.0f} s" for i in found if i.outcome == "stuck"]
             if not broken and not run.finish(time.monotonic() + FINISH_SECONDS):
                 broken.append(f"the run did not finish within {FINISH_SECONDS:g} s after its last fault")

@@ -19,6 +19,8 @@ def chaos(
         bool, typer.Option("--every-step", help="Every fault at every step, instead of a random draw.")
     ] = False,
     at: Annotated[str, typer.Option(metavar="TEXT", help="Only faults at steps whose name contains this.")] = "",
+    kind: Annotated[str, typer.Option(metavar="TEXT", help="Only faults of this kind.")] = "",
+    pause: Annotated[float, typer.Option(help="Seconds between a recovery and the next fault.")] = 0.0,
     minutes: Annotated[float, typer.Option(help="Inject no more faults after this time.")] = float("inf"),
     out: Annotated[Path, typer.Option(help="Directory for runs, histories and the report.")] = Path("chaos"),
 ) -> None:
@@ -36,13 +38,17 @@ def chaos(
     from slipstream.rl.config import TrainConfig
 
     settings = load(TrainConfig, config, overrides or [])
-    every = [injection for injection in exhaustive() if at in injection.step]
+
+    def is_chosen(injection: Injection) -> bool:
+        return at in injection.step and kind in ("", injection.kind)
+
+    every = list(filter(is_chosen, exhaustive()))
     total = len(every) if every_step else faults
 
     def plan(round: int, done: int) -> list[Injection]:
         """Return the faults for a run. Drawn ones depend on its seed alone, so that it can be replayed by itself."""
         if every_step:
             return every[done:]
-        return [injection for injection in drawn(total * 100, seed + round) if at in injection.step][: total - done]
+        return list(filter(is_chosen, drawn(total * 100, seed + round)))[: total - done]
 
-    raise typer.Exit(run_rounds(config, overrides or [], settings.bound, plan, total, seed, out, minutes))
+    raise typer.Exit(run_rounds(config, overrides or [], settings.bound, plan, total, seed, out, minutes, pause))

@@ -6,11 +6,14 @@ collection, which would swallow it."""
 
 from __future__ import annotations
 
-import _thread
 import os
 import queue
+import signal
 import sys
 import threading
+import time
+
+AGAIN_SECONDS = 0.1
 
 
 def watch_unraisable() -> None:
@@ -29,7 +32,9 @@ def _watch(found: queue.SimpleQueue[sys.UnraisableHookArgs]) -> None:
             os.write(2, b"slipstream: MemoryError: a thread or a callback could not run, so this process ends\n")
             os._exit(1)
         if unraisable.exc_type is KeyboardInterrupt:
-            _thread.interrupt_main()
+            # A signal also ends a blocking call, if it does not come just before it; `interrupt_main` would wait for its end.
+            time.sleep(AGAIN_SECONDS)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         else:
             sys.__unraisablehook__(unraisable)
         del unraisable
