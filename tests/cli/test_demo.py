@@ -1,6 +1,7 @@
 """The demo end to end with real processes, and its output."""
 
 import dataclasses
+import functools
 import io
 import json
 import signal
@@ -50,7 +51,8 @@ def alive(pid):
         return False
 
 
-def test_the_demo_with_processes_and_too_few_steps_says_that_it_did_not_learn(tmp_path):
+def test_the_demo_with_processes_and_too_few_steps_says_that_it_did_not_learn(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "TrainConfig", functools.partial(TrainConfig, warmup_steps=2))
     out = console()
     assert demo.run(steps=3, engines=1, out=str(tmp_path / "run"), console=out) == 1
     said = out.file.getvalue()

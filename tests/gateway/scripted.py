@@ -40,6 +40,7 @@ class ScriptedEngine:
         """Cleared, generation waits before its last completion."""
         self.gate.set()
         self.fail_stage = self.hang_stage = self.hang_commit = self.fail_commit = self.fail_after_commit = False
+        self.hangs = False
         self.requests = []
         self.policies = []
         self.asleep = ()
@@ -110,6 +111,7 @@ class ScriptedEngine:
 
     async def commit(self, version, in_flight="keep"):
         if self.hang_commit:
+            self.hangs = True
             await asyncio.sleep(60)
         if self.fail_commit:
             raise Unsupported("requests are running, and the engine is paused")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import shutil
 from dataclasses import replace
 from typing import get_args
 
@@ -36,7 +37,9 @@ from slipstream.errors import (
 )
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.client import GatewayFleet
+from slipstream.gateway.journal import Journal
 from slipstream.gateway.server import SERVICE, running
+from slipstream.gateway.service import Service
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
 from slipstream.runtime import event_loop
 from slipstream.types import (
@@ -579,6 +582,37 @@ async def test_the_number_of_a_version_that_a_lost_engine_may_have_committed_is_
             await update(fleet, 1, ["b"])
         await update(fleet, 2, ["b"])
         assert (await fleet.refresh())[1:] == (2, 3)
+
+
+def test_the_number_of_a_version_is_not_used_again_after_gateway_and_engines_have_died(tmp_path):
+    """An engine may have committed it, and nobody is left who knows."""
+
+    def next_version(copy):
+        shutil.copytree(tmp_path / "run", copy)  # what is on disk if all of them die now
+        return Service(LEASE, copy / "journal")._registry.next_version
+
+    async def main():
+        async with running(
+            GatewayConfig(lease_seconds=LEASE), TOKEN, Service(LEASE, tmp_path / "run" / "journal")
+        ) as address:
+            fleet, a = GatewayFleet(address, TOKEN, timeout=DEADLINE, max_message_bytes=CAP), ScriptedEngine("a", 0)
+            async with attached(a, address, TOKEN):
+                await fleet.refresh()
+                a.hang_commit = True
+                assert next_version(tmp_path / "before") == 0
+                updating = asyncio.create_task(update(fleet, 1, ["a"]))
+                while not a.hangs:
+                    await asyncio.sleep(0.01)
+                assert next_version(tmp_path / "meanwhile") == 2
+            with pytest.raises(EngineLost):
+                await updating
+            await fleet.close()
+
+    (tmp_path / "run").mkdir()
+    journal = Journal(tmp_path / "run" / "journal")
+    journal.accept({"a group, so that a run is in progress": (b"", 1)})
+    journal.close()
+    event_loop.run(asyncio.wait_for(main(), 60))
 
 
 @on_the_loop

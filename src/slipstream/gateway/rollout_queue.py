@@ -368,6 +368,11 @@ class RolloutRun:
         return int(self._journal.fact("version") or -1)
 
     @property
+    def last_begun(self) -> int:
+        """Last version that engines may have committed, whether or not the journal knows that they did; -1 if none."""
+        return int(self._journal.fact("begun") or -1)
+
+    @property
     def position(self) -> int:
         """Position of the last group that was taken."""
         return self._journal.last_position()
@@ -385,6 +390,10 @@ class RolloutRun:
         # Every attempt is a new request to the engines.
         message.requests[0].id = f"rollout-{next(self._request_numbers)}"
         return self._send(message)
+
+    def before_commit(self, version: int) -> None:
+        """Engines are about to commit a new version. If they and the gateway die now, its number stays in use."""
+        self._record(partial(self._journal.remember, begun=str(version)))
 
     def on_commit(self, version: int) -> None:
         """The fleet serves a new version. Engines have committed it, so this does not fail: what the journal cannot record at

@@ -68,6 +68,7 @@ class Service(GatewayServicer):
         if opened.num_groups():
             # An earlier gateway died in the middle of a run: engines without its version are stale.
             self._registry.version = self._rollouts.version
+            self._registry.burn(self._rollouts.last_begun)
         self._links: dict[str, EngineLink] = {}
         self._watch = EngineWatch(self._registry, self._links, self._rollouts.on_decision, self._drop_results)
         self._canary = CommitCanary(self._registry, self._links, self._watch, self._rollouts.hold)
@@ -204,7 +205,7 @@ class Service(GatewayServicer):
                     self._trainer_left.clear()
                     await self._trainer_left.wait()
         if self._trainers is None:
-            update = FleetUpdate(self._registry, self._links, self._on_commit)
+            update = FleetUpdate(self._registry, self._links, self._rollouts.before_commit, self._on_commit)
             self._trainers = TrainerGroup(update, process.count, peer)
         if self._trainers.count != process.count or not self._trainers.join(process):
             raise UpdateInProgress(

@@ -47,10 +47,15 @@ class FleetUpdate:
     """The updates of one trainer, one after the other."""
 
     def __init__(
-        self, registry: Registry, links: Mapping[str, EngineLink], on_commit: Callable[[int], None] | None = None
+        self,
+        registry: Registry,
+        links: Mapping[str, EngineLink],
+        before_commit: Callable[[int], None],
+        on_commit: Callable[[int], None],
     ) -> None:
-        """`on_commit` is called with each new version that the fleet serves, before the trainer gets its reply."""
-        self._registry, self._links, self._on_commit = registry, links, on_commit
+        """`before_commit` is called with each new version before an engine can commit it, and `on_commit` once the fleet serves
+        it, before the trainer gets its reply."""
+        self._registry, self._links, self._before_commit, self._on_commit = registry, links, before_commit, on_commit
         self._version: int | None = None
         self._engines: list[str] = []
         self._drop_failed = False
@@ -95,6 +100,8 @@ class FleetUpdate:
         engines = self._engines
         if "commit" in steps:  # a commit cannot be rolled back on the trainer's behalf
             self._version, self._engines = None, []
+            if version != self._registry.version:
+                self._before_commit(version)
         doing = f"{' and '.join(steps)} version {version}"
         failpoints.step(f"gateway.{steps[-1]}", version=version, engines=engines)
 
@@ -129,7 +136,7 @@ class FleetUpdate:
         for name, error in failed.items():
             log.warning("engine %s did not commit version %d: %s", name, version, error)
         self._move_requests(failed)
-        if is_new and self._on_commit is not None:
+        if is_new:
             self._on_commit(version)
         failpoints.step("gateway.recorded", version=version, engines=committed)
 
