@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from slipstream.chaos.history import read_history
 from slipstream.chaos.injection import ChaosRun, Injection, drawn, exhaustive
+from slipstream.cli.main import app
+from slipstream.errors import ConfigError
 from slipstream.rl.reporting.records import StepRecord, read_records
 from slipstream.rl.trainer import resume
 from slipstream.runtime.failpoints import STEPS
@@ -85,3 +88,11 @@ def test_which_faults_are_injected() -> None:
     assert {"corrupt", "shm full", "disk full", "clock jump", "partition", "out of memory", "slow", "kill gateway"} <= {
         injection.kind for injection in drawn(1000, seed=0)
     }
+
+
+def test_faults_that_do_not_exist_are_refused_before_a_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    out = tmp_path / "chaos"
+    refused = CliRunner().invoke(app, ["chaos", str(tmp_path / "run.toml"), "--kind", "kil", "--out", str(out)])
+    assert isinstance(refused.exception, ConfigError) and not out.exists()
+    assert "no fault of kind 'kil'" in str(refused.exception) and "kill, kill engine" in str(refused.exception)

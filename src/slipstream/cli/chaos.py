@@ -35,6 +35,7 @@ def chaos(
     from slipstream.chaos.injection import Injection, drawn, exhaustive
     from slipstream.chaos.rounds import run_rounds
     from slipstream.config import load
+    from slipstream.errors import ConfigError
     from slipstream.rl.config import TrainConfig
 
     settings = load(TrainConfig, config, overrides or [])
@@ -42,6 +43,10 @@ def chaos(
     def is_chosen(injection: Injection) -> bool:
         return at in injection.step and kind in ("", injection.kind)
 
+    known = [*exhaustive(), *drawn(2000, seed=0)]
+    if not any(map(is_chosen, known)):
+        kinds = ", ".join(sorted({injection.kind for injection in known}))
+        raise ConfigError(f"no fault of kind {kind!r} at a step with {at!r} in its name; kinds are {kinds}")
     every = list(filter(is_chosen, exhaustive()))
     total = len(every) if every_step else faults
 
