@@ -8,7 +8,7 @@ INSTALL := tools/install.sh $(VENV)
 # pip compiles nothing, Python what it imports. Without bytecode, each of hundreds of processes would compile JAX or torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast check docs bench vllm-env proto clean
+.PHONY: demo test test-fast check docs bench vllm-env environment-venvs proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/slipstream demo
@@ -64,6 +64,14 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 # The real vLLM for CPU, for tests and benchmarks.
 vllm-env: $(VENV)/.installed
 	$(BIN)/slipstream setup vllm --cpu --into $(VLLM_VENV)
+
+# Environments of verifiers and OpenEnv, whose requirements conflict: SLIPSTREAM_VERIFIERS_PYTHON=.venv-verifiers/bin/python and
+# SLIPSTREAM_OPENENV_PYTHON=.venv-openenv/bin/python for tests/rl/test_environment_packages.py.
+environment-venvs:
+	for name in verifiers openenv; do \
+	    test -x .venv-$$name/bin/python || $(PYTHON) -m venv .venv-$$name; done
+	.venv-verifiers/bin/python -m pip install --quiet 'verifiers==0.4.0'
+	.venv-openenv/bin/python -m pip install --quiet 'openenv==0.10.0'
 
 # Generated gRPC code runs with its generator's release and later ones, so it is made with an old generator.
 proto:

@@ -1,12 +1,14 @@
 import gc
+import importlib
 import os
 import secrets
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -64,15 +66,23 @@ def few_mappings() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of benchmarks/, whose modules import each other by their bare names."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module
+
+
 SLOW = """
-    chaos cli/test_cli cli/test_demo deploy/test_elastic deploy/test_fanout deploy/test_faults deploy/test_hosts
-    deploy/test_kill deploy/test_lan deploy/test_launch deploy/test_ray deploy/test_rollouts
+    chaos cli/test_cli cli/test_demo cli/test_terminal deploy/test_elastic deploy/test_fanout deploy/test_faults
+    deploy/test_hosts deploy/test_kill deploy/test_lan deploy/test_launch deploy/test_ray deploy/test_rollouts
     deploy/test_shared_weights deploy/test_torch_ranks deploy/test_trainer_group engines/test_attention engines/test_attention_gpu
     engines/test_determinism engines/test_drafts engines/test_embedded engines/test_remote engines/test_sampling
     engines/test_sglang engines/test_shared engines/test_smollm2 engines/test_soak gateway/test_process
     gateway/test_real_affinity gateway/test_real_quarantine http/test_control http/test_docs http/test_evaluation
-    http/test_fuzz http/test_load http/test_sockets http/test_trl model/test_decoder model/test_families
-    observe/test_mismatch plugins/test_torch_trainer plugins/test_tunix plugins/test_tunix_models rl/test_chat
+    http/test_agents http/test_fuzz http/test_load http/test_nccl_weights http/test_sockets http/test_trl model/test_decoder
+    model/test_families observe/dashboard observe/test_mismatch observe/test_tracing plugins/test_torch_trainer plugins/test_trl
+    plugins/test_tunix plugins/test_tunix_models rl/test_chat
     rl/test_checkpoint rl/test_learner rl/test_loop rl/test_multi_turn rl/test_packing rl/test_partial
     rl/test_reference rl/test_resume rl/test_rewards rl/test_rollouts rl/test_session rl/test_tool_use
     rl/test_train_step tensors/test_dlpack weights/test_example_libraries

@@ -31,6 +31,7 @@ FOLDERS = [
     "weights/transports/shared",
     "weights/transports/servers",
     "weights/update",
+    "observe/recorder",
     "engines",
     "engines/frontend",
     "engines/embedded/scheduling",
@@ -41,6 +42,7 @@ FOLDERS = [
     "engines/remote",
     "gateway",
     "bridge",
+    "observe/dashboard",
     "http",
     "deploy/processes",
     "deploy/ray",
@@ -49,6 +51,7 @@ FOLDERS = [
     "deploy/slurm",
     "deploy/advice",
     "observe",
+    "observe/terminal",
     "rl",
     "rl/data",
     "rl/rewards",
@@ -183,6 +186,7 @@ def test_weights_and_gateway_do_not_import_each_other():
 
 def test_public_names():
     assert slipstream.__all__ == [
+        "AdapterConfig",
         "Bridge",
         "Completion",
         "EmbeddedConfig",
@@ -192,6 +196,7 @@ def test_public_names():
         "FleetStatus",
         "GatewayConfig",
         "HttpConfig",
+        "Lora",
         "ModelConfig",
         "RayConfig",
         "RemoteConfig",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import EngineConfig, VllmConfig, load
+from slipstream.config import AdapterConfig, EngineConfig, VllmConfig, load
 from slipstream.deploy.processes.vllm_environment import check_vllm_arguments
 from slipstream.errors import ConfigError
 from slipstream.observe.doctor import examine_fleet
@@ -30,8 +30,13 @@ ROOT = Path(__file__).parents[1]
         ({"data_parallel_size": 2}, "vllm.data_parallel_size .* launch several engines"),
         ({"cpu_offload_gb": 4}, r"cpu_offload_gb = 4 is refused: .* \(weights: an update takes effect whole"),
         ({"enable_eplb": True}, "enable_eplb = True is refused: experts would move between ranks"),
-        ({"speculative_config": {"method": "eagle", "model": "m"}}, "syncs do not reach a draft model in vLLM"),
-        ({"speculative_config": {"method": "ngram", "model": "m"}}, "syncs do not reach a draft model in vLLM"),
+        ({"speculative_config": {"method": "eagle", "model": "m"}}, "syncs would not reach what it proposes with"),
+        ({"speculative_config": {"method": "ngram", "model": "m"}}, "syncs would not reach what it proposes with"),
+        ({"speculative_config": {"method": "draft_model"}}, "'draft_model' with a directory or a name as model"),
+        (
+            {"speculative_config": {"method": "draft_model", "model": "m"}, "pipeline_parallel_size": 2},
+            "needs an engine of one pipeline stage",
+        ),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be a positive integer, got 0"),
         ({"logits_processors": [print]}, "vllm.logits_processors is .* plain values as in JSON"),
     ],
@@ -39,6 +44,23 @@ ROOT = Path(__file__).parents[1]
 def test_arguments_that_are_ours_or_break_a_promise_are_refused(arguments, said):
     with pytest.raises(ConfigError, match=said):
         VllmConfig(vllm=arguments)
+
+
+def test_adapters_in_toml_and_what_cannot_be_combined_with_them(tmp_path):
+    file = tmp_path / "engine.toml"
+    file.write_text('kind = "vllm"\n[adapters]\nslots = 2\ntargets = ["q_proj"]\n')
+    config = VllmConfig(adapters=AdapterConfig(slots=2, rank=32, targets=("q_proj",)))
+    assert load(EngineConfig, file, ["adapters.rank=32"]) == config
+    for over, said in (
+        ({"vllm": {"max_loras": 2}}, "vllm.max_loras is not a user's to set: use adapters of VllmConfig"),
+        ({"vllm": {"speculative_config": {"method": "ngram"}}}, "adapters and vllm.speculative_config have not"),
+        ({"share_weights": True}, "adapters and share_weights have not been tried together"),
+        ({"deterministic": True}, "adapters and deterministic have not been tried together"),
+        ({"adapters": AdapterConfig(rank=600)}, "adapters.rank is 600; vLLM serves adapters up to rank 512"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config.replace(**over)
+    assert VllmConfig(vllm={"enable_lora": False}).adapters is None
 
 
 def test_arguments_pass_in_python_toml_and_on_the_command_line(tmp_path):
@@ -55,10 +77,10 @@ def test_arguments_pass_in_python_toml_and_on_the_command_line(tmp_path):
 
 def test_promises_that_are_not_held_are_named_with_the_argument():
     assert not_held({"kv_cache_dtype": "auto", "seed": 3, "pipeline_parallel_size": 2}) == ()
-    found = not_held({"kv_cache_dtype": "fp8", "max_loras": 2})
+    found = not_held({"kv_cache_dtype": "fp8", "fully_sharded_loras": True})
     assert found == (
+        "promises for certain: fully_sharded_loras was never tested",
         "logprobs: keys and values are rounded to fewer bits (kv_cache_dtype)",
-        "promises for certain: max_loras was never tested",
     )
     info = EngineInfo("e", "vllm", "m", "float32", 1, (), (), (), "h", 64, 8, 0, not_held=found)
     fleet = FleetStatus(0, 1.0, 0, (EngineStatus(info, "ready", 0, 0.1),))

@@ -2,7 +2,14 @@
 # Run GPU tests and benchmarks, with logs in FOLDER: tools/gpu.sh WHAT [FOLDER]
 #
 #   decode   decoding benchmark: vLLM through the gateway compared with plain vLLM, alone on the GPU; 5 minutes
+#   nano     decoding benchmark with the workload of nano-vllm's bench.py: the embedded engine compared with vLLM; not timed yet
+#   experts  the same with 64 experts; not timed yet
+#   speculative  the same with prompt lookup and a draft model; not timed yet
+#   start    from the start of an engine's process to its first token, beside vLLM; not timed yet
 #   sync     weight sync benchmark: 1.2B, 0.1B and 8B; 5 minutes
+#   embeddedsync  weight sync benchmark of the embedded engine, in its own process and in the trainer's: 2.47 GB and 16 GB;
+#            not timed yet
+#   load     200 syncs to an engine with 64 requests running and 192 waiting: embedded engine, then vLLM; not timed yet
 #   tests    tests that can share the GPU, and a SmolLM2 run if models/smollm2 exists, in parallel; then GRPO with
 #            vLLM; 5 minutes
 #   alone    tests that measure the memory of the whole GPU; 5 minutes
@@ -15,9 +22,19 @@
 #   torchsync  weight sync benchmark of 1.2B, from JAX and from PyTorch; 4 minutes
 #   loader   weights through vLLM's own loader: an unknown architecture, and engines that quantize, four at a time;
 #            compared with cold starts; 8 minutes
+#   train    tests of the train step, and its benchmark: 1.24B, 8 × 1,024 tokens; 9 minutes
+#   trainlong  the same benchmark with 4 × 8,192 tokens; 9 minutes
+#   grpo     whole GRPO steps with the embedded engine and with vLLM, compared with TRL; 9 minutes. Needs TRL: installed, or
+#            as wheels in carry/trl*/
 #
-# Needs a GPU with at least 80 GB, and an environment with JAX for CUDA, vLLM and the test dependencies. The environment
-# variable PYTHON selects the interpreter (default: python3).
+# Wheels of TRL, for a machine without network that has torch, transformers and accelerate. Two folders, since pyarrow alone
+# has 55 MB, and uploads may be limited:
+#   get() { pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d "$@"; }
+#   get carry/trl1 pyarrow
+#   get carry/trl2 trl==1.16.0 datasets==5.2.0 pandas python-dateutil six 'dill<0.4.2' 'multiprocess<0.70.20' xxhash
+#
+# Needs a GPU with at least 80 GB (embeddedsync: 120 GB), and an environment with JAX for CUDA, vLLM and the test
+# dependencies. The environment variable PYTHON selects the interpreter (default: python3).
 set -uo pipefail
 what=${1:-} out=${2:-runs/gpu}
 python=$(command -v "${PYTHON:-python3}")
@@ -48,8 +65,25 @@ case $what in
         logged decode "$python" benchmarks/decode.py --gpu --sides vllm,gateway --cases 512 --in-turn --rounds 5 \
             --vllm-python "$python" --json "$out/decode.json"
         ;;
+    nano | experts | speculative)
+        logged "$what" "$python" benchmarks/decode.py --gpu --workload "$what" --vllm-python "$python" \
+            --json "$out/decode_$what.json"
+        ;;
+    start)
+        logged start "$python" benchmarks/start.py --gpu --vllm-python "$python" --json "$out/start.json"
+        ;;
     sync)
         logged sync "$python" benchmarks/weight_sync.py --gpu --shapes 1.2B,0.1B,8B --repeats 11 --json "$out/sync.json"
+        ;;
+    embeddedsync)
+        logged embeddedsync "$python" benchmarks/weight_sync.py --gpu --engine embedded --shapes 1.2B,8B --repeats 11 \
+            --json "$out/embeddedsync.json"
+        ;;
+    load)
+        for engine in embedded vllm; do
+            logged "load-$engine" "$python" benchmarks/weight_sync.py --load --gpu --engine "$engine" \
+                --json "$out/load_$engine.json"
+        done
         ;;
     tests)
         export XLA_PYTHON_CLIENT_PREALLOCATE=false # several trainers share the GPU
@@ -81,7 +115,7 @@ case $what in
         ;;
     ranks)
         export XLA_PYTHON_CLIENT_PREALLOCATE=false
-        for layout in tp1 tp2 pp2 engines2; do
+        for layout in tp1 tp2 pp2 engines2 experts2; do
             logged "ranks-$layout" pytest tests/gpu/test_ranks_gpu.py -k "[$layout" &
         done
         wait
@@ -116,8 +150,25 @@ case $what in
         done
         wait
         ;;
+    train)
+        logged train pytest tests/gpu/test_train_step_gpu.py
+        logged train_step "$python" benchmarks/train_step.py --gpu --cases 8x1024 --json "$out/train_step.json"
+        ;;
+    trainlong)
+        logged train_step_long "$python" benchmarks/train_step.py --gpu --cases 4x8192 --json "$out/train_step_long.json"
+        ;;
+    grpo)
+        # A folder of another name would not do: dill pickles modules outside of "site-packages" by value, and pyarrow cannot.
+        site=$(realpath "$out")/trl/site-packages
+        for wheel in carry/trl*/*.whl; do
+            [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$site" || exit
+        done
+        export PYTHONPATH=$PYTHONPATH:$site
+        logged grpo_step "$python" benchmarks/grpo_step.py --gpu --sides ours,ours-vllm,trl --vllm-python "$python" \
+            --json "$out/grpo_step_gpu.json"
+        ;;
     *)
-        sed -n '2,20p' "$0"
+        sed -n '2,/^[^#]/{/^#/p}' "$0"
         exit 2
         ;;
 esac

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU = {"tested": "tested", "stand-in": "against a stand-in", "no": "not run", "": "–"}
+CPU = {"tested": "tested", "ran": "ran", "stand-in": "against a stand-in", "no": "not run", "": "–"}
 GPU = {"H200": "ran on H200", "no": "not run", "": "–"}
 BLOCK = re.compile(r"(<!-- support matrix -->\n).*?(<!-- end of support matrix -->)", flags=re.DOTALL)
 

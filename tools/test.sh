@@ -4,8 +4,9 @@
 # The environment with real vLLM is created while the requirements of the tests are installed, and its tests run beside the
 # others. If it cannot be created, the summary lists the tests that did not run. Environment variables:
 #   SLIPSTREAM_REQUIRE_VLLM=1     fail if the vLLM environment cannot be created
+#   SLIPSTREAM_REQUIRE_BROWSER=1  fail if Chromium, which the dashboard's tests need, is missing and cannot be installed
 #   SLIPSTREAM_REQUIRE_NETNS=1    fail if network namespaces, which the multi-host tests need, are unavailable
-#   SLIPSTREAM_TEST_WORKERS       number of pytest workers (default: 2)
+#   SLIPSTREAM_TEST_WORKERS       number of pytest workers beside the tests of vLLM (default: 3, as tests also wait)
 set -u
 venv=$1 vllm=$2
 log=$vllm.log
@@ -26,16 +27,15 @@ within() {
     fi
 }
 
-# Beside the other tests: those of determinism, with the optimizations that users get, those with vLLM, and as many more as
-# fill the time.
-more_beside="tests/http tests/model tests/observe tests/plugins tests/tensors tests/weights"
+# Beside the other tests: those of determinism, with the optimizations that users get, those under faults, and those with vLLM.
 (
+    tools/chromium.sh
     "$venv/bin/slipstream" setup vllm --cpu --into "$vllm"
     setup=$?
     until test -e "$venv/.installed-test"; do sleep 1; done
     failed=0
     SLIPSTREAM_TEST_OPTIMIZED=1 within 10m "$venv/bin/python" -m pytest tests/engines/test_determinism.py || failed=1
-    within 15m "$venv/bin/python" -m pytest $more_beside || failed=1
+    within 15m "$venv/bin/python" -m pytest tests/chaos || failed=1 # here, as the other tests take longer than those with vLLM
     test "$setup" -eq 0 || exit $((200 + failed))
     # One thread that does not spin is enough for tiny models, and leaves the processor to the other tests. So does not compiling
     # the few functions that vLLM would have compiled.
@@ -45,7 +45,7 @@ more_beside="tests/http tests/model tests/observe tests/plugins tests/tensors te
 beside=$!
 make VENV="$venv" "$venv/.installed-test" || { kill "$beside"; exit 1; }
 within 45m "$venv/bin/python" -m pytest --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
-    $(printf -- '--ignore=%s ' $more_beside) -n "${SLIPSTREAM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder \
+    --ignore=tests/chaos -n "${SLIPSTREAM_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder \
     --max-worker-restart=0 --junitxml="$report"
 other_tests=$?
 wait "$beside"
@@ -56,6 +56,12 @@ if test "$tests_beside" -ge 200; then
     echo "NOT RUN: the tests against real vLLM (tests/vllm): the vLLM environment could not be created, see above."
     echo "$line"
     tests_beside=$((tests_beside - 200 + ${SLIPSTREAM_REQUIRE_VLLM:-0}))
+fi
+if ! tools/chromium.sh --check; then
+    echo "$line"
+    echo "NOT RUN: the tests of the dashboard in a browser (tests/observe/dashboard): there is no Chromium here, and it could"
+    echo "not be installed. As root: apt-get install chromium. Set SLIPSTREAM_REQUIRE_BROWSER=1 to make this a failure."
+    echo "$line"
 fi
 # Without a report, the tests were killed, and the run already counts as failed.
 not_run=$(test -s "$report" && "$venv/bin/python" -m tests.deploy.lan "$report")

@@ -7,7 +7,8 @@
         completions = bridge.generate(["Hello"], slipstream.SamplingParams(n=4, max_tokens=64))
 
 `launch`, `connect` and `inprocess` return a `Bridge` to engines in other processes, in a running fleet, or in this process.
-`Engine` is the embedded engine as a library, and `train` runs a whole training run. Errors are in `slipstream.errors`.
+`Engine` is the embedded engine as a library, and `train` runs a whole training run. Errors are in `slipstream.errors`, and
+`slipstream.trl` has TRL's trainer over a bridge.
 
 Public names are imported on first use: `import slipstream` loads neither JAX nor gRPC."""
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.bridge.engine import Engine as Engine
     from slipstream.bridge.rollouts import Rollouts as Rollouts
     from slipstream.bridge.shared_weights import SharedWeights as SharedWeights
+    from slipstream.config import AdapterConfig as AdapterConfig
     from slipstream.config import EmbeddedConfig as EmbeddedConfig
     from slipstream.config import EngineConfig as EngineConfig
     from slipstream.config import GatewayConfig as GatewayConfig
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from slipstream.types import Completion as Completion
     from slipstream.types import Failure as Failure
     from slipstream.types import FleetStatus as FleetStatus
+    from slipstream.types import Lora as Lora
     from slipstream.types import RolloutGroup as RolloutGroup
     from slipstream.types import SamplingParams as SamplingParams
     from slipstream.types import Score as Score
@@ -56,6 +59,7 @@ _NAMES = {
     "bridge.rollouts": ("Rollouts",),
     "bridge.shared_weights": ("SharedWeights",),
     "config": (
+        "AdapterConfig",
         "EmbeddedConfig",
         "EngineConfig",
         "GatewayConfig",
@@ -74,6 +78,7 @@ _NAMES = {
         "Completion",
         "Failure",
         "FleetStatus",
+        "Lora",
         "RolloutGroup",
         "SamplingParams",
         "Score",
@@ -84,14 +89,16 @@ _NAMES = {
     ),
 }
 """Public names by module."""
+_FOLDED = {"errors": "errors", "trl": "plugins.trl"}
+"""Modules that are attributes of the package. `trl` needs TRL, and is not among the public names of an installation without."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [*sorted([*_MODULES, "errors"]), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("slipstream.errors")
+    if name in _FOLDED:
+        return import_module(f"slipstream.{_FOLDED[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     value = getattr(import_module(f"slipstream.{_MODULES[name]}"), name)

@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from slipstream.errors import ConfigError
-from slipstream.vllm_arguments import check_arguments
+from slipstream.vllm_arguments import LORA_RANKS, check_arguments, draft_model
 
 T = TypeVar("T")
 
@@ -38,10 +38,11 @@ MAX_REQUESTS, MAX_BUFFERED_BYTES = 65_536, 1 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WILDCARDS = ("", "0.0.0.0", "::", "*")
 Snapshot: TypeAlias = Literal["reference", "copy", "none"]
+DeltaMode: TypeAlias = Literal["auto", "always", "device", "never"]
 """What a bridge keeps of a sync, to send it to engines that start or come back before the next one. `reference`: the arrays
 themselves, if they are JAX arrays; donated ones are lost. `copy`: a copy in host memory, made in each sync. `none`: nothing."""
 
-TRANSPORT_NAMES = ("memory", "shm", "tcp", "disk", "cuda", "nccl", "vllm-nccl", "sglang-gloo")
+TRANSPORT_NAMES = ("memory", "device", "shm", "tcp", "disk", "cuda", "nccl", "vllm-nccl", "sglang-gloo")
 """Data planes of weights, by the names that a trainer can ask for."""
 
 PathName: TypeAlias = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
@@ -87,6 +88,17 @@ class _EngineSettings(Settings):
     """Modules to import first, which register model families (docs/add-a-family.md)."""
 
 
+class AdapterConfig(Settings):
+    """LoRA adapters that an engine serves beside its base model (docs/lora.md)."""
+
+    slots: PositiveInt = 8
+    """How many at a time. Each takes the memory of an adapter of the largest rank and all targets."""
+    rank: PositiveInt = 16
+    """Largest rank of an adapter."""
+    targets: Names = ()
+    """Projections that adapters may change, such as `q_proj`; empty allows all outside of experts."""
+
+
 class _LocalEngineSettings(_EngineSettings):
     """Settings of backends that run the model in a process of this library."""
 
@@ -103,6 +115,8 @@ class _LocalEngineSettings(_EngineSettings):
     """Reuse the KV cache of earlier prompts and completions for prompts with the same prefix."""
     max_num_batched_tokens: NonNegativeInt = 0
     """Maximum number of prompt tokens computed between two decode steps; 0 chooses by platform."""
+    adapters: AdapterConfig | None = None
+    """Room for LoRA adapters; None serves none."""
     listen: str = "127.0.0.1"
     """Host name or address at which this engine receives weights over TCP. The port opens with the first transfer."""
     certificate: PathName = ""
@@ -180,6 +194,12 @@ class EmbeddedConfig(_LocalEngineSettings):
     """Maximum number of tokens proposed at a time."""
     draft_model: PathName = ""
     """Directory or name on the Hub of the draft model for `speculation="draft"`; it must have the policy's vocabulary."""
+    record_routes: bool = False
+    """Return with each completion the experts that its tokens were sent to, for `replay_routes` of a training run. For models
+    with experts."""
+    device_weights: bool = False
+    """Copy new weights from GPU memory of a trainer in another process (`cuda`), instead of receiving them through the host.
+    Off by default because it has not run on a GPU yet."""
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
@@ -226,6 +246,25 @@ class VllmConfig(_LocalEngineSettings):
             raise ConfigError(
                 f"share_weights=True needs an engine of one rank, got {self.num_ranks}: ranks hold parts of tensors"
             )
+        if self.share_weights and self.draft_model:
+            raise ConfigError("share_weights=True needs an engine without a draft model (vllm.speculative_config)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if self.adapters is None:
+            return self
+        if self.adapters.rank > LORA_RANKS[-1]:
+            raise ConfigError(
+                f"adapters.rank is {self.adapters.rank}; vLLM serves adapters up to rank {LORA_RANKS[-1]}"
+            )
+        for setting, is_set in (
+            ("share_weights", self.share_weights),
+            ("deterministic", self.deterministic),
+            ("vllm.speculative_config", "speculative_config" in self.vllm),
+        ):
+            if is_set:
+                raise ConfigError(f"adapters and {setting} have not been tried together in vLLM; drop one of the two")
         return self
 
     deterministic: bool = False
@@ -246,6 +285,11 @@ class VllmConfig(_LocalEngineSettings):
         """Number of pipeline stages, from `vllm`."""
         stages = self.vllm.get("pipeline_parallel_size", 1)
         return stages if type(stages) is int and stages > 0 else 1  # `check_arguments` refuses anything else
+
+    @property
+    def draft_model(self) -> str:
+        """Directory or name on the Hub of the draft model, from `vllm`; empty if there is none."""
+        return draft_model(self.vllm)
 
 
 class RemoteConfig(_EngineSettings):
@@ -304,6 +348,11 @@ EngineConfig: TypeAlias = Annotated[
 """The config of any engine backend. In TOML and overrides, `kind` chooses the backend; the default is
 `embedded`. A string is short for a config with that `kind`."""
 
+LocalEngineConfig: TypeAlias = Annotated[
+    EmbeddedConfig | VllmConfig, Field(discriminator="kind"), BeforeValidator(_with_kind)
+]
+"""The config of a backend that runs the model in a process of this library."""
+
 
 def checked(value: Any, kind: type[T], name: str) -> T:
     """Return `value` if it is of this kind. `name` is the argument's."""
@@ -346,6 +395,8 @@ class GatewayConfig(Settings):
     """PEM certificate of the signing CA. Clients that join by the run directory trust this CA and no other."""
     mutual_tls: bool = False
     """Require trainers and engines, too, to show a certificate signed by `ca` (docs/hosts.md)."""
+    record: bool = False
+    """Record what happens in the fleet, for the dashboard (docs/recorder.md). With an HTTP server it always is."""
 
     @model_validator(mode="after")
     def _check_listening(self) -> Self:
@@ -353,6 +404,19 @@ class GatewayConfig(Settings):
         if self.mutual_tls and not self.ca:
             raise ConfigError("mutual_tls needs certificate, key and ca; `slipstream certificates` makes the files")
         return self
+
+
+class RecordConfig(Settings):
+    """What a training run records for the dashboard (docs/recorder.md). Metrics and fleet events are always all kept."""
+
+    enabled: bool = True
+    """Record steps, completions, syncs and the fleet in `record/` of the run directory."""
+    keep_steps: NonNegativeInt = 0
+    """Keep the completions of at least this many last steps and drop older ones; 0 keeps all."""
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the prompts of each step whose completions are recorded."""
+    max_bytes: Annotated[int, Field(ge=1 << 20)] = 16 << 30
+    """Maximum size of the recorded completions; the oldest are dropped."""
 
 
 class RayConfig(Settings):
@@ -390,6 +454,9 @@ class HttpConfig(Settings):
     """Model name in requests; empty uses the name of its directory."""
     weights: PathName = ""
     """Directory of checkpoints that may be loaded over HTTP; empty allows none."""
+    nccl_python: PathName = ""
+    """Python interpreter of an environment with vLLM and a GPU, for trainers such as TRL that broadcast weights over NCCL as to
+    vLLM's workers. They are received into `weights`; choose a directory in `/dev/shm`. Empty refuses such trainers."""
     tokenless: bool = False
     """Serve `/generate` and `/bridge/…` without a token, for trainers that know none. On loopback only: every process of every
     user of this machine may then generate, pause the engines and load checkpoints from `weights`."""
@@ -405,6 +472,12 @@ class HttpConfig(Settings):
     """Time limit of a generation, time with paused engines included."""
     body_seconds: Annotated[float, Field(ge=0.1)] = 30.0
     """Time limit for a client to send the headers of its request, and again for the body."""
+    max_sessions: PositiveInt = 4096
+    """Open sessions of agents (docs/agents.md). Further ones are answered with 429."""
+    max_session_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    """Size of the tokens of all open sessions; beyond it their next turns are answered with 429."""
+    session_seconds: Annotated[float, Field(ge=0.1)] = 3600.0
+    """A session that is not used for this long is closed."""
     certificate: PathName = ""
     """PEM certificate, required beyond loopback; with one the server speaks HTTPS."""
     key: PathName = ""
@@ -442,10 +515,25 @@ class SyncOptions:
     """What is kept of a sync for engines that start later."""
     timeout: float = SYNC_SECONDS
     """Time limit in seconds for each step of a sync and for each score."""
+    delta: DeltaMode = "auto"
+    """Whether `tcp` and `disk` carry only the elements that changed, to engines with 16-bit weights. `auto` does so where it is
+    faster than sending all; `device` is `always`, with the changes of JAX arrays found where they are. It needs checksums, and
+    keeps what was sent: 2 bytes per parameter that this process sends."""
+    delta_bytes: int | None = None
+    """Limit of the memory for that; tensors beyond it are sent whole."""
 
     def __post_init__(self) -> None:
         if self.snapshot not in get_args(Snapshot):
             raise ConfigError(f"snapshot must be one of {', '.join(get_args(Snapshot))}, got {self.snapshot!r}")
+        if self.delta not in get_args(DeltaMode):
+            raise ConfigError(f"delta must be one of {', '.join(get_args(DeltaMode))}, got {self.delta!r}")
+        if self.delta not in ("auto", "never") and not self.checksums:
+            raise ConfigError(
+                f"delta is {self.delta!r} and checksums are off: without them a delta that does not fit would go unnoticed; "
+                "drop one of the two"
+            )
+        if self.delta_bytes is not None and checked(self.delta_bytes, int, "delta_bytes") < 0:
+            raise ConfigError(f"delta_bytes must not be negative, got {self.delta_bytes}")
         if self.transport is not None:
             name, _, where = checked(self.transport, str, "transport").partition(":")
             if name not in TRANSPORT_NAMES:

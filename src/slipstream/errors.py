@@ -7,12 +7,16 @@
     │   ├── InvalidPrompt [ValueError]
     │   ├── InvalidSampling [ValueError]
     │   ├── UnknownEngine
+    │   ├── UnknownAdapter                the engine has no adapter of this name; sync it first
     │   ├── NameInUse                     an engine of this name is in the fleet; its death may not have been noticed yet
     │   ├── UnknownVersion                the version is not part of a running update
     │   ├── MessageTooLarge
     │   ├── SuspectRequest                two engines were lost while they served it; it is not given to a third
     │   ├── OutOfPages                    the sequence does not fit into the KV cache, even an empty one
     │   ├── BridgeClosed                  the bridge was closed before the call
+    │   ├── UnknownSession                no session of this id was opened, or its trajectories are deleted
+    │   ├── SessionBusy                   another turn of the session is being generated
+    │   ├── SessionClosed                 the session has ended, and takes no more turns
     │   └── Unsupported                   not supported by this engine or installation
     ├── CheckpointError                   saved training state is missing, incomplete, damaged or of another model
     ├── LogError                          a logger rejected a record; names the logger
@@ -25,7 +29,9 @@
     │   ├── NonFiniteWeights [ValueError] NaN or infinity in the weights to sync
     │   ├── VersionError                  versions must increase
     │   ├── UpdateInProgress              another update is running
+    │   ├── NoAdapterSlot                 an engine has no room for another adapter; unload one
     │   ├── FleetChanged                  engines joined or left during an update; `bridge.sync` retries
+    │   │   └── DeltaMismatch             an engine cannot apply a delta; `bridge.sync` sends all bytes
     │   └── TransferError                 bytes could not be transferred
     ├── RolloutError
     │   ├── StaleRollouts                 the result would be older than the run allows
@@ -82,6 +88,9 @@ class InvalidSampling(RequestError, ValueError): ...
 class UnknownEngine(RequestError): ...
 
 
+class UnknownAdapter(RequestError): ...
+
+
 class NameInUse(RequestError): ...
 
 
@@ -98,6 +107,15 @@ class OutOfPages(RequestError): ...
 
 
 class BridgeClosed(RequestError): ...
+
+
+class UnknownSession(RequestError): ...
+
+
+class SessionBusy(RequestError): ...
+
+
+class SessionClosed(RequestError): ...
 
 
 class Unsupported(RequestError): ...
@@ -136,7 +154,13 @@ class VersionError(WeightsError): ...
 class UpdateInProgress(WeightsError): ...
 
 
+class NoAdapterSlot(WeightsError): ...
+
+
 class FleetChanged(WeightsError): ...
+
+
+class DeltaMismatch(FleetChanged): ...
 
 
 class TransferError(WeightsError): ...

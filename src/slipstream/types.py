@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from slipstream.errors import InvalidPrompt, InvalidSampling, NotReady, SlipstreamError
+from slipstream.errors import ConfigError, InvalidPrompt, InvalidSampling, NotReady, SlipstreamError
 
 Prompt: TypeAlias = str | Sequence[int]
 """A prompt: text, which the engine tokenizes, or token ids."""
@@ -34,7 +35,7 @@ recomputed with the new weights. `requeue`: they drop their tokens and restart f
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 """Memory that a sleeping engine has released and `wake` restores."""
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -201,6 +202,10 @@ class Request:
     """Lower values run first; calls of equal priority share the engine fairly."""
     progress: bool = False
     """Also stream tokens as `Progress` while they are generated, if the engine can."""
+    traceparent: str = field(default="", compare=False)
+    """W3C trace context of the prompt; empty if it is not traced."""
+    adapter: str = ""
+    """Name of the adapter to compute with; empty is the base model."""
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
@@ -258,6 +263,53 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRoutes:
+    """The experts to which a model sent the tokens of prompt and completion, except the last token, which it has not read.
+
+    Example, two tokens in a model with one layer of experts, of which it chooses two:
+        ExpertRoutes(bytes([3, 0, 2, 3]), num_layers=1, num_chosen=2, item_size=1)
+    """
+
+    experts: bytes
+    """Numbers of the experts, little-endian, `[tokens, num_layers, num_chosen]`."""
+    num_layers: int
+    """Layers with experts."""
+    num_chosen: int
+    """Experts per token and layer."""
+    item_size: int
+    """Bytes per number: 1 or 2. The largest number stands for an expert that is not known."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.experts) // max(1, self.num_layers * self.num_chosen * self.item_size)
+
+    def followed_by(self, longer: ExpertRoutes) -> ExpertRoutes:
+        """Return these routes and those of the tokens after them from a longer sequence that starts with the same tokens."""
+        return replace(longer, experts=self.experts + longer.experts[len(self.experts) :])
+
+
+EndReason: TypeAlias = Literal["done", "max_turns", "too_long", "failed"]
+"""`done`: the environment ended the episode. `max_turns`: the policy used all its turns. `too_long`: the last observation would
+have left no room for an answer, and is not part of the episode. `failed`: the environment raised, hung or died."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOutcome:
+    """How an episode ended: `EpisodeOutcome((0.0, 1.0), "done")`."""
+
+    rewards: tuple[float, ...]
+    """The reward of each turn of the policy."""
+    end: EndReason
+    error: str = ""
+    """Why a failed episode failed."""
+
+    @property
+    def reward(self) -> float:
+        """The sum of the rewards; NaN if the episode failed, which is not a reward of 0."""
+        return math.nan if self.end == "failed" else math.fsum(self.rewards)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sample of one prompt.
 
@@ -284,6 +336,13 @@ class Completion:
     """Index of the prompt in the list passed to `generate`."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """One entry per token, if requested."""
+    adapter: str = ""
+    """Adapter that it was computed with; empty is the base model."""
+    episode: EpisodeOutcome | None = None
+    """Set if this is an episode with an environment, whose text is among the tokens: `spans` cover the policy's tokens only,
+    and the logprobs of the others are 0."""
+    routes: ExpertRoutes | None = None
+    """Set by engines with `record_routes`."""
 
     @property
     def version(self) -> int:
@@ -380,6 +439,8 @@ class RolloutGroup:
     completions: tuple[Completion, ...]
     """Samples in order of their index."""
     error: SlipstreamError | None = None
+    traceparent: str = field(default="", compare=False)
+    """W3C trace context of the prompt; empty if it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,6 +510,59 @@ class Parameter:
     """Local boxes that no tensor fills, such as rows of a padded vocabulary; they are zero."""
 
 
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA adapter without its weights. A projection `W` becomes `W + alpha / rank * B @ A`.
+
+    In the tree of its weights, the projection `model.layers.0.self_attn.q_proj` has `lora_A.weight` `[rank, in]` and
+    `lora_B.weight` `[out, rank]`, as in PEFT.
+
+    Example:
+        Lora("math", rank=8, alpha=16, targets=("q_proj", "v_proj"))
+    """
+
+    name: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Projections that it changes, in all layers, by the last part of their names; sorted."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _ADAPTER_NAME.fullmatch(self.name):
+            raise ConfigError(
+                "the name of an adapter has 1 to 200 letters, digits and ._:/@- and begins with a letter or digit, got "
+                f"{self.name!r:.220}"
+            )
+        if not _is_int(self.rank) or self.rank < 1:
+            raise ConfigError(f"the rank of adapter {self.name!r} must be a positive integer, got {self.rank!r}")
+        if not _is_number(self.alpha) or self.alpha <= 0:
+            raise ConfigError(f"alpha of adapter {self.name!r} must be a positive number, got {self.alpha!r}")
+        if isinstance(self.targets, str) or not self.targets:
+            raise ConfigError(
+                f'targets of adapter {self.name!r} must be names of projections, such as ("q_proj", "v_proj"), got '
+                f"{self.targets!r}"
+            )
+        object.__setattr__(self, "targets", tuple(sorted(set(self.targets))))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSupport:
+    """The adapters that an engine can serve beside its base model."""
+
+    slots: int
+    """How many at a time."""
+    max_rank: int
+    targets: tuple[str, ...]
+    """Projections that they may change; sorted."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Description of an engine, sent when it registers."""
@@ -488,6 +602,12 @@ class EngineInfo:
     """Promises that the engine does not keep with its settings, each with the reason (docs/vllm.md)."""
     takes_all: bool = False
     """An update must bring all tensors or none: a loader that is not ours fills whole layers."""
+    adapters: AdapterSupport | None = None
+    """None if it serves no adapters."""
+
+    @property
+    def weights(self) -> str:
+        return "no weights" if self.version < 0 else f"version {self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,6 +624,10 @@ class Offer:
     """The trainer has no connections to this engine; destinations of earlier updates are useless to it."""
     hashed: bool = True
     """Whether the bytes have checksums."""
+    adapters: tuple[Lora, ...] = ()
+    """Adapters that the update brings (`weights/adapters.py`). The others stay as they are."""
+    only_adapters: bool = False
+    """The update brings no tensors of the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,6 +661,17 @@ class CommitReport:
     """Time from the arrival of the commit to the step boundary at which it was applied."""
     load_seconds: float = 0.0
     """Part of the pause that moved the weights to where the engine uses them; 0 if they arrived there."""
+    tokens_per_second: float = 0.0
+    """How fast the engine drew tokens in its last steps before the pause. 0 if no request would have drawn any, and for servers
+    that are not Slipstream's, which do not say."""
+    redrawn_tokens: int = 0
+    """Tokens that were dropped, to be drawn again under the new version (`in_flight="requeue"`)."""
+
+    @property
+    def lost_tokens(self) -> float:
+        """Tokens that the commit cost: what the engine would have drawn in the pause, and what it draws again. Prompts that are
+        computed again, and rows that stay empty while an engine commits with `in_flight="finish"`, do not count."""
+        return self.pause_seconds * self.tokens_per_second + self.redrawn_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -579,6 +714,10 @@ class EngineSync:
     """Whether the engine compared checksums of the bytes that it received. A server that is not Slipstream's cannot."""
     canary_gap: float | None = None
     """Mean difference in nats between logprobs of engine and trainer, with `bridge.sync(canary=...)`; None if not known."""
+    encoding: Literal["dense", "delta"] = "dense"
+    """`delta` if only what changed in the tensors was sent (`SyncOptions.delta`)."""
+    wire_bytes: int = 0
+    """Bytes that this trainer process sent for it; the same bytes for replicas that pass them on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,6 +737,10 @@ class SyncReport:
     engines: tuple[EngineSync, ...]
     lost: tuple[str, ...] = ()
     """Engines without the new version: they died before the commit, or failed and were dropped (`drop_failed`)."""
+    started: float = 0.0
+    """When it began, in Unix seconds."""
+    adapter: str = ""
+    """The adapter that was synced; empty for the base model."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -611,6 +754,11 @@ class SyncReport:
     def pause_seconds(self) -> float:
         """Longest pause of any engine."""
         return max((e.commit.pause_seconds for e in self.engines), default=0.0)
+
+    @property
+    def lost_tokens(self) -> float:
+        """Tokens that all engines together lost to this sync (`CommitReport.lost_tokens`)."""
+        return sum(e.commit.lost_tokens for e in self.engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -715,6 +863,14 @@ class EngineStatus:
     """Prompt tokens found in the prefix cache."""
     speed: float = 0.0
     """Tokens per second and sequence, relative to the median of the other engines; 0 if not known."""
+    num_tokens: int = 0
+    """Tokens generated since it registered."""
+    kv_use: float = 0.0
+    """Share of the KV cache that holds tokens, cached prefixes included; 0 if not known."""
+    activity: str = ""
+    """What keeps the engine from answering, such as a compilation; empty otherwise."""
+    adapters: tuple[str, ...] = ()
+    """Adapters that it has loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -742,6 +898,69 @@ class FleetMembers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutStatus:
+    """The rollout queue of a run, in numbers of groups (prompts with all their samples)."""
+
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    """Generated and not taken."""
+    taken: int = 0
+    """Taken since the run began."""
+    failed: int = 0
+    """Ended with an error since the gateway started."""
+    renewed: int = 0
+    """Generated again since the gateway started, because they were too old or their engine was wrong."""
+    max_staleness: int = 0
+    batch: int = 0
+    """Groups that the trainer takes between two syncs."""
+    taken_by_age: tuple[int, ...] = ()
+    """Groups taken since the gateway started; the index is their age in versions, and the last entry counts older ones, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePhases:
+    """Seconds of the phases of a weight update, each of the slowest engine."""
+
+    total: float = 0.0
+    """From the first step at the gateway until the version was committed or rolled back."""
+    receive: float = 0.0
+    verify: float = 0.0
+    wait: float = 0.0
+    load: float = 0.0
+    pause: float = 0.0
+
+    def __add__(self, other: UpdatePhases) -> UpdatePhases:
+        return UpdatePhases(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRecord:
+    """A weight update as the gateway saw it."""
+
+    version: int
+    num_engines: int
+    num_bytes: int
+    """Bytes that the engines received."""
+    phases: UpdatePhases
+    seconds_ago: float
+    error: str = ""
+    """Why it was rolled back; empty if it was committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTotals:
+    """Weight updates since the gateway started."""
+
+    committed: int = 0
+    failed: int = 0
+    """Rolled back."""
+    num_bytes: int = 0
+    phases: UpdatePhases = field(default_factory=UpdatePhases)
+    """Sums over the committed updates."""
+
+
+@dataclass(frozen=True, slots=True)
 class FleetStatus:
     """State of a fleet: `bridge.status()`."""
 
@@ -755,6 +974,13 @@ class FleetStatus:
     """Requests retried on another engine, because the first died or failed."""
     decisions: tuple[Decision, ...] = ()
     """The last decisions about engines, oldest first. The journal has all of them."""
+    rollouts: RolloutStatus | None = None
+    """None until a trainer has submitted prompts."""
+    updates: tuple[UpdateRecord, ...] = ()
+    """The last weight updates, oldest first."""
+    update_totals: UpdateTotals = field(default_factory=UpdateTotals)
+    decision_counts: Mapping[str, int] = field(default_factory=dict)
+    """Number of decisions about engines since the gateway started, by kind."""
 
     @property
     def present(self) -> tuple[EngineStatus, ...]:

@@ -97,7 +97,26 @@ RULES: dict[str, ArgumentRule] = {
     **_ours(
         "nnodes", "node_rank", "master_addr", "master_port", use="an engine is on one machine; launch several engines"
     ),
-    **_ours("runner", "convert", "pooler_config", "diffusion_config", use="engines generate, token by token"),
+    **_ours(
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
+        "lora_dtype",
+        "lora_target_modules",
+        "default_mm_loras",
+        use="use adapters of VllmConfig",
+    ),
+    "enable_lora": ArgumentRule("ours", "use adapters of VllmConfig", harmless=(False,)),
+    **_ours(
+        "enable_return_routed_experts",
+        "aux_output_config",
+        use="vLLM returns experts from its V2 model runner only, and Slipstream does not pass them on; routing replay needs "
+        "the embedded engine",
+    ),
+    **_ours(
+        *("runner", "convert", "pooler_config", "diffusion_config"),
+        use="language models generate, token by token, and models for sequence classification score",
+    ),
     **_refused(
         "cpu_offload_gb",
         "cpu_offload_params",
@@ -134,7 +153,6 @@ RULES: dict[str, ArgumentRule] = {
         promises=("seeds", "logprobs"),
         harmless=(False,),
     ),
-    **_refused("enable_lora", why="syncs do not reach adapters", promises=("weights",), harmless=(False,)),
     **_reported(
         "quantization",
         "quantization_config",
@@ -191,8 +209,11 @@ RULES: dict[str, ArgumentRule] = {
     ),
 }
 
-DRAFTLESS = ("ngram",)
-"""Methods of speculative decoding that propose tokens without a model."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The largest ranks that vLLM can be started with; adapters of all ranks up to it are served."""
+
+DRAFT_MODEL = "draft_model"
+"""The method of speculative decoding in which a smaller model proposes tokens."""
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -216,15 +237,24 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     stages = arguments.get("pipeline_parallel_size", 1)
     if type(stages) is not int or stages < 1:
         raise ConfigError(f"vllm.pipeline_parallel_size must be a positive integer, got {stages!r}")
+    if stages > 1 and draft_model(arguments):
+        raise ConfigError("vllm.speculative_config names a draft model, which needs an engine of one pipeline stage")
 
 
 def _check_speculation(value: Any) -> None:
-    method = value.get("method") if isinstance(value, Mapping) else None
-    if method not in DRAFTLESS or (isinstance(value, Mapping) and value.get("model")):
+    method, model = (value.get("method"), value.get("model")) if isinstance(value, Mapping) else (None, None)
+    if not (method == "ngram" and not model) and not (method == DRAFT_MODEL and isinstance(model, str) and model):
         raise ConfigError(
-            f"vllm.speculative_config = {value!r:.120} is refused: syncs do not reach a draft model in vLLM. Use method = "
-            "'ngram', which has no weights, or EmbeddedConfig(speculation='draft'), whose draft bridge.sync(draft=…) sends"
+            f"vllm.speculative_config = {value!r:.120} is refused: syncs would not reach what it proposes with. Use method = "
+            "'ngram', which has no weights, or 'draft_model' with a directory or a name as model, which "
+            "bridge.sync(draft=…) updates"
         )
+
+
+def draft_model(arguments: Mapping[str, Any]) -> str:
+    """Return the directory or the name of the draft model; empty if there is none."""
+    value = arguments.get("speculative_config")
+    return str(value.get("model", "")) if isinstance(value, Mapping) and value.get("method") == DRAFT_MODEL else ""
 
 
 def check_known(arguments: Collection[str], known: Collection[str], version: str = "") -> None:

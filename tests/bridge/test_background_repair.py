@@ -45,6 +45,19 @@ def test_a_sync_interrupts_a_repair_and_waits_until_it_has_rolled_back(lock):
     background.close()
 
 
+def test_no_repair_begins_before_the_sync_that_waits(lock, monkeypatch):
+    monkeypatch.setattr(background_repair, "GIVE_WAY_SECONDS", 0.1)
+    begun = []
+
+    def interrupt():
+        lock.release()
+        begun.append(lock.acquire_for_repair(interrupt))
+
+    assert lock.acquire_for_repair(interrupt)
+    lock.acquire("the next repair was first")
+    assert begun == [False]
+
+
 def test_a_repair_that_fails_is_tried_again_and_reported_once(lock, caplog):
     attempts, is_done = [], threading.Event()
 

@@ -43,7 +43,7 @@ class Fleet:
     def __init__(self, **logprobs):
         self._logprobs, self.quarantined = logprobs, {}
 
-    async def score(self, sequences, engine="", top_k=0):
+    async def score(self, sequences, engine="", top_k=0, adapter=""):
         if self._logprobs[engine] is None:
             raise Unsupported("this engine cannot score")
         return [Score(s, (self._logprobs[engine],) * (len(s) - 1), 5, engine) for s in sequences]

@@ -1,17 +1,13 @@
 import contextlib
-import io
 import json
 import math
 import sqlite3
-from dataclasses import replace
 
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import slipstream
-from slipstream.cli.fleet import _print_status
 from slipstream.cli.main import GROUPS, app
 from slipstream.deploy.processes import vllm_environment
 from slipstream.errors import ConfigError
@@ -28,7 +24,6 @@ from slipstream.model.checkpoints.sample_model import (
     write_sample_config,
     write_sample_model,
 )
-from slipstream.types import Decision, EngineInfo, EngineStatus, FleetStatus
 
 
 def run(*arguments):
@@ -74,23 +69,6 @@ def test_the_sample_model_generates_and_chats(tmp_path):
     assert any((same[name] != differs[name]).any() for name in same)
 
 
-def test_status_fits_into_80_columns():
-    info = EngineInfo("engine-0", "vllm", "llama-0123456789abcdef", "float32", 4, (), (), (), "host", 64, 8, version=12)
-    placed = replace(info, devices=("2", "3"), not_held=("seeds: prompt batching changes sums",))
-    ready = EngineStatus(placed, "ready", 17, 0.3, looked_up_tokens=10, hit_tokens=5)
-    broken = EngineStatus(info, "ready", 0, 0.3, note="its last 3 calls failed: " + 30 * "why ", circuit="half-open")
-    wrong = EngineStatus(info, "quarantined", 0, 0.3, note="it returned " + 30 * "nonsense ")
-    decision = Decision("quarantine", "engine-0", "it returned nonsense", 12, 60.0)
-    console = Console(width=80, record=True, file=io.StringIO())
-    status = FleetStatus(12, 3600.0, 123_456, (ready, broken, wrong), num_retried=3, decisions=(decision,))
-    _print_status(status, console)
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    assert "policy version 12" in text and "50%" in text and "half-open" in text and "its last 3 calls" in text
-    assert "60 s ago, engine-0, quarantine: it returned nonsense" in text
-    assert "engine-0: GPU 2, 3" in text and "engine-0 does not hold seeds: prompt" in text
-
-
 def test_a_damaged_journal_is_reported_and_repaired(tmp_path):
     assert isinstance(run("journal", tmp_path).exception, ConfigError)
     journal = Journal(tmp_path / "journal.sqlite")
@@ -130,11 +108,11 @@ def test_plan_counts_the_bytes_that_a_sync_moves(tmp_path):
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-8b", 8.03), ("kimi-k2", 1026)])
 def test_plan_knows_shapes_by_name(name, billions):
-    mesh = ("--trainer", "fsdp=128,tp=8", "--engines", 64, "--tp", 4)
+    mesh = ("--trainer", "fsdp=32,tp=8", "--engines", 16, "--tp", 4)
     found = json.loads(run("plan", name, *mesh, "--json").output)
     assert found["num_parameters"] / 1e9 == pytest.approx(billions, rel=0.01)
-    assert found["total_bytes"] >= 64 * found["model_bytes"]
-    assert found["trainer_rank_bytes"] * 1024 >= found["total_bytes"] / 64, "bytes leave the trainer once"
+    assert found["total_bytes"] >= 16 * found["model_bytes"]
+    assert found["trainer_rank_bytes"] * 256 >= found["total_bytes"] / 16, "bytes leave the trainer once"
     experts = json.loads(run("plan", name, *mesh, "--ep", "--json").output)
     assert experts["engine_rank_bytes"] <= found["engine_rank_bytes"] * 1.01
 

@@ -52,7 +52,7 @@ def alive(pid):
 
 
 def test_the_demo_with_processes_and_too_few_steps_says_that_it_did_not_learn(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "TrainConfig", functools.partial(TrainConfig, warmup_steps=2))
+    monkeypatch.setattr(demo, "TrainConfig", functools.partial(TrainConfig, warmup_steps=2, eval_prompts=32))
     out = console()
     assert demo.run(steps=3, engines=1, out=str(tmp_path / "run"), console=out) == 1
     said = out.file.getvalue()
@@ -190,3 +190,7 @@ def test_smooth_is_a_trailing_mean():
     values = [0.0, 1.0, 5.0, 3.0]
     expected = [sum(values[max(0, i - 1) : i + 1]) / len(values[max(0, i - 1) : i + 1]) for i in range(4)]
     assert plot.smooth(values, width=2).tolist() == expected
+
+
+def test_medians_leave_out_an_outlier():
+    assert plot.medians([1.0, 1.0, 90.0, 2.0, 2.0], width=3).tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]

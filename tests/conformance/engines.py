@@ -10,6 +10,7 @@ The reference is our own decoder with the same weights, token by token and witho
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,6 +37,7 @@ from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
 from slipstream.model.transformer import decoder
 from slipstream.types import (
+    CommitReport,
     Completion,
     EngineInfo,
     Failure,
@@ -707,6 +709,33 @@ def test_commits_with_requests_in_flight(subject: Subject, in_flight: Any) -> No
                 np.testing.assert_allclose(found.raw_logprobs[: span.stop], expected, atol=subject.tolerance)
     finally:
         subject.publish(subject.params)
+
+
+def test_a_commit_reports_what_generation_lost(subject: Subject) -> None:
+    """Nothing without requests; with them, what is drawn again and some part of what would be drawn in the pause."""
+    engine, old, limit = subject.engine, subject.engine.describe().version, 32
+
+    async def commit(version: int, in_flight: Any) -> CommitReport:
+        update = update_of(engine.describe(), subject.params, version)
+        await engine.stage(version, update.send(await engine.begin(version, update.offer)))
+        return await engine.commit(version, in_flight)
+
+    async def scenario() -> tuple[CommitReport, CommitReport, int, float]:
+        idle, start = await commit(old + 1, "requeue"), time.perf_counter()
+        several = [request(str(n), prompt, n=8, max_tokens=limit) for n, prompt in enumerate(subject.prompts)]
+        running = asyncio.create_task(collected(subject, *several))
+        await collected(subject, request("short", subject.prompts[1], max_tokens=4))
+        busy = await commit(old + 2, "requeue")
+        assert not running.done()
+        outcomes = await running
+        assert len(outcomes) == 64 and all(isinstance(outcome, Completion) for outcome in outcomes)
+        return idle, busy, 64 * limit + busy.redrawn_tokens, time.perf_counter() - start
+
+    idle, busy, drawn, seconds = subject.runner.run(scenario())
+    assert idle.pause_seconds > 0 and idle.lost_tokens == 0
+    assert 0 < busy.redrawn_tokens <= limit * engine.describe().max_num_seqs
+    assert 0.02 < busy.tokens_per_second / (drawn / seconds) < 50
+    assert busy.redrawn_tokens < busy.lost_tokens < drawn
 
 
 @pytest.mark.parametrize("level", [1, 2])

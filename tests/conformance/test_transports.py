@@ -16,11 +16,20 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError, TransferError
 from slipstream.types import Parameter, ParameterPart
+from slipstream.weights import delta
 from slipstream.weights.checksum import ScanOptions, checksum
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import rank_image
+from slipstream.weights.transports.contract import REFUSED
 from slipstream.weights.transports.host import shm, tcp
-from slipstream.weights.update.transport_choice import TRANSPORTS, choose, host_identity, make_receiver, open_sender
+from slipstream.weights.update.transport_choice import (
+    DELTA_TRANSPORTS,
+    TRANSPORTS,
+    choose,
+    host_identity,
+    make_receiver,
+    open_sender,
+)
 
 SHAPES = {"a": (30, 40), "b": (7,), "c": (300, 1000), "d": ()}
 WHOLE = {name: tuple((0, n) for n in shape) for name, shape in SHAPES.items()}
@@ -140,6 +149,43 @@ def test_pieces_stay_valid_after_both_halves_closed(transport):
     for half in (sender, transport.receiver, sender, transport.receiver):
         half.close()
     transport.holds(arrays(1))
+
+
+@pytest.fixture
+def halves():
+    """16-bit pieces, one of them not contiguous, and those of the version before."""
+    image = rank_image([Parameter("a", 0, (30, 40), (ParameterPart("a", WHOLE["a"], WHOLE["a"]),))], 0, "bfloat16")
+    boxes = {0: ((0, 30), (0, 10)), 1: COLUMNS}
+    return image, {i: Move("a", box, 0, "a", box, 0) for i, box in boxes.items()}
+
+
+@pytest.mark.parametrize("name", DELTA_TRANSPORTS)
+def test_deltas_arrive_in_place_with_the_checksums_of_the_result(name, tmp_path, halves):
+    image, moves = halves
+    receiver = make_receiver(f"disk:{tmp_path}" if name == "disk" else name, image.num_bytes, len(moves))
+    pieces = {i: image.piece(receiver.buffer, "a", move.local_box) for i, move in moves.items()}
+    rng = np.random.default_rng(0)
+    old = {i: rng.standard_normal(piece.shape, np.float32).astype(piece.dtype) for i, piece in pieces.items()}
+    new = {i: np.where(rng.random(a.shape) < 0.1, a + a, a).astype(a.dtype) for i, a in old.items()}
+    data = {i: delta.encode_chunk(delta.bits(old[i].copy()), delta.bits(new[i])) for i in old}
+    sums = {i: checksum(a) for i, a in new.items()}
+    sender = open_sender(receiver.link, image, moves, ScanOptions())
+    for version, bases in enumerate((old, {0: old[0]}, old)):
+        receiver.bases = bases
+        receiver.expect(version, pieces, True)
+        sender.begin(version)
+        for i in data:
+            damaged = version == 2 and i == 1
+            sender.send_delta(i, data[i][:-3] if damaged else data[i], delta.Encoding.DELTA)
+        sender.flush()
+        received = receiver.checksums(sums)
+        if version == 0:
+            assert received == sums and receiver.deltas == {0: "", 1: ""}
+            np.testing.assert_array_equal(pieces[1].view(np.uint16), new[1].view(np.uint16))
+        else:  # without a base, or damaged
+            assert received == {0: sums[0], 1: REFUSED}
+            assert "holds no earlier version" in receiver.deltas[1] or "the delta ends" in receiver.deltas[1]
+    receiver.close()
 
 
 def test_missing_pieces_are_an_error_or_a_wrong_checksum(transport, monkeypatch):

@@ -10,9 +10,10 @@ import ray
 
 import slipstream
 from slipstream.config import EmbeddedConfig, RayConfig
+from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.types import SamplingParams
 from tests.deploy.patient_ray import START_SECONDS, be_patient
-from tests.tiny import random_params, tiny_config
+from tests.tiny import random_params
 
 
 def main(model, run_dir, address):
@@ -27,7 +28,7 @@ def main(model, run_dir, address):
         time.sleep(0.1)
     engine = EmbeddedConfig(max_num_seqs=8)
     with slipstream.launch(model, engine=engine, run_dir=run_dir, cluster=RayConfig()) as bridge:
-        report = bridge.sync(random_params(tiny_config("llama"), 1))
+        report = bridge.sync(random_params(read_config(model), 1))
         answers = bridge.generate([(1, 2, 3)], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
         facts = {
             "gateway": bridge._fleet.address,

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 import slipstream
-from slipstream.config import GatewayConfig
-from slipstream.types import SamplingParams
+from slipstream.config import AdapterConfig, EmbeddedConfig, GatewayConfig
+from slipstream.types import Lora, SamplingParams
+from tests.adapters import random_adapter
 from tests.tiny import random_params, tiny_config, write_config
 
 CONFIG = tiny_config("llama")
@@ -54,6 +55,7 @@ def training_step(work: Callable[[], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def engine_by_hand(run_dir: str, model: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
     command = (sys.executable, "-m", "slipstream.cli", "engine", "--model", model, "--run-dir", run_dir, "--name", name)
+    command += ("adapters.slots=2",)
     with (Path(run_dir) / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log)
         try:
@@ -74,22 +76,35 @@ def served_by(observer: Any, engine: str) -> int:
             time.sleep(0.1)
 
 
+def scores(observer: Any, engine: str) -> list[tuple[float, ...]]:
+    """What an engine computes with its base model and with each adapter."""
+    return [observer.score([(5, 6, 7)], engine=engine, adapter=name)[0].logprobs for name in ("", "a", "b")]
+
+
 def test_engines_join_and_return_during_a_training_step(tmp_path: Path) -> None:
     model, gateway = write_config(tmp_path / "model", CONFIG), GatewayConfig(lease_seconds=5.0)
     params = [jax.tree.map(jnp.asarray, random_params(CONFIG, seed)) for seed in (0, 1, 2)]
+    engine = EmbeddedConfig(adapters=AdapterConfig(slots=2))
+    adapters = [Lora(name, 4, 8.0, ("q_proj", "down_proj")) for name in "ab"]
+    start: dict[str, Any] = {"engine": engine, "gateway": gateway, "timeout": 60, "keep_alive": True}
     with (
-        slipstream.launch(model, run_dir=tmp_path / "run", gateway=gateway, timeout=60, keep_alive=True) as bridge,
+        slipstream.launch(model, run_dir=tmp_path / "run", **start) as bridge,
         slipstream.connect(tmp_path / "run") as observer,
     ):
         bridge.sync(params[0])
         bridge.sync(params[1])
+        for adapter in adapters:
+            bridge.sync(random_adapter(CONFIG, adapter, seed=ord(adapter.name)), adapter=adapter)
         with training_step(in_python), engine_by_hand(bridge.run_dir, model, "late") as late:
-            assert served_by(observer, "late") == 1
-            expected, found = (observer.score([(5, 6, 7)], engine=name)[0].logprobs for name in ("engine-0", "late"))
-            assert found == expected
+            assert served_by(observer, "late") == 3
+            expected, found = (scores(observer, name) for name in ("engine-0", "late"))
+            assert found == expected and len(set(found)) == 3
             late.kill()
             os.kill(observer.status().engines[0].info.pid, signal.SIGKILL)
         with training_step(in_jax):
-            assert served_by(observer, "engine-0") == 1
-            assert observer.score([(5, 6, 7)], engine="engine-0")[0].logprobs == expected
-        assert bridge.sync(params[2]).version == 2 and served_by(observer, "engine-0") == 2
+            assert served_by(observer, "engine-0") == 3
+            assert scores(observer, "engine-0") == expected
+        assert bridge.sync(params[2]).version == 4 and served_by(observer, "engine-0") == 4
+        assert all(a != b for a, b in zip(scores(observer, "engine-0"), expected)), (
+            "the same adapters, on another model"
+        )

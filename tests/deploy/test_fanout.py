@@ -351,15 +351,13 @@ def test_the_command_generates_through_sglang_servers_with_a_key(tmp_path, monke
                 raise done.exception
             return [row["completions"][0] for row in rows(output)]
 
-        open_to_all = run("open", "dialect=sglang")
         for server in servers:
             server.tell(key="sesame")
         with pytest.raises(LaunchFailed, match=r"Unauthorized.*token_file"):
             run("locked", "dialect=sglang")
-        with_key = run("key", "dialect=sglang", f"token_file={key}")
-        for found in (open_to_all, with_key):
-            assert [completion["token_ids"] for completion in found] == expected
-            assert {completion["engine"] for completion in found} == {"engine-0", "engine-1"}
+        found = run("key", "dialect=sglang", f"token_file={key}")
+        assert [completion["token_ids"] for completion in found] == expected
+        assert {completion["engine"] for completion in found} == {"engine-0", "engine-1"}
 
 
 # --- with real engines ------------------------------------------------------------------------------------------------

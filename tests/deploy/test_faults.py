@@ -4,8 +4,6 @@ version is unchanged, and the next sync succeeds."""
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -19,10 +17,12 @@ from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.model.transformer import decoder
 from slipstream.types import SamplingParams
 from slipstream.weights.checksum import PieceScan
+from slipstream.weights.delta import Encoding
 from slipstream.weights.transports.host import shm
 from slipstream.weights.transports.host.disk import DiskSender
 from slipstream.weights.transports.host.tcp import _FRAME, TcpSender
 from slipstream.weights.update import transfer
+from tests.forked import Forks
 
 OPTIONS = EmbeddedConfig(max_num_seqs=8, max_model_len=64)
 SAMPLING = SamplingParams(max_tokens=4, n=2, seed=3)
@@ -87,7 +87,8 @@ def duplicated(sender, index, array):
 def truncated(sender, index, array):
     """Send half of the piece, then nothing."""
     if isinstance(sender, TcpSender):
-        sender._connection.sendall(_FRAME.pack(sender._version, index, array.nbytes) + b"\0" * (array.nbytes // 2))
+        frame = _FRAME.pack(sender._version, index, Encoding.DENSE, array.nbytes)
+        sender._connection.sendall(frame + b"\0" * (array.nbytes // 2))
         sender.close()
         raise TransferError("the trainer's connection broke")
     checksum = sender.send(index, array)
@@ -138,9 +139,9 @@ def test_checksums_that_do_not_come(fleet, model, monkeypatch):
     real = transfer.Outbox._send_rank
 
     def forgetful(*arguments):
-        sums = real(*arguments)
-        sums.pop(VICTIM)
-        return {**sums, VICTIM: PieceScan(1)}
+        sent = real(*arguments)
+        sent.scans[VICTIM] = PieceScan(1)
+        return sent
 
     monkeypatch.setattr(transfer.Outbox, "_send_rank", forgetful)
     with pytest.raises(ChecksumMismatch, match=r"engine 'engine-0', rank 0: model\.layers\.0\."):
@@ -268,14 +269,15 @@ with slipstream.connect(run_dir, timeout=10) as bridge:
 
 
 def test_a_trainer_killed_at_every_phase_boundary(model, tmp_path):
-    with slipstream.launch(model[0], engine=OPTIONS, run_dir=tmp_path, timeout=10) as bridge:
+    modules = "jax slipstream.bridge.bridge slipstream.gateway.client tests.deploy.test_faults"
+    with (
+        Forks(modules, TRAINER) as trainers,
+        slipstream.launch(model[0], engine=OPTIONS, run_dir=tmp_path, timeout=10) as bridge,
+    ):
         before = tokens(bridge)
         for phase in ("begin", "send", "stage", "staged", "commit"):
             version = slipstream.connect(tmp_path).version
-            done = subprocess.run(
-                [sys.executable, "-c", TRAINER, str(model[0]), str(tmp_path), phase], capture_output=True, text=True
-            )
-            assert done.returncode == -signal.SIGKILL, done.stderr
+            assert trainers.run(model[0], tmp_path, phase)[0] == -signal.SIGKILL
             with slipstream.connect(tmp_path) as reader:
                 assert reader.version == version + 1, phase  # its first sync; the second did not happen
                 assert tokens(reader) == before, phase

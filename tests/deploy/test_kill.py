@@ -19,6 +19,7 @@ from slipstream.weights.transports.host import shm
 TRAINER = """
 import sys, threading, time
 import jax, slipstream
+from slipstream.errors import GatewayLost, SlipstreamError
 from slipstream.model.transformer import decoder
 from slipstream.model.checkpoints.hf_config import read_config
 model, run_dir = sys.argv[1:]
@@ -26,8 +27,13 @@ params = decoder.init(read_config(model), jax.random.key(0))
 with slipstream.launch(model, engines=2, run_dir=run_dir, timeout=30) as bridge:
     print("up", flush=True)
     while True:
-        bridge.sync(params)
-        bridge.generate(["1="], slipstream.SamplingParams(max_tokens=4))
+        try:
+            bridge.sync(params)
+            bridge.generate(["1="], slipstream.SamplingParams(max_tokens=4))
+        except GatewayLost:
+            raise
+        except SlipstreamError as error:
+            print(error, file=sys.stderr)
 """
 
 
@@ -55,7 +61,7 @@ def gone_within(seconds, processes):
     return [p.cmdline() for p in alive]
 
 
-@pytest.mark.parametrize("role", ["trainer", "gateway", "engine"])
+@pytest.mark.parametrize("role", ["gateway", "an engine, then the trainer"])
 def test_nothing_is_left_after_kill_9(trainer, role):
     process, run_dir = trainer
     children = psutil.Process(process.pid).children(recursive=True)
@@ -63,10 +69,10 @@ def test_nothing_is_left_after_kill_9(trainer, role):
     gateway = json.loads((run_dir / "gateway.json").read_text())["pid"]
     engine = next(c.pid for c in children if c.pid != gateway)
     time.sleep(0.5)  # during syncs
-    os.kill({"trainer": process.pid, "gateway": gateway, "engine": engine}[role], signal.SIGKILL)
-    if role == "engine":
-        # The other engine continues; the trainer may have failed in a sync. Then it is killed as well.
-        time.sleep(1)
+    os.kill(gateway if role == "gateway" else engine, signal.SIGKILL)
+    if role != "gateway":
+        time.sleep(1)  # the trainer goes on with the other engine
+        assert process.poll() is None
         process.kill()
     process.wait(timeout=30)  # killed, or ended with a typed error
     assert gone_within(15, children) == []

@@ -45,7 +45,7 @@ def run_dir(tmp_path: Path) -> Any:
         ({"gateway": {"port": 0}}, r"gateway must be of type GatewayConfig, got \{'port': 0\}"),
         ({"http": 9001}, "http must be of type HttpConfig, got 9001"),
         ({"cluster": "slurm"}, "cluster must be 'local', 'ray' or a RayConfig, got 'slurm'"),
-        ({"transport": "smh"}, "transport must be one of memory, shm, tcp, disk, cuda, .*got 'smh'"),
+        ({"transport": "smh"}, "transport must be one of memory, device, shm, tcp, disk, cuda, .*got 'smh'"),
         ({"transport": "disk"}, "'disk' needs a directory"),
         ({"transport": "shm:/tmp"}, "other transports take none"),
         ({"transport": 3}, "transport must be of type str, got 3"),

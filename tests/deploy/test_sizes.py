@@ -79,8 +79,10 @@ def test_work_is_what_a_naive_count_gives():
     assert (decode.steps, decode.layers, decode.tokens, decode.flops) == (8, 24, 24, pytest.approx(flops))
     assert decode.bytes == 8 * 2 * (shape.parameters + 3 * 7 * 2 * 3 * 4)
     prompts, operations = step_cost.prefill_work(shape, batch, 2)
-    assert prompts.steps == 1 and operations.flops == pytest.approx(2 * 5 * (2 * shape.active + 4 * 3 * 8 * 2.5))
+    assert (prompts.steps, prompts.tokens, operations.tokens) == (1, 0, 2 * 5)
+    assert operations.flops == pytest.approx(2 * 5 * (2 * shape.active + 4 * 3 * 8 * 2.5))
     training = step_cost.train_work(shape, batch, 16)
+    assert training.tokens == 6 * (5 + 4)
     assert training.flops == pytest.approx(3 * 54 * (2 * shape.active + 4 * 3 * 8 * 4.5))
 
 

@@ -21,7 +21,7 @@ from slipstream.model.config import ModelConfig
 from slipstream.model.transformer import decoder
 
 CONFIG = ModelConfig(
-    "llama", vocab_size=96, hidden_size=48, intermediate_size=96, num_layers=2, num_heads=6, num_kv_heads=6, head_dim=16,
+    "llama", vocab_size=96, hidden_size=48, intermediate_size=96, num_layers=1, num_heads=6, num_kv_heads=6, head_dim=16,
     max_position_embeddings=64,
 )  # fmt: skip
 

@@ -43,6 +43,8 @@ SECONDS = 120.0
 
 
 class AttachedEngine:
+    adapters: tuple[str, ...] = ()
+
     def __init__(self, name: str, service: Service, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self.log = process, log
         self._name, self._registry, self._link = name, service._registry, service._links[name]
@@ -56,8 +58,8 @@ class AttachedEngine:
         async for results in event_loop.aiterate(self._link.results(convert.requests_to_pb(requests))):
             yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]
 
-    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
-        answer = await self._ask(pb.ToEngine(score=convert.sequences_to_pb(sequences, top_k=top_k)))
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, adapter: str = "") -> list[Score]:
+        answer = await self._ask(pb.ToEngine(score=convert.sequences_to_pb(sequences, "", top_k, adapter)))
         return convert.scores_from_pb(answer.scores)
 
     async def begin(self, version: int, offer: Offer) -> Destinations:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,9 +16,10 @@ import pytest
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.in_process import LocalFleet
 from slipstream.config import EmbeddedConfig, SyncOptions
+from slipstream.engines.embedded import compute_thread
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import EngineFailure, FleetChanged, NotReady, Unsupported, UpdateInProgress
-from slipstream.types import Completion, Failure, MemoryReport, Request, VersionSpan
+from slipstream.types import CommitReport, Completion, Failure, MemoryReport, Request, VersionSpan
 from tests.conformance.engines import Subject, other_params, request, update_of
 from tests.engines.subjects import (
     CONFIG,
@@ -169,6 +172,50 @@ def test_a_commit_with_requests_in_flight(in_flight: Any) -> None:
             # The new weights over the whole sequence, or over the KV cache of the old ones.
             assert (np.abs(raw[20:] - new_rows[20:]) < 1e-5).all() == (in_flight == "recompute")
             assert np.abs(raw[20] - old_rows[20]) > 1e-3
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])
+def test_a_commit_reports_what_generation_lost(in_flight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own: a tick, which draws one token, takes 0.5 s, and applying a version takes 0.25 s."""
+    clock = SimpleNamespace(now=100.0, sleep=time.sleep)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(compute_thread, "time", clock)
+    with opened() as subject:
+        compute = subject.engine._compute  # type: ignore[attr-defined]
+
+        def slow(method: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                clock.now += seconds
+                return method(*arguments)
+
+            return call
+
+        compute._apply = slow(compute._apply, 0.25)
+        compute._executor.dispatch = slow(compute._executor.dispatch, 0.5)
+
+        async def scenario() -> list[CommitReport]:
+            await stage(subject, other_params(subject))
+            generating, report = await interrupted(subject, lambda: subject.engine.commit(1, in_flight))
+            await only(generating)
+            reports = [report]
+            for paused in (False, True):  # without requests, and with one that would draw nothing anyway
+                if paused:
+                    await subject.engine.pause()
+                    generating = asyncio.create_task(collect(subject, LONG))
+                await stage(subject, subject.params)
+                reports.append(await subject.engine.commit(2 + paused))
+            await subject.engine.resume()
+            await generating
+            return reports
+
+        busy, idle, paused = subject.runner.run(scenario())
+        assert busy.pause_seconds == idle.pause_seconds == paused.pause_seconds == 0.25
+        assert idle.lost_tokens == paused.lost_tokens == 0
+        if in_flight == "finish":  # when it commits, there is nothing left to lose
+            assert busy.lost_tokens == 0
+        else:
+            assert busy.tokens_per_second == 2
+            assert busy.lost_tokens == 0.5 + (20 if in_flight == "requeue" else 0)
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute", "requeue"])

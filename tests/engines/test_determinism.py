@@ -3,7 +3,9 @@ preemption, chunked prefill and speculation."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,18 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.config import AdapterConfig
 from slipstream.engines.embedded.compute import program_choice
 from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
-from slipstream.types import Completion, Request
+from slipstream.types import Completion, Lora, Request
+from slipstream.weights.sources.packed_adapters import pack
+from tests.adapters import random_adapter
 from tests.conformance.engines import Subject, request
-from tests.engines.subjects import CONFIG, close, stats, subject_of
+from tests.engines.subjects import CONFIG, close, publish, stats, subject_of
 from tests.tiny import random_params, variant
 
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
     "small pool, chunks of 16": {"num_pages": 18, "max_num_batched_tokens": 16},  # two long requests do not fit
-    "more rows": {"max_num_seqs": 8},
+    "more rows, one token at a time": {"max_num_seqs": 8, "decode_steps": 1},
     "prompt lookup, small pool": {"speculation": "prompt_lookup", "num_pages": 18},
     "tp=2": {"tensor_parallel_size": 2},
 }
@@ -63,7 +68,7 @@ def make() -> Iterator[Make]:
 
 
 class Alone:
-    """Reference results of requests run alone, without caching and one token at a time. Each is computed once."""
+    """Reference results of requests run alone, without caching. Each is computed once."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject, self._known = subject, dict[Request, dict[int, Completion]]()
@@ -77,7 +82,7 @@ class Alone:
 @pytest.fixture(scope="module")
 def alone(make: Make) -> dict[int, Alone]:
     """Reference per `tp`: sharding a matrix product changes its last bits."""
-    return {tp: Alone(make(tensor_parallel_size=tp, enable_prefix_caching=False, decode_steps=1)) for tp in (1, 2)}
+    return {tp: Alone(make(tensor_parallel_size=tp, enable_prefix_caching=False)) for tp in (1, 2)}
 
 
 def assert_same_bits(found: Completion, expected: Completion) -> None:
@@ -132,9 +137,9 @@ def test_a_request_gets_the_same_bits_in_any_batch(name: str, make: Make, alone:
     reference = alone[tp]
 
     # The same batches for every engine, so that the reference is computed once. Rich programs are not repeated on two
-    # devices: they take long to compile and are not specific to them.
+    # devices and for one token at a time: they take long to compile and are not specific to them.
     @settings(max_examples=12, derandomize=True)
-    @given(batches(rich=tp == 1))
+    @given(batches(rich=tp == 1 and "decode_steps" not in ENGINES[name]))
     def check(batch: list[Request]) -> None:
         assert_as_alone(subject, batch, reference)
 
@@ -150,8 +155,42 @@ def test_other_families_too(name: str, make: Make) -> None:
     """Experts, which mix tokens of all rows; sliding windows and soft caps."""
     config = variant(name)
     options = {"max_num_batched_tokens": 16, "decode_steps": 1}
+    batch = mixed_batch()
+    subject, reference = (
+        make(config, num_pages=18, **options),
+        Alone(make(config, enable_prefix_caching=False, **options)),
+    )
+    for _ in range(2):  # the second time from the prefix cache
+        assert_as_alone(subject, batch, reference)
+    assert stats(subject)["preemptions"] > 0
+
+
+def test_with_an_adapter_too(make: Make) -> None:
+    """In a batch with other adapters, with preemption, from the prefix cache, and after the update of another."""
+    options: dict[str, Any] = {"adapters": AdapterConfig(slots=3, rank=5), "decode_steps": 1}
+    subject, alone = make(num_pages=18, **options), make(enable_prefix_caching=False, **options)
+    loras = [Lora(name, rank, 2.0, ("k_proj", "v_proj", "o_proj")) for name, rank in (("a", 5), ("b", 1))]
+    for each in (subject, alone):
+        for lora in loras:
+            load(each, lora, seed=lora.rank)
+    names = itertools.cycle(("", "a", "b"))
+    batch = [replace(one, adapter=name) for one, name in zip(mixed_batch(), names)]
+    reference = Alone(alone)
+    for seed in range(3):
+        assert_as_alone(subject, batch, reference)
+        load(subject, Lora("c", 5, 2.0, ("q_proj",)), seed)
+    assert stats(subject)["preemptions"] > 0
+
+
+def load(subject: Subject, lora: Lora, seed: int) -> None:
+    tree = hf_weights.flatten(random_adapter(subject.config, lora, seed))
+    packed = pack(tree, subject.engine.describe().tensors, lora)
+    subject.runner.run(publish(subject, None, adapters={lora: packed}))
+
+
+def mixed_batch() -> list[Request]:
     rng = np.random.default_rng(0)
-    batch = [
+    return [
         request(
             str(index),
             BEGINNINGS[index % 4] + tuple(rng.integers(5, 90, rng.integers(1, 20)).tolist()),
@@ -162,10 +201,3 @@ def test_other_families_too(name: str, make: Make) -> None:
         )
         for index in range(8)
     ]
-    subject, reference = (
-        make(config, num_pages=18, **options),
-        Alone(make(config, enable_prefix_caching=False, **options)),
-    )
-    for _ in range(2):  # the second time from the prefix cache
-        assert_as_alone(subject, batch, reference)
-    assert stats(subject)["preemptions"] > 0

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chisquare
 
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.in_process import LocalFleet
@@ -185,6 +184,8 @@ def exact(speculative: Subject) -> list[float]:
 
 def p_value(subject: Subject, exact: list[float]) -> float:
     """P-value of the first three tokens of many samples, given their probabilities."""
+    from scipy.stats import chisquare
+
     batch = [request(str(seed), PROMPT, n=NUM_SAMPLES, seed=seed, max_tokens=3) for seed in range(NUM_SEEDS)]
     found = Counter(o.token_ids for o in subject.generate(*batch) if isinstance(o, Completion))
     assert sum(found.values()) == NUM_SEEDS * NUM_SAMPLES

@@ -551,14 +551,13 @@ def test_spans_of_running_requests_name_the_version_of_each_token(
             running = asyncio.create_task(
                 collected(engine, request("plain", max_tokens=9), request("warm", max_tokens=9, top_k=4))
             )
-            await until(lambda: script.open == 2)
-            await asyncio.sleep(0.05)
+            await until(lambda: [len(attempt.sample.tokens) for attempt in engine._samples.running] == [3, 3])
             update = asyncio.create_task(publish(engine, publisher, 1, 1, in_flight))
             if in_flight == "finish":
                 await asyncio.sleep(0.05)
                 assert "pause" not in script.calls and not update.done()
             else:
-                await until(lambda: "pause" in script.calls)
+                await until(lambda: script.paused)
             script.hold_after = 10**6
             await update
             return {o.request_id: o for o in await running}

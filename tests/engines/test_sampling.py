@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chisquare
 
 from slipstream.engines.embedded.sampling import sampler
 from slipstream.engines.embedded.sampling.batch_settings import BatchSettings
@@ -245,6 +244,8 @@ LANE_ENDS = (0, 1, 16, 1023, 1024, 1025, 1500, 2046, 2047, 2048, 2049, BIG - 1)
 def test_draws_follow_the_distribution(spread: Any, fields: dict[str, Any], vary: str) -> None:
     """Chi-square over draws with fixed keys, so the outcome is the same in every run. In the second spread the tokens are at the
     ends of lanes and chunks."""
+    from scipy.stats import chisquare
+
     batch = 2000
     logits = np.full(max(spread) + 1, -1e9, np.float32)
     logits[list(spread)] = logits_of(3, vocab=12) / 3
@@ -341,7 +342,7 @@ def random_params(rng: np.random.Generator, rich: bool) -> SamplingParams:
 @pytest.mark.parametrize("vocab", [500, 4999])  # plain reductions differ for the larger one
 def test_a_row_has_the_same_bits_in_any_batch(vocab: int, rich: bool) -> None:
     rng = np.random.default_rng(0)
-    total = 64
+    total = 128
     logits = (rng.standard_normal((total, vocab)) * rng.uniform(0.3, 5, (total, 1))).astype(np.float32)
     positions = rng.integers(10, 60, total).astype(np.int32)
     tokens = rng.integers(-1, vocab, (total, 40)).astype(np.int32)
@@ -355,11 +356,10 @@ def test_a_row_has_the_same_bits_in_any_batch(vocab: int, rich: bool) -> None:
         return [np.asarray(column)[: len(ids)] for column in drawn]
 
     together = run(list(range(total)), total)
-    for num_rows in (8, 128):
-        for number in (1, num_rows // 2):
-            ids = [int(i) for i in rng.permutation(total)[:number]]
-            for name, found, expected in zip(SampledTokens._fields, run(ids, num_rows), together):
-                assert found.tobytes() == expected[ids].tobytes(), (name, num_rows, ids)
+    for number in (1, 4, 8, 8, 8, 8):
+        ids = [int(i) for i in rng.permutation(total)[:number]]
+        for name, found, expected in zip(SampledTokens._fields, run(ids, 8), together):
+            assert found.tobytes() == expected[ids].tobytes(), (name, ids)
 
 
 def test_it_runs_inside_a_loop() -> None:

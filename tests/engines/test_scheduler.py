@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -25,6 +25,7 @@ def small(num_pages: int) -> Shapes:
 
 
 SHAPES = small(64)
+ADAPTERS = ("", "a", "b")
 
 
 class NeverCalled:
@@ -36,11 +37,11 @@ SINK = NeverCalled()
 
 
 def request(
-    prompt: str, limit: int = 3, *, n: int = 1, sink: Any = SINK, priority: int = 0, top: int = 0
+    prompt: str, limit: int = 3, *, n: int = 1, sink: Any = SINK, priority: int = 0, top: int = 0, adapter: str = ""
 ) -> EngineRequest:
     """A letter is a token. A limit of 0 scores the prompt."""
     sampling = SamplingParams(n=n, top_logprobs=top)
-    return EngineRequest(prompt, tuple(map(ord, prompt)), sampling, 0, limit, (), sink, priority)
+    return EngineRequest(prompt, tuple(map(ord, prompt)), sampling, 0, limit, (), sink, priority, adapter=adapter)
 
 
 def drawn_after(ids: tuple[int, ...], sample: Sample) -> int:
@@ -68,9 +69,11 @@ class Device:
     def __init__(self, shapes: Shapes = SHAPES, max_samples: int = 8, prefix_cache: bool = True) -> None:
         self.shapes = shapes
         self.scheduler = Scheduler(shapes, max_samples, prefix_cache)
-        self.slots: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+        self.slots: dict[tuple[int, int], tuple[tuple[int, ...], tuple[str, int]]] = {}
         self.finished: list[Sample] = []
         self.version = 0
+        self.changed = defaultdict[str, int](int)
+        """By adapter: the version at which what it computes with last changed."""
         self.scheduler.set_version(0)
 
     def add(self, *requests: EngineRequest) -> list[Sample]:
@@ -78,9 +81,10 @@ class Device:
         self.scheduler.add(samples)
         return samples
 
-    def new_version(self) -> None:
+    def new_version(self, adapters: list[str] | None = None) -> None:
         self.version += 1
-        self.scheduler.set_version(self.version)
+        self.changed |= dict.fromkeys(ADAPTERS if adapters is None else adapters, self.version)
+        self.scheduler.set_version(self.version, adapters)
 
     def sleep(self) -> None:
         self.scheduler.preempt_all()
@@ -131,10 +135,11 @@ class Device:
 
     def write(self, sample: Sample, start: int, stop: int) -> None:
         for position in range(start, stop):
-            self.slots[self.place(sample, position)] = (sample.ids[: position + 1], self.version)
+            self.slots[self.place(sample, position)] = (sample.ids[: position + 1], self.weights(sample))
 
     def decode(self, sample: Sample, count: int) -> None:
-        assert sample.tokens or sample.cache_version == self.version, "its first token rests on another version"
+        changed = self.weights(sample)[1]
+        assert sample.tokens or sample.cache_version == changed, "its first token rests on another version"
         for _ in range(count):
             self.write(sample, sample.length - 1, sample.length)
             sample.extend([drawn_after(sample.ids, sample)], [-1.0], [-2.0], [], False, self.version)
@@ -142,14 +147,19 @@ class Device:
     def waste(self, sample: Sample, room: int) -> None:
         """Write rejected draft tokens, as far as there is room behind the accepted ones."""
         for position in range(sample.length, min(sample.length + room, len(sample.pages) * self.shapes.page_size)):
-            self.slots[self.place(sample, position)] = ((-1,), -1)
+            self.slots[self.place(sample, position)] = ((-1,), ("", -1))
 
     def score(self, chunk: PrefillChunk) -> None:
         sample, positions = chunk.sample, range(chunk.start, chunk.stop)
-        sample.raw_logprobs += [logprob(sample.ids[: position + 2], self.version) for position in positions]
-        sample.versions = [(self.version, 0)]
+        version = self.weights(sample)[1]
+        sample.raw_logprobs += [logprob(sample.ids[: position + 2], version) for position in positions]
+        sample.versions = [(version, 0)]
         if sample.request.sampling.top_logprobs:
             sample.top_logprobs += [TopLogprobs((position,), (0.0,)) for position in positions]
+
+    def weights(self, sample: Sample) -> tuple[str, int]:
+        """What the sample computes with."""
+        return sample.request.adapter, self.changed[sample.request.adapter]
 
     # --- invariants ---
 
@@ -182,12 +192,12 @@ class Device:
 
     def check_cache(self, sample: Sample, stop: int) -> None:
         """Everything before `stop` is cached, under the serving version unless the sample has seen a version change."""
-        assert sample.cache_version in (self.version, -1)
+        assert sample.cache_version in (self.weights(sample)[1], -1)
         for position in range(stop):
             page, offset = sample.pages[position // self.shapes.page_size], position % self.shapes.page_size
-            ids, version = self.slots[page, offset]
-            assert ids == sample.ids[: position + 1]
-            assert version == self.version or sample.cache_version == -1
+            ids, weights = self.slots[page, offset]
+            assert ids == sample.ids[: position + 1] and weights[0] == sample.request.adapter
+            assert weights == self.weights(sample) or sample.cache_version == -1
 
     def check(self) -> None:
         """Every page is free or held by its users, and the tree describes its pages correctly."""
@@ -199,15 +209,16 @@ class Device:
         assert pool.num_free == pool.num_pages - len({*of_samples, *of_tree})
         assert all(sample.pages == [] for sample in scheduler.waiting)
         if tree is not None:
-            self.check_tree(tree._root, ())
+            for adapter, root in tree._roots.items():
+                self.check_tree(root, (), (adapter, self.changed[adapter]))
         if not scheduler.live:
             assert pool.num_free + len(of_tree) == pool.num_pages
 
-    def check_tree(self, node: Node, before: tuple[int, ...]) -> None:
+    def check_tree(self, node: Node, before: tuple[int, ...], weights: tuple[str, int]) -> None:
         for child in node.ordered:
             for offset in range(child.num_ready):
-                assert self.slots[child.page, offset] == (before + child.tokens[: offset + 1], self.version)
-            self.check_tree(child, before + child.tokens)
+                assert self.slots[child.page, offset] == (before + child.tokens[: offset + 1], weights)
+            self.check_tree(child, before + child.tokens, weights)
 
     def check_finished(self, sample: Sample) -> None:
         if not sample.request.is_scoring:
@@ -503,7 +514,7 @@ def test_preempt_all(restart: bool) -> None:
     device.tick(steps=2)
     waiting = device.add(request("xyz"))[0]
     assert [len(s.tokens) for s in (running, prefilling, waiting)] == [1, 0, 0]
-    device.scheduler.preempt_all(restart)
+    assert device.scheduler.preempt_all(restart) == (1 if restart else 0), "tokens that will be drawn again"
     device.check()
     assert device.scheduler.live == []
     assert (running.tokens == running.versions == []) == restart
@@ -701,6 +712,7 @@ adds = st.tuples(
         sink=st.integers(0, 1),
         priority=st.integers(-1, 1),
         top=st.sampled_from([0, 0, 0, 1]),
+        adapter=st.sampled_from(ADAPTERS),
     ),
 )
 others = st.sampled_from(
@@ -712,6 +724,8 @@ others = st.sampled_from(
         ("put back", {"restart": False}),
         ("put back", {"restart": True}),
         ("new version", {}),
+        ("new version", {"adapters": ["a"]}),
+        ("new version", {"adapters": ["b", "a"]}),
         ("sleep", {}),
     ]
 )
@@ -753,7 +767,7 @@ def test_soak(
         elif event == "put back":
             device.scheduler.preempt_all(**details)
         elif event == "new version":
-            device.new_version()
+            device.new_version(**details)
         elif event == "sleep":
             device.sleep()
         elif event == "tick" and (device.scheduler.live or device.scheduler.waiting):

@@ -44,10 +44,10 @@ def test_derived_sizes() -> None:
 def test_the_number_of_programs_is_known_before_the_first() -> None:
     copies = len(COPIES)
     # Three sizes of decoding, plain and rich; two of prefill and of both kinds of scoring.
-    assert SHAPES.num_programs == 2 * 3 + 3 * 2 + copies
+    assert SHAPES.num_programs == 4 * 3 + 3 * 2 + copies
     speculative = replace(SHAPES, num_speculative=4)
     assert speculative.num_programs == SHAPES.num_programs + 3
-    assert replace(speculative, has_draft=True).num_programs == speculative.num_programs + 3 + 2 + copies
+    assert replace(speculative, has_draft=True).num_programs == speculative.num_programs + 2 * 3 + 2 + copies
 
 
 # --- from options; the tests run on CPU ---

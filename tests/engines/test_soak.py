@@ -1,4 +1,4 @@
-"""Many requests (SLIPSTREAM_SOAK, 700) to one engine that is short of pages, while callers disconnect, the engine pauses and weights change.
+"""Many requests (SLIPSTREAM_SOAK, 400) to one engine that is short of pages, while callers disconnect, the engine pauses and weights change.
 The script is drawn from a seed; results are compared with those of an undisturbed engine."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.weights.update.publisher import Publisher
 from tests.conformance.engines import Subject, other_params, request
 from tests.engines.subjects import assert_nothing_leaked, opened, stats
 
-NUM_REQUESTS, NUM_PAGES, MAX_CALLS = int(os.environ.get("SLIPSTREAM_SOAK", "700")), 20, 24
+NUM_REQUESTS, NUM_PAGES, MAX_CALLS = int(os.environ.get("SLIPSTREAM_SOAK", "400")), 20, 24
 POLICIES: tuple[InFlight, ...] = ("keep", "finish", "recompute", "requeue")
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import VllmConfig
+from slipstream.config import AdapterConfig, VllmConfig
 from slipstream.engines.vllm import compat
 from slipstream.engines.vllm.engine_args import make_llm
 from slipstream.errors import ConfigError
 from slipstream.model.checkpoints.served_model import ServedModel
+from slipstream.model.config import ModelConfig
+from slipstream.model.families import tensors
+from slipstream.model.lora import targets
 from tests.engines.pretend import pretend
 from tests.tiny import tiny_config
 
@@ -43,6 +46,10 @@ NAMES = [
     "disable_custom_all_reduce",
     "pipeline_parallel_size",
     "kv_cache_dtype",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "lora_target_modules",
 ]
 
 
@@ -88,9 +95,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return platform
 
 
-def made(**settings: Any) -> Any:
-    model = ServedModel("llama", (), CONFIG.vocab_size, (), "float32", CONFIG)
-    return make_llm(Path("m"), model, VllmConfig(dtype="float32", **settings), has_weights=False)
+def made(dtype: str = "float32", config: ModelConfig = CONFIG, num_labels: int = 0, **settings: Any) -> Any:
+    model = ServedModel("llama", tensors(config), config.vocab_size, (), "float32", config, num_labels)
+    return make_llm(Path("m"), model, VllmConfig(dtype=dtype, **settings), has_weights=False)
 
 
 def test_arguments_of_the_user_are_added_to_ours(vllm: Any) -> None:
@@ -130,6 +137,26 @@ def test_what_vllm_does_not_know_or_refuses_is_a_config_error(vllm: Any) -> None
         ConfigError, match=r"refuses its arguments \(kv_cache_dtype='fp3'\): kv_cache_dtype: Input should"
     ):
         made(vllm={"kv_cache_dtype": "fp3"})
+
+
+def test_room_for_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = AdapterConfig(slots=3, rank=9, targets=("q_proj", "o_proj"))
+    with pytest.raises(ConfigError, match="computes adapters in 16 bits only"):
+        made(adapters=adapters)
+    arguments = made("bfloat16", adapters=adapters).arguments
+    assert arguments["enable_lora"] and (arguments["max_loras"], arguments["max_lora_rank"]) == (3, 16)
+    assert arguments["lora_target_modules"] == ["o_proj", "q_proj"] and os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    everything = made("bfloat16", adapters=AdapterConfig(rank=1)).arguments["lora_target_modules"]
+    assert everything == list(targets(tensors(CONFIG)))
+    monkeypatch.setattr(compat, "inspect_models_here", lambda: None)
+    vllm.device_type = "cpu"
+    assert made(adapters=adapters).arguments["max_loras"] == 4  # one stays zero, for requests without an adapter
+    with pytest.raises(ConfigError, match=r"adapters\.targets has qkv_proj; this model has .*q_proj"):
+        made(adapters=AdapterConfig(targets=("qkv_proj",)))
+    with pytest.raises(ConfigError, match="cannot compute experts while adapters are enabled"):
+        made(config=tiny_config("mixtral", head_dim=32), adapters=adapters)
+    with pytest.raises(ConfigError, match="sequence classification have not been tried"):
+        made(num_labels=2, adapters=adapters)
 
 
 def test_determinism_is_vllms_batch_invariant_mode_or_an_error(vllm: Any) -> None:

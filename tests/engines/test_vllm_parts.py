@@ -37,7 +37,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for vLLM that has what we need and nothing else."""
 
     class AsyncLLM:
-        generate = pause_generation = resume_generation = reset_prefix_cache = collective_rpc = shutdown = None
+        generate = encode = pause_generation = resume_generation = reset_prefix_cache = collective_rpc = shutdown = None
 
     contents = {path: {name: AsyncLLM if name == "AsyncLLM" else object} for path, name in NAMES.items()}
     return pretend(monkeypatch, {"vllm": {"__version__": "0.32.1"}, **contents})

@@ -13,6 +13,8 @@ from slipstream.config import VllmConfig
 from slipstream.engines.frontend.sample_tasks import Attempt
 from slipstream.engines.frontend.step_control import StepControl
 from slipstream.engines.vllm import engine as engine_module
+from slipstream.engines.vllm import request_format
+from slipstream.engines.vllm.adapters import VllmAdapters
 from slipstream.engines.vllm.direct_loader import DirectLoader
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.in_place import InPlaceUpdates
@@ -37,11 +39,11 @@ class LateLoader:
         if not self.staged:
             raise UnknownVersion(f"version {version} is not staged")
 
-    async def load(self, version: int) -> tuple[dict[str, int], float]:
+    async def load(self, version: int) -> tuple[tuple[dict[str, int], float], float]:
         self.tries += 1
         await asyncio.sleep(0)
         if self.comes and self.tries == 5:
-            return {"s1": 7}, 0.5
+            return ({"s1": 7}, 100.0), 0.5
         raise WeightsPending("rank 0 has received nothing", 0.25)
 
     async def restore(self) -> None:
@@ -51,7 +53,7 @@ class LateLoader:
         self.staged = False
 
 
-async def never() -> None:
+async def never(*_: Any) -> Any:
     raise AssertionError("steps are not stopped")
 
 
@@ -60,7 +62,8 @@ def engine_with(loader: LateLoader) -> Any:
     engine._name, engine._loader, engine._on_gpu = "engine-0", loader, True
     engine._steps = StepControl("engine-0", never, never)
     engine._in_place = InPlaceUpdates("engine-0", never)
-    engine._samples = VllmSampleTasks(None, lambda doing, error: EngineFailure(str(error)))
+    engine._adapters, engine._changed = VllmAdapters("engine-0", None, "float32", never), None
+    engine._samples = VllmSampleTasks(None, lambda doing, error: EngineFailure(str(error)), 8, engine._adapters)
     engine._samples.version = 1
     engine._failure = lambda doing, error: EngineFailure(f"{doing}: {error}")
     return engine
@@ -84,9 +87,27 @@ def test_vllm_steps_and_others_get_the_lock_between_two_tries() -> None:
             await engine._samples._can_read.wait()
             assert engine._samples.version == 1
             engine._samples.running.remove(ended)  # it had all its tokens
-        assert await commit == CommitReport(4 * 0.25 + 0.5, pytest.approx(0.0, abs=30.0), 0.5)
+        report = await commit
+        assert report == CommitReport(4 * 0.25 + 0.5, pytest.approx(0.0, abs=30.0), 0.5, 100.0)
+        assert report.lost_tokens == 150
         assert (loader.tries, engine._samples.version) == (5, 2)
         assert running.versions == [(1, 0), (2, 7)] and not running.interruption and not ended.interruption
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("why", ["idle", "scoring", "paused", "asleep"])
+def test_an_engine_that_draws_nothing_loses_nothing(why: str) -> None:
+    async def scenario() -> None:
+        engine = engine_with(LateLoader())
+        attempt = attempt_of("s1")
+        attempt.sample.request.is_scoring = why == "scoring"
+        attempt.task = SimpleNamespace(cancel=lambda: None)  # type: ignore[assignment]
+        engine._samples.running = set() if why == "idle" else {attempt}
+        engine._steps.is_paused, engine._steps.asleep = why == "paused", {"kv_cache": 1} if why == "asleep" else {}
+        report = await engine.commit(2)
+        assert report.pause_seconds > 0 and report.tokens_per_second == 0
+        assert report.redrawn_tokens == (7 if why == "scoring" else 0)
 
     asyncio.run(scenario())
 
@@ -118,8 +139,61 @@ def test_a_rollback_ends_the_wait() -> None:
     asyncio.run(scenario())
 
 
-def attempt_of(name: str) -> Attempt:
-    sample = SimpleNamespace(request=SimpleNamespace(is_scoring=False))
+@pytest.mark.parametrize("in_flight", ["keep", "requeue"])
+def test_a_commit_of_an_adapter_concerns_its_samples_only(in_flight: Any) -> None:
+    engine = engine_with(LateLoader())
+    base, other, own, fresh, waits = (attempt_of(f"s{i}", name) for i, name in enumerate(["", "b", "a", "a", "b"]))
+    engine._samples.running = {base, other, own, fresh, waits}
+    engine._changed = ("a",)
+    tasks = {name: SimpleNamespace(cancel=lambda: None) for name in ("own", "fresh")}
+    own.task, fresh.task = tasks["own"], tasks["fresh"]  # type: ignore[assignment]
+    redrawn = asyncio.run(engine._serve(2, in_flight, {"s0": 4, "s1": 5, "s2": 6}))
+    assert redrawn == (6 if in_flight == "requeue" else 0)
+    assert [a.versions for a in (base, other, waits)] == [[(1, 0), (2, 4)], [(1, 0), (2, 5)], [(1, 0), (2, 0)]]
+    assert not base.interruption and not other.interruption and not waits.interruption
+    assert fresh.interruption == "restart" and own.interruption == ("restart" if in_flight == "requeue" else "")
+    with pytest.raises(Unsupported, match='cannot commit an adapter with in_flight="recompute"'):
+        asyncio.run(engine.commit(3, "recompute"))
+
+
+def test_the_prefix_cache_is_keyed_by_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of an adapter leaves the entries of the others valid; one of the base model leaves none."""
+    monkeypatch.setattr(request_format, "sampling_params", lambda sample: None)
+
+    async def scenario() -> None:
+        salts: list[str] = []
+
+        def generate(prompt: Any, *_: Any, **__: Any) -> Any:
+            salts.append(prompt["cache_salt"])
+            raise EngineFailure("enough")
+
+        config = SimpleNamespace(model_config=SimpleNamespace(runner_type="generate"))
+        llm, adapters = SimpleNamespace(generate=generate, vllm_config=config), VllmAdapters("e", None, "", never)
+        samples = VllmSampleTasks(llm, never, 8, adapters)  # type: ignore[arg-type]
+        samples._adapters.request = lambda name: None  # type: ignore[method-assign]
+
+        async def salts_of(*names: str) -> list[str]:
+            salts.clear()
+            for name in names:
+                with pytest.raises(EngineFailure):
+                    await samples._generate(attempt_of("s", name))
+            return list(salts)
+
+        samples.set_version(3, None)
+        before = await salts_of("", "a", "b")
+        samples.set_version(4, ("a",))
+        after = await salts_of("", "a", "b")
+        assert after[::2] == before[::2] and after[1] != before[1]
+        samples.set_version(5, None)
+        assert not set(await salts_of("", "a", "b")) & {*before, *after}
+
+    asyncio.run(scenario())
+
+
+def attempt_of(name: str, adapter: str = "") -> Attempt:
+    sampling = SimpleNamespace(min_p=0.0, logit_bias={})
+    request = SimpleNamespace(is_scoring=False, adapter=adapter, prompt=(1,), sampling=sampling, priority=0)
+    sample = SimpleNamespace(request=request)
     return Attempt(sample, None, name, [(1, 0)])  # type: ignore[arg-type]
 
 
@@ -142,10 +216,11 @@ class StepCounter:
 def sharing_engine() -> tuple[Any, StepCounter]:
     engine, steps = engine_with(LateLoader()), StepCounter()
     engine._loader = DirectLoader(
-        "engine-0", written_parameters(tiny_config(), 1, {})[0], (), (), "float32", 1, never, True
+        *("engine-0", (), written_parameters(tiny_config(), 1, {})[0], (), (), "float32", 1, never, True),
+        adapters=engine._adapters,
     )
     engine._options = VllmConfig(share_weights=True)
-    answers = {"slipstream_export": b"link", "slipstream_token_counts": {"s1": 7}}
+    answers = {"slipstream_export": b"link", "slipstream_drawn": ({"s1": 7}, 100.0)}
 
     async def call_workers(method: str, *_: Any) -> list[Any]:
         return [answers[method]]
@@ -172,7 +247,8 @@ def test_no_step_runs_while_a_trainer_writes_the_weights() -> None:
             await engine.sleep()
         assert (steps.stops, steps.starts, engine._samples.version) == (1, 0, 1)
         assert (await engine.stage(2, [])).num_bytes == 0
-        assert (await engine.commit(2)).pause_seconds > 0
+        report = await engine.commit(2)
+        assert report.pause_seconds > 0 and report.lost_tokens == 100 * report.pause_seconds
         assert (steps.stops, steps.starts, engine._samples.version) == (1, 1, 2)
         assert running.versions == [(1, 0), (2, 7)]
         with pytest.raises(VersionError, match="serves version 2"):

@@ -130,6 +130,7 @@ def test_tokens_are_counted_as_steps_are_launched(runner: Runner) -> None:
     assert runner.slots.token_counts() == {"a": 2, "b": 3}
     runner.step(finished=["a"], b=1)
     assert runner.slots.token_counts() == {"b": 4}
+    assert [tokens for tokens, _ in runner.slots.draw_rate._steps] == [2, 2, 1, 1], "that of the first step has no time"
 
 
 def test_preempted_requests_keep_their_count(runner: Runner) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from slipstream.engines.vllm import direct_loader, live_parameters
+from slipstream.engines.vllm.adapters import VllmAdapters
 from slipstream.engines.vllm.direct_loader import DirectLoader
 from slipstream.engines.vllm.live_parameters import LiveParameters, NotYetReceived
 from slipstream.engines.vllm.reload_loader import ReloadLoader
@@ -34,13 +36,16 @@ from slipstream.errors import (
 )
 from slipstream.model import families
 from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
-from slipstream.types import Checksums, EngineInfo, Offer
+from slipstream.types import AdapterSupport, Checksums, EngineInfo, Lora, Offer
+from slipstream.weights import adapters as layouts
 from slipstream.weights.checksum import ScanOptions, add_manifest_header, strip_manifest_header
 from slipstream.weights.plan import Plan, make_plan
 from slipstream.weights.sources import named_tensors
+from slipstream.weights.sources.packed_adapters import pack
 from slipstream.weights.transports.cuda import mapped_memory
 from slipstream.weights.update.device_outbox import DeviceOutbox
 from slipstream.weights.update.verify import compare
+from tests.adapters import random_adapter
 from tests.tiny import random_params, tiny_config
 from tests.weights.by_hand import HandUpdate
 from tests.weights.memfd import Memfd
@@ -59,6 +64,12 @@ class Workers:
         self.loaded: list[dict[str, torch.Tensor]] = [{}, {}]
         self.without_room = -1
         """The rank whose loader fails at its second tensor."""
+        self.adapters: list[dict[int, Any]] = [{}, {}]
+        """Adapters of each rank, by slot."""
+        self.staged_adapters: list[dict[int, Any]] = [{}, {}]
+        self.replaced_adapters: list[dict[int, Any]] = [{}, {}]
+        self.without_adapters = -1
+        """The rank that cannot load adapters."""
         self._maps: dict[str, mmap.mmap] = {}
         self._parameters, self._reloaded = written_parameters(CONFIG, TP, failed)
         self.live, self.ranks, self.reloads = [], [], []
@@ -99,19 +110,40 @@ class Workers:
         return {"s0": 3}, 0.0, "", False
 
     def slipstream_map_files(self, rank: int, files: Sequence[str]) -> None:
+        maps, self._maps = self._maps, {}
         for file in files:
-            with open(file, "r+b") as opened:
-                self._maps[file] = mmap.mmap(opened.fileno(), 0)
+            if file not in maps:
+                with open(file, "r+b") as opened:
+                    maps[file] = mmap.mmap(opened.fileno(), 0)
+            self._maps[file] = maps[file]
+
+    def _mapped(self, file: str, offset: int, shape: Sequence[int]) -> torch.Tensor:
+        count = int(torch.Size(shape).numel())
+        return torch.frombuffer(self._maps[file], dtype=torch.float32, count=count, offset=offset).reshape(shape)
+
+    def slipstream_stage_adapters(self, rank: int, adapters: Any, dtype: str) -> str:
+        self.staged_adapters[rank] = {
+            slot: {name: self._mapped(*place).clone() for name, *place in tensors} for slot, *_, tensors in adapters
+        }
+        return ""
+
+    def slipstream_swap_adapters(self, rank: int) -> tuple[float, str]:
+        staged, own = self.staged_adapters[rank], self.adapters[rank]
+        self.replaced_adapters[rank] = {slot: own.get(slot) for slot in staged}
+        if rank == self.without_adapters:
+            return 0.0, "MemoryError: no room"
+        own.update(staged)
+        return 0.5, ""
+
+    def slipstream_undo_adapters(self, rank: int) -> None:
+        self.adapters[rank].update(self.replaced_adapters[rank])
 
     def slipstream_write(
         self, rank: int, places: Any, dtype: str, reloaded: Any
     ) -> tuple[dict[str, int], float, str, bool]:
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, at in places:
-                file, offset, shape = at[rank]
-                count = int(torch.Size(shape).numel())
-                memory = torch.frombuffer(self._maps[file], dtype=torch.float32, count=count, offset=offset)
-                yield name, memory.reshape(shape)
+                yield name, self._mapped(*at[rank])
 
         try:
             self.ranks[rank].write(tensors(), reloaded)
@@ -171,7 +203,12 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 def direct(workers: Workers, has_weights: bool = False, failed: dict[str, str] | None = None) -> DirectLoader:
     parameters, reloaded = written_parameters(CONFIG, TP, failed or {})
-    return DirectLoader("engine-0", parameters, reloaded, failed or {}, "float32", TP, workers, has_weights)
+    rest = (parameters, reloaded, failed or {}, "float32", TP, workers, has_weights)
+    return DirectLoader("engine-0", families.tensors(CONFIG), *rest, slots(workers))
+
+
+def slots(workers: Any) -> VllmAdapters:
+    return VllmAdapters("engine-0", AdapterSupport(2, 4, ("o_proj", "q_proj")), "float32", workers)
 
 
 async def with_one_version_committed(workers: Workers) -> tuple[DirectLoader, Trainer, Any]:
@@ -280,7 +317,7 @@ def test_manifests_are_checked_even_if_they_look_like_the_last_ones(workers: Wor
         for version in (1, 2):
             await trainer.stage(version)
             await trainer.commit(version)
-        manifests, _ = trainer.outbox.promise(set(), 3)
+        manifests = trainer.outbox.promise(set(), 3).manifests
         await loader.begin(2, 3, Offer(b"", trainer.plan.fingerprint, "cuda", fresh=False))
         twice = add_manifest_header(3, 2 * strip_manifest_header(manifests[0], 3))
         for first, why in (
@@ -489,10 +526,90 @@ def test_vllms_loader_gets_all_tensors_or_none(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(scenario())
 
 
+def test_adapters_alone_and_with_the_base_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks get the same adapters; if one cannot load them, or the base model does not follow, neither has them."""
+    monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
+    failed = {"model.layers.1.mlp.gate_up_proj.weight": "of the test"}  # may fail to load
+    workers = Workers(list(failed))
+    specs, base = families.tensors(CONFIG), random_params(CONFIG)
+    a, b = Lora("a", 3, 6.0, ("q_proj",)), Lora("b", 4, 4.0, ("o_proj",))
+
+    async def stage(loader: DirectLoader, version: int, params: Any, *adapters: tuple[Lora, int]) -> None:
+        loras = tuple(lora for lora, _ in adapters)
+        tensors, parameters = layouts.layout(specs, loader.parameters, loras, params is None)
+        brought = {} if params is None else dict(named_tensors.named_tensors(params))
+        for index, (lora, seed) in enumerate(adapters):
+            named = named_tensors.named_tensors(random_adapter(CONFIG, lora, seed))
+            brought[f"adapters.{index}"] = pack(named, specs, lora)
+        update = HandUpdate(brought, tensors, parameters, "float32", version, "shm")
+        offer = replace(update.offer, adapters=loras, only_adapters=params is None)
+        await loader.stage(version, update.send(await loader.begin(version - 1, version, offer)))
+
+    def assert_has(slot: int, lora: Lora, seed: int) -> None:
+        for rank in range(TP):
+            assert_bits(workers.adapters[rank][slot], named(lora, seed))
+
+    def named(lora: Lora, seed: int) -> dict[str, torch.Tensor]:
+        tensors = named_tensors.named_tensors(random_adapter(CONFIG, lora, seed))
+        return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+
+    async def scenario() -> None:
+        loader = direct(workers, failed=failed)
+        held = loader._adapters
+        await stage(loader, 1, base)
+        await loader.load(1)
+        loader.finish(1)
+        before = [{name: tensor.clone() for name, tensor in live.items()} for live in workers.live]
+        await stage(loader, 2, None, (a, 0))
+        assert held.names == () and not loader.is_single_call
+        assert await loader.load(2) == ({"s0": 3}, 0.5)
+        loader.finish(2)
+        assert held.names == ("a",)
+        assert_has(1, a, 0)
+        for live, old in zip(workers.live, before):
+            assert_bits(live, old)
+        new = jax.tree.map(lambda leaf: leaf * 2, base)
+        for rank_without_adapters, rank_without_room, said in (
+            (1, -1, "rank 1 could not"),
+            (-1, 1, "no room for model"),
+        ):
+            workers.without_adapters, workers.without_room = rank_without_adapters, rank_without_room
+            await stage(loader, 3, new, (a, 1), (b, 0))
+            with pytest.raises((EngineFailure, TransferError), match=said):
+                await loader.load(3)
+            await loader.restore()
+            await loader.rollback(3)
+            assert held.names == ("a",)
+            assert_has(1, a, 0)
+            for live, old in zip(workers.live, before):
+                assert_bits(live, old)
+        workers.without_room = -1
+        await stage(loader, 3, new, (a, 1), (b, 0))
+        await loader.load(3)
+        loader.finish(3)
+        assert held.names == ("a", "b")
+        assert_has(1, a, 1)
+        assert_has(2, b, 0)
+        await stage(loader, 4, base)
+        await loader.load(4)
+        loader.finish(4)
+        for live, old in zip(workers.live, before):
+            assert_bits(live, old)
+        held.unload("a")
+        await stage(loader, 5, None, (Lora("c", 3, 6.0, ("q_proj",)), 5))
+        await loader.load(5)
+        loader.finish(5)
+        assert_has(1, a, 5)
+        loader.close()
+
+    asyncio.run(scenario())
+
+
 def test_parameters_of_an_unknown_layout_are_not_written_in_place(workers: Workers) -> None:
     specs = families.tensors(CONFIG)
     names = {spec.name for spec in specs}
-    loader = DirectLoader("engine-0", families.whole_parameters(specs), names, None, "float32", 1, workers, True)
+    rest = (families.whole_parameters(specs), names, None, "float32", 1, workers, True)
+    loader = DirectLoader("engine-0", specs, *rest, slots(workers))
     assert loader.takes_all and not loader.writes_all
     loader.close()
 
@@ -532,7 +649,7 @@ def test_weights_packed_on_cpu_have_no_checksums() -> None:
     async def call(*_: Any) -> list[Any]:
         return []
 
-    loader = ReloadLoader("engine-0", families.tensors(CONFIG), "float32", call, True)
+    loader = ReloadLoader("engine-0", families.tensors(CONFIG), "float32", call, True, slots(call))
     with pytest.raises(Unsupported, match="packs linear weights"):
         asyncio.run(loader.checksums())
     loader.close()

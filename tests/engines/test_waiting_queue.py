@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engines.embedded.scheduling.waiting_queue import FairQueue
+from slipstream.engines.frontend.waiting_queue import FairQueue
 
 
 @dataclass(eq=False)

@@ -31,6 +31,8 @@ BOX = ((0, 2),)
 
 
 class ScriptedEngine:
+    adapters = ()
+
     def __init__(self, name="e0", version=0):
         self.name, self.version, self.begun, self.staged = name, version, None, None
         self.history = []
@@ -87,7 +89,7 @@ class ScriptedEngine:
             self.cancelled += 1
             raise
 
-    async def score(self, sequences, top_k=0):
+    async def score(self, sequences, top_k=0, adapter=""):
         return [
             Score(tuple(s), (-0.5,) * (len(s) - 1), self.version, self.name, likeliest(top_k, len(s) - 1))
             for s in sequences

@@ -202,7 +202,7 @@ def test_update_steps(begin, manifests, in_flight):
 
 @pytest.mark.parametrize("destinations", [None, DESTINATIONS])
 @pytest.mark.parametrize("stage", [None, StageReport(10, 0.25, 0.125)])
-@pytest.mark.parametrize("commit", [None, CommitReport(0.0, 0.0), CommitReport(0.5, 0.25, 0.125)])
+@pytest.mark.parametrize("commit", [None, CommitReport(0.0, 0.0), CommitReport(0.5, 0.25, 0.125, 12.5, 7)])
 def test_update_reports(destinations, stage, commit):
     reports = UpdateReports(destinations, stage, commit)
     wire = convert.reports_to_pb(reports).SerializeToString()

@@ -49,7 +49,7 @@ class LyingEngine(ScriptedEngine):
         """A policy under which the first tokens are unlikely, and the next twenty have 90 % of the probability."""
         return -8.0 if token < 10 else math.log(0.045) - token / 1000
 
-    async def score(self, sequences, top_k=0):
+    async def score(self, sequences, top_k=0, adapter=""):
         self.num_scored += 1
         top = TopLogprobs(tuple(range(10, 30)), (math.log(0.045),) * 20)
         return [

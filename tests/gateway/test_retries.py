@@ -31,7 +31,7 @@ class Failing(ScriptedEngine):
         async for batch in super().generate(requests):
             yield batch
 
-    async def score(self, sequences, top_k=0):
+    async def score(self, sequences, top_k=0, adapter=""):
         if self.calls is not None:
             raise self.calls
         return [Score(tuple(s), (-0.5,) * (len(s) - 1), self.version, self.name) for s in sequences]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +28,7 @@ from tests.tiny import random_params, tiny_config
 
 pytestmark = [pytest.mark.gpu, needs_vllm]
 
-CONFIG = tiny_config("qwen3", hidden_size=128, head_dim=32, num_layers=3)
+CONFIGS = {family: tiny_config(family, hidden_size=128, head_dim=32, num_layers=3) for family in ("qwen3", "qwen3_moe")}
 PROMPTS = [(5, 6, 7), (40, 41, 42, 43, 44), (9,)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 DEADLINE = 20.0
@@ -38,24 +37,26 @@ LAYOUTS: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
     "tp2": ([[0, 0]], {"tensor_parallel_size": 2}),
     "pp2": ([[0, 0]], {"vllm": {"pipeline_parallel_size": 2}}),
     "engines2": ([[0], [0]], {}),
+    "experts2": ([[0, 0]], {"tensor_parallel_size": 2, "vllm": {"enable_expert_parallel": True}}),
 }
+FAMILIES = {"experts2": "qwen3_moe"}
 
 TRAINER = """
 import json, sys
-rank, port, run_dir, transport = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+rank, port, run_dir, transport, family = int(sys.argv[1]), *sys.argv[2:]
 import jax, numpy as np
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank, local_device_ids=[0])
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import slipstream
 from slipstream.errors import SlipstreamError
-from tests.gpu.test_ranks_gpu import CONFIG, DEADLINE
+from tests.gpu.test_ranks_gpu import CONFIGS, DEADLINE
 from tests.tiny import random_params
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 def shard(x):
     x = np.asarray(x)
     spec = P("fsdp") if x.ndim > 1 and x.shape[0] % 2 == 0 else P()
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
-weights = {seed: random_params(CONFIG, seed) for seed in range(3)}
+weights = {seed: random_params(CONFIGS[family], seed) for seed in range(3)}
 with slipstream.connect(run_dir, process_index=rank, process_count=2, transport=transport, timeout=DEADLINE) as bridge:
     for line in sys.stdin:
         params = jax.tree.map(shard, weights[int(line)])
@@ -68,6 +69,11 @@ with slipstream.connect(run_dir, process_index=rank, process_count=2, transport=
 """
 
 
+class Fleet(NamedTuple):
+    bridge: Any
+    family: str
+
+
 class Synced(NamedTuple):
     transports: set[str]
     num_bytes: list[int]
@@ -75,11 +81,12 @@ class Synced(NamedTuple):
 
 
 class OneProcess:
-    def __init__(self, run_dir: Path, transport: str) -> None:
-        self._bridge = slipstream.connect(run_dir, transport=transport, timeout=DEADLINE)
+    def __init__(self, fleet: Fleet, transport: str) -> None:
+        self._bridge = slipstream.connect(fleet.bridge.run_dir, transport=transport, timeout=DEADLINE)
+        self._config = CONFIGS[fleet.family]
 
     def sync(self, seed: int) -> Synced:
-        report = self._bridge.sync(jax.tree.map(jnp.asarray, random_params(CONFIG, seed)))
+        report = self._bridge.sync(jax.tree.map(jnp.asarray, random_params(self._config, seed)))
         return Synced({engine.transport for engine in report.engines}, [report.num_bytes])
 
     def close(self) -> None:
@@ -89,13 +96,14 @@ class OneProcess:
 class TwoProcesses:
     """Parameters lie in halves, one in each process."""
 
-    def __init__(self, run_dir: Path, transport: str) -> None:
+    def __init__(self, fleet: Fleet, transport: str) -> None:
+        run_dir = str(fleet.bridge.run_dir)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", TRAINER, str(rank), port, str(run_dir), transport],
+                [sys.executable, "-c", TRAINER, str(rank), port, run_dir, transport, fleet.family],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -127,11 +135,11 @@ TRAINERS = {1: OneProcess, 2: TwoProcesses}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Engines that have loaded the weights of seed 0 themselves."""
-    devices, settings = LAYOUTS[request.param]
+    (devices, settings), family = LAYOUTS[request.param], FAMILIES.get(request.param, "qwen3")
     directory = tmp_path_factory.mktemp("model")
-    hf_weights.save(directory, random_params(CONFIG, 0), CONFIG)
+    hf_weights.save(directory, random_params(CONFIGS[family], 0), CONFIGS[family])
     options = engine_options(dtype="float32", **settings)
     with slipstream.launch(
         directory,
@@ -144,7 +152,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         keep_alive=True,
         snapshot="none",
     ) as bridge:
-        yield bridge
+        yield Fleet(bridge, family)
 
 
 class Served(NamedTuple):
@@ -154,14 +162,14 @@ class Served(NamedTuple):
     tokens: dict[str, list[tuple[int, ...]]]
 
 
-def served(fleet: Any) -> Served:
-    checksums = {name: found.parameters for name, found in event_loop.run(fleet._fleet.checksums()).items()}
-    tokens = {name: [c.token_ids for c in fleet.generate(PROMPTS, GREEDY, engine=name)] for name in checksums}
+def served(fleet: Fleet) -> Served:
+    checksums = {name: found.parameters for name, found in event_loop.run(fleet.bridge._fleet.checksums()).items()}
+    tokens = {name: [c.token_ids for c in fleet.bridge.generate(PROMPTS, GREEDY, engine=name)] for name in checksums}
     return Served(checksums, tokens)
 
 
 @pytest.fixture(scope="module")
-def cold(fleet: Any) -> Served:
+def cold(fleet: Fleet) -> Served:
     found = served(fleet)
     assert found.checksums and all(found.checksums.values())
     return found
@@ -169,8 +177,8 @@ def cold(fleet: Any) -> Served:
 
 @pytest.mark.parametrize("transport", ["cuda", "nccl"])
 @pytest.mark.parametrize("count", TRAINERS)
-def test_a_sync_gives_what_a_cold_load_gives(fleet: Any, cold: Served, count: int, transport: str) -> None:
-    trainer = TRAINERS[count](fleet.run_dir, transport)
+def test_a_sync_gives_what_a_cold_load_gives(fleet: Fleet, cold: Served, count: int, transport: str) -> None:
+    trainer = TRAINERS[count](fleet, transport)
     try:
         for seed in (1, 2):
             trainer.sync(seed)
@@ -185,8 +193,10 @@ def test_a_sync_gives_what_a_cold_load_gives(fleet: Any, cold: Served, count: in
 
 
 @pytest.mark.parametrize("transport", ["cuda", "nccl"])
-def test_a_killed_trainer_process_is_an_error_and_the_next_sync_works(fleet: Any, cold: Served, transport: str) -> None:
-    trainer = TwoProcesses(fleet.run_dir, transport)
+def test_a_killed_trainer_process_is_an_error_and_the_next_sync_works(
+    fleet: Fleet, cold: Served, transport: str
+) -> None:
+    trainer = TwoProcesses(fleet, transport)
     try:
         trainer.sync(1)
         trainer.processes[1].send_signal(signal.SIGKILL)
@@ -197,7 +207,7 @@ def test_a_killed_trainer_process_is_an_error_and_the_next_sync_works(fleet: Any
         assert time.monotonic() - start < 2 * DEADLINE
     finally:
         trainer.close()
-    again = TwoProcesses(fleet.run_dir, transport)
+    again = TwoProcesses(fleet, transport)
     try:
         again.sync(0)
     finally:
@@ -206,11 +216,11 @@ def test_a_killed_trainer_process_is_an_error_and_the_next_sync_works(fleet: Any
 
 
 @pytest.mark.parametrize("transport", ["cuda", "nccl"])
-def test_a_killed_engine_rank_is_an_error_and_the_next_sync_works(fleet: Any, cold: Served, transport: str) -> None:
-    trainer = OneProcess(fleet.run_dir, transport)
+def test_a_killed_engine_rank_is_an_error_and_the_next_sync_works(fleet: Fleet, cold: Served, transport: str) -> None:
+    trainer = OneProcess(fleet, transport)
     try:
         trainer.sync(1)
-        engine = fleet.status().engines[-1].info
+        engine = fleet.bridge.status().engines[-1].info
         family = psutil.Process(engine.pid).children(recursive=True)
         named = [
             (kind, process) for kind in ("Worker", "EngineCore") for process in family if kind in str(process.cmdline())
@@ -231,13 +241,13 @@ def test_a_killed_engine_rank_is_an_error_and_the_next_sync_works(fleet: Any, co
         while True:
             try:
                 trainer.sync(0)
-                if {status.state for status in fleet.status().present} == {"ready"} and (
-                    len(fleet.status().present) == len(cold.tokens)
+                if {status.state for status in fleet.bridge.status().present} == {"ready"} and (
+                    len(fleet.bridge.status().present) == len(cold.tokens)
                 ):
                     break
             except SlipstreamError:
                 pass
-            assert time.monotonic() < deadline, fleet.status()
+            assert time.monotonic() < deadline, fleet.bridge.status()
             time.sleep(1)
     finally:
         trainer.close()

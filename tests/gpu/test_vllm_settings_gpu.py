@@ -1,4 +1,4 @@
-"""Settings of vLLM engines that only a GPU has: float16, and results that do not depend on the batch."""
+"""Settings of vLLM engines on a GPU: float16, results that do not depend on the batch, and a draft model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import slipstream
+from slipstream.config import VllmConfig
 from slipstream.errors import NonFiniteWeights
 from slipstream.types import SamplingParams
-from tests.gpu.vllm import engine_options, needs_vllm
+from tests.gpu.vllm import PYTHON, engine_options, needs_vllm
 from tests.tiny import random_params, tiny_config, write_config
+from tests.vllm.draft_syncs import check_syncs, speculation
+from tests.vllm.random_models import GROUPED
 
 pytestmark = [pytest.mark.gpu, needs_vllm]
 
@@ -43,3 +46,16 @@ def test_results_do_not_depend_on_the_batch_bit_for_bit(tmp_path: Path) -> None:
         for prompt, completion in list(zip(prompts, together))[::5]:
             (alone,) = bridge.generate([prompt], sampling)
             assert (alone.token_ids, alone.logprobs) == (completion.token_ids, completion.logprobs)
+
+
+def test_syncs_update_a_draft_model_with_the_policy(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.Qwen3Config(**GROUPED, head_dim=32, architectures=["Qwen3ForCausalLM"])
+
+    def start(policy: Path, draft: Path) -> slipstream.Bridge:
+        settings = {"max_num_seqs": 2, "max_model_len": 64, "enforce_eager": True, "kv_cache_tokens": 4096}
+        engine = VllmConfig(python=PYTHON, dtype="float32", vllm=speculation(draft), **settings)
+        return slipstream.launch(policy, engine=engine, run_dir=tmp_path / "run", start_timeout=200)
+
+    check_syncs(start, tmp_path, config)

@@ -127,8 +127,7 @@ def test_server_info_and_world_size(fleet):
     assert fleet.post("/reset_prefix_cache") == {"success": True}
     config = fleet.get("/server_info?config_format=json")["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.float32" and config["parallel_config"]["data_parallel_size"] == 2
-    modes = [config["model_config"][name] for name in ("logprobs_mode", "top_logprobs_mode")]
-    assert modes == ["processed_logprobs", "raw_logprobs"]
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
 
 
 def test_notify_update_loads_a_checkpoint_into_every_engine(fleet):

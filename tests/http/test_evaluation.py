@@ -2,9 +2,7 @@
 
 import json
 
-import lm_eval
 import pytest
-from lm_eval.tasks import TaskManager
 
 TASK = """
 task: digits
@@ -22,6 +20,8 @@ metadata: {{version: 1}}
 
 @pytest.fixture
 def tasks(tmp_path):
+    from lm_eval.tasks import TaskManager  # takes long, and every worker of pytest imports this module
+
     words = ("sum", "difference", "product", "greatest", "least", "first")
     rows = [
         {"question": f"{word} of {i} and {7 * i % 5}", "choices": [str(i), "none", f"{i + 1} or so"], "label": i % 3}
@@ -34,6 +34,8 @@ def tasks(tmp_path):
 
 
 def test_scores_match_transformers(served, tasks, monkeypatch, tmp_path):
+    import lm_eval
+
     monkeypatch.setenv("OPENAI_API_KEY", served.token)
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))

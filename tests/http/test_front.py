@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -14,11 +15,14 @@ from slipstream.errors import (
     GatewayLost,
     MessageTooLarge,
     NotReady,
+    Overloaded,
     SuspectRequest,
 )
+from slipstream.gateway import convert
 from slipstream.http import checkpoint_updates, event_stream
+from slipstream.http.own_gateway import OwnGateway
 from slipstream.tensors import safetensors_dir
-from slipstream.types import Failure, FleetStatus
+from slipstream.types import Failure, FleetStatus, Request, SamplingParams
 from tests.http.fakes import TOKEN, FakeFleet, completion, endpoints, front, progress
 
 
@@ -239,6 +243,28 @@ def test_errors_map_to_status_and_code(error, status):
     assert failure.status_code == status
 
 
+def test_a_model_name_is_that_of_the_base_model_or_of_an_adapter():
+    class Fleet(FakeFleet):
+        async def generate(self, requests):
+            yield [completion(request.id, [7], request.adapter) for request in requests]
+
+    fleet = Fleet()
+    (engine,) = fleet.status_value.engines
+    fleet.status_value = replace(fleet.status_value, engines=(replace(engine, adapters=("math", "code")),))
+    models, *answers, unknown = run(
+        fleet,
+        *(("GET", "/v1/models", {}), complete(), complete(model="policy"), complete(model="math")),
+        ("POST", "/generate", {"json": {"prompt": [5], "model": "code"}}),
+        complete(model="maths"),
+    )
+    rows = [(row["id"], row["parent"]) for row in models.json()["data"]]
+    assert rows == [("policy", None), ("code", "policy"), ("math", "policy")]
+    found = [(answer.json()["model"], answer.json()["choices"][0]["text"]) for answer in answers[:3]]
+    assert found == [("policy", ""), ("policy", ""), ("math", "math")] and answers[3].json()["text"] == ["code"]
+    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+    assert "this fleet serves 'policy', 'code', 'math'" in unknown.json()["error"]["message"]
+
+
 def test_unexpected_errors_stay_in_the_log():
     (response,) = run(FakeFleet(lambda _: [ZeroDivisionError("secret")]), complete())
     assert response.status_code == 500 and "secret" not in response.text
@@ -436,3 +462,28 @@ def test_impossible_tokens_have_finite_logprobs():
 
     (response,) = run(FakeFleet(script), complete(logprobs=0))
     assert response.json()["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0, -1.0]
+
+
+# --- in the gateway's process ------------------------------------------------------------------------------------------
+
+
+def test_generations_do_not_pass_through_a_socket_and_are_refused_at_once():
+    class Service:
+        async def generate(self, message, caller):
+            if len(message.requests) > 1:
+                raise Overloaded("no room")
+            yield convert.results_to_pb([completion("a", [7])])
+
+    one = Request("a", (5,), SamplingParams())
+
+    async def main():
+        fleet = OwnGateway(Service(), "127.0.0.1:1", TOKEN, 5.0, 1 << 20)  # nobody listens there
+        try:
+            with pytest.raises(Overloaded):
+                await anext(fleet.generate([one, one]))
+            return [outcomes async for outcomes in fleet.generate([one])]
+        finally:
+            await fleet.close()
+
+    ((outcome,),) = asyncio.run(main())
+    assert outcome.token_ids == (7,)

@@ -33,9 +33,9 @@ def batch():
 
 
 def test_values_are_a_linear_map_of_the_hidden_states_before_each_token(batch):
-    hidden, _ = decoder.apply_layers(
+    hidden = decoder.apply_layers(
         PARAMS, MODEL, jnp.asarray(batch.tokens), jnp.arange(8)[None], decoder.causal_attention, None
-    )
+    )[0]
     wide = np.asarray(hidden, np.float64)
     expected = [[float(wide[b, t] @ np.asarray(HEAD["weight"])) + 0.3 for t in range(7)] for b in range(6)]
     np.testing.assert_allclose(value_fn(MODEL)(PARAMS, HEAD, batch), expected, atol=1e-4)

@@ -117,8 +117,8 @@ PACKED = {
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_rows_give_the_same_update(kind, batch, monkeypatch):
     shapes = []
-    step = TrainStep.__call__
-    monkeypatch.setattr(TrainStep, "__call__", lambda *args: shapes.append(args[2].tokens.shape) or step(*args))
+    step = TrainStep.with_logprobs
+    monkeypatch.setattr(TrainStep, "with_logprobs", lambda *args: shapes.append(args[2].tokens.shape) or step(*args))
     rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)
     config = PACKED[kind]
     plain = learned(config, batch, rewards)
@@ -127,6 +127,22 @@ def test_packed_rows_give_the_same_update(kind, batch, monkeypatch):
     whole, rows = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
     assert all(shape[1] == 16 and shape[0] % config.micro_batches == 0 for shape in rows)
     assert sum(n for n, _ in rows) < sum(n for n, _ in whole)
+
+
+@pytest.mark.parametrize("row_tokens", [0, 16])
+@pytest.mark.parametrize("kind", PACKED)
+def test_the_update_returns_the_logprobs_that_its_loss_computed(kind, row_tokens, batch):
+    config = PACKED[kind].replace(row_tokens=row_tokens)
+    learner = Learner(config, MODEL, PARAMS, SEED)
+    ready = learner.prepare(batch, REWARDS)
+    expected = learner.logprobs(ready, config.temperature)
+    learner.update(STEP, ready)
+    found = learner.logprobs_in_update.rows()
+    assert found.shape == expected.shape
+    rows = np.array(order(epoch=0)[: 8 // config.minibatches]) if config.minibatches > 1 else np.arange(8)
+    learned = ready.mask[rows] > 0
+    np.testing.assert_allclose(found[rows][learned], expected[rows][learned], rtol=1e-4, atol=1e-5)
+    assert np.isfinite(found[ready.mask > 0]).all()
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ EVALUATION = Evaluation(2, 7, 0.5, 0.625, None, None)
 TENSORBOARD = TrainConfig(logging=LoggingConfig(tensorboard=True))
 
 
-def step(number, reward=0.25, staleness=None):
+def step(number, reward=0.25, staleness=None, mfu=None):
     seconds = PhaseSeconds(0.0, 0.5, 0.0, 0.125, 0.25)
     fields = (number, 6, reward, 0.125, 1000, METRICS, seconds, SYNC, staleness or {})
-    return StepRecord(*fields, memory={"training": 64})
+    return StepRecord(*fields, memory={"training": 64}, mfu=mfu)
 
 
 def read_events(directory):
@@ -50,13 +50,14 @@ def points(events, tag):
 
 
 def test_tensorboard_round_trip(tmp_path):
-    records = [WarmupRecord(1, 3.5), step(1), step(2, 0.5, {0: 3, 2: 1}), EVALUATION, Saved("x")]
+    records = [WarmupRecord(1, 3.5), step(1), step(2, 0.5, {0: 3, 2: 1}, mfu=0.375), EVALUATION, Saved("x")]
     with loggers.open_logs(TENSORBOARD, tmp_path) as log:
         for record in records:
             log(record)
     events = read_events(tmp_path / "tensorboard")
     assert points(events, "rollout/reward") == [(1, 0.25), (2, 0.5)]
     assert points(events, "warmup/loss") == [(1, 3.5)]
+    assert points(events, "train/mfu") == [(2, 0.375)]  # only where it is known
     assert points(events, "eval/greedy_train") == [(2, 0.625)] and "eval/greedy_heldout" not in events.Tags()["scalars"]
     expected = {
         "rollout/accuracy": 0.125,

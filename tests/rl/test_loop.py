@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sqlite3
 import time
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.config import EmbeddedConfig
+from slipstream.config import EmbeddedConfig, RecordConfig
 from slipstream.errors import ConfigError, InvalidPrompt, RewardFailed, RewardTimeout, UpdateNotFinite, VersionError
 from slipstream.gateway.journal import Journal
 from slipstream.model.checkpoints import hf_weights
@@ -96,6 +97,42 @@ def test_records_come_in_order_and_are_logged(run):
     assert lines == [json.loads(json.dumps(dataclasses.asdict(r))) for r in records]
 
 
+def test_the_run_is_recorded(run):
+    """The record agrees with metrics that are computed elsewhere: in the loss, and from the rewards."""
+    records, run_dir = run
+    steps = of_kind(StepRecord, records)
+    with sqlite3.connect(run_dir / "record/run.sqlite") as db:
+        db.row_factory = sqlite3.Row
+        recorded = db.execute("SELECT * FROM steps ORDER BY step").fetchall()
+        evaluations = db.execute("SELECT step, sampled_train FROM evaluations ORDER BY step").fetchall()
+        phases = {row[0] for row in db.execute("SELECT DISTINCT name FROM spans WHERE lane = 'trainer'")}
+        assert [row[0] for row in db.execute("SELECT version FROM syncs ORDER BY version")] == list(
+            range(len(steps) + 1)
+        )
+    for step, row in zip(steps, recorded, strict=True):
+        assert (row["step"], row["rollout_reward"], row["train_loss"]) == (step.step, step.reward, step.metrics.loss)
+        np.testing.assert_allclose(row["mismatch_mean"], step.metrics.gap, rtol=1e-2, atol=1e-9)
+    assert {"generate", "train", "sync", "send", "evaluate", "warm-up", "save"} <= phases
+    assert [tuple(row) for row in evaluations] == [(e.step, e.sampled_train) for e in of_kind(Evaluation, records)]
+    with sqlite3.connect(run_dir / "record/rollouts-00000001.sqlite") as db:
+        rewards = db.execute(
+            "SELECT step, avg(reward), count(*), sum(length), sum(used) FROM samples GROUP BY step"
+        ).fetchall()
+    count = CONFIG.algorithm.prompts * CONFIG.algorithm.group
+    for step, row in zip(steps, rewards, strict=True):
+        assert row == (step.step, pytest.approx(step.reward), count, step.num_tokens, count)
+
+
+def test_a_run_goes_on_without_its_recorder(model_dir, tmp_path):
+    (tmp_path / "failing").mkdir()
+    (tmp_path / "failing/record").write_text("no directory")
+    config = SHORT.replace(steps=1)
+    failing = records_of(config, model_dir, tmp_path / "failing")
+    off = records_of(config.replace(record=RecordConfig(enabled=False)), model_dir, tmp_path / "off")
+    assert not (tmp_path / "off/record").exists()
+    assert [s.metrics for s in of_kind(StepRecord, failing)] == [s.metrics for s in of_kind(StepRecord, off)]
+
+
 def test_the_checkpoint_is_the_policy_that_was_evaluated_last(run):
     records, run_dir = run
     directory = run_dir / "checkpoint"
@@ -107,7 +144,6 @@ def test_the_checkpoint_is_the_policy_that_was_evaluated_last(run):
 
 def test_runs_of_the_same_config_have_the_same_records(run, model_dir, tmp_path):
     short = CONFIG.replace(steps=2, eval_every=1, eval_prompts=4)
-    other = short.replace(seed=4)
 
     def facts(records):
         """All that a record says but for what a clock told."""
@@ -119,11 +155,14 @@ def test_runs_of_the_same_config_have_the_same_records(run, model_dir, tmp_path)
             found.append(fields)
         return found
 
-    first = facts(records_of(short, model_dir, tmp_path / "a"))
-    assert facts(records_of(short, model_dir, tmp_path / "b")) == first
-    steps = [r for r in facts(run[0]) if "metrics" in r]
-    assert [r for r in first if "metrics" in r] == steps[:2]  # a step's numbers do not depend on evaluations before it
-    assert facts(records_of(other, model_dir, tmp_path / "c")) != first
+    def trained(records):
+        """Facts of the warm-up and the steps: their numbers do not depend on evaluations before them."""
+        return [r for r in facts(records) if "loss" in r or "metrics" in r]
+
+    first, second = trained(run[0]), trained(records_of(short, model_dir, tmp_path / "again"))
+    assert len(second) == 22 and second == first[:22]
+    other = trained(records_of(short.replace(seed=4, steps=1), model_dir, tmp_path / "other"))
+    assert all(ours != theirs for ours, theirs in zip(other, first))
 
 
 def test_a_target_that_is_not_reached_runs_all_the_steps(model_dir, tmp_path):
@@ -228,7 +267,7 @@ def test_dapo_replaces_uninformative_groups(mode, bound, model_dir, tmp_path, mo
     assert check(journal, bound) == []
 
 
-def test_the_overlong_penalty_is_not_part_of_the_recorded_reward(model_dir, tmp_path, monkeypatch):
+def test_a_custom_reward_is_recorded_without_the_overlong_penalty(model_dir, tmp_path, monkeypatch):
     earned = []
     prepare = Learner.prepare
     monkeypatch.setattr(
@@ -244,28 +283,24 @@ def test_the_overlong_penalty_is_not_part_of_the_recorded_reward(model_dir, tmp_
     ((batch, rewards),) = earned
     lengths = np.asarray(batch.mask).sum(axis=1).reshape(rewards.shape)
     assert {0.5, -0.5} <= set(rewards.flat) and (rewards == 0.5 - np.maximum(0, lengths - 2) / 2).all()
-    assert step.reward == 0.5 and step.metrics.gradient_norm > 0  # only lengths differ
+    assert step.reward == 0.5 and step.accuracy == 0
+    assert step.metrics.gradient_norm > 0  # only lengths differ
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("async", 3)])
-def test_engines_run_ahead_up_to_the_bound(mode, bound, model_dir, tmp_path):
+def test_engines_run_ahead_up_to_the_bound_and_every_prompt_counts_once(mode, bound, model_dir, tmp_path):
     config = SHORT.replace(mode=mode, max_staleness=3, steps=12, diagnose_every=6)
-    steps = of_kind(StepRecord, records_of(config, model_dir, tmp_path))
+    with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
+        steps = of_kind(StepRecord, training_loop(config, bridge, model_dir, tmp_path))
     assert [s.step for s in steps] == list(range(1, 13)) and [s.version for s in steps] == list(range(12))
     ages = {int(age) for s in steps for age in s.staleness}
     assert max(ages) <= bound and max(ages) >= 1
     assert [bool(s.mismatch) for s in steps] == [s.step % 6 == 0 for s in steps]
     assert all(sum(s.staleness.values()) == s.num_tokens for s in steps)
-
-
-def test_every_prompt_is_trained_on_once_in_any_mode(model_dir, tmp_path):
-    config = SHORT.replace(mode="async", steps=8)
-    with slipstream.inprocess(model_dir, engine=config.engine, run_dir=tmp_path) as bridge:
-        list(training_loop(config, bridge, model_dir, tmp_path))
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = Journal(tmp_path / "journal.sqlite")  # every prompt is trained on once
     taken = [t.id for t in journal.taken(0, 10_000)]
-    assert sorted(taken) == sorted(f"{step}/{i}" for step in range(1, 9) for i in range(16))
-    assert check(journal, config.max_staleness) == []
+    assert sorted(taken) == sorted(f"{step}/{i}" for step in range(1, 13) for i in range(16))
+    assert check(journal, bound) == []
 
 
 # --- bad input ---
@@ -290,11 +325,6 @@ def nan(prompt, completion):
 def with_reward(name, **settings):
     functions = {f"tests.rl.test_loop:{name}": 1.0}
     return SHORT.replace(steps=1, reward=RewardConfig(functions=functions, **settings))
-
-
-def test_custom_rewards(model_dir, tmp_path):
-    (step,) = of_kind(StepRecord, records_of(with_reward("half"), model_dir, tmp_path))
-    assert step.reward == 0.5 and step.accuracy == 0
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ class Bridge:
         self.begun: list[tuple[str, Future[Any]]] = []
         self.synced: list[str] = []
 
-    def start_sync(self, params: str, in_flight: str) -> Future[Any]:
+    def start_sync(self, params: str, in_flight: str, adapter: object) -> Future[Any]:
         assert all(future.done() for _, future in self.begun), "one at a time"
         self.begun.append((params, Future()))
         return self.begun[-1][1]
 
-    def sync(self, params: str, in_flight: str) -> str:
+    def sync(self, params: str, in_flight: str, adapter: object) -> str:
         assert all(future.done() for _, future in self.begun)
         self.synced.append(params)
         return f"report of {params}"

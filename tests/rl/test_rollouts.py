@@ -256,7 +256,7 @@ def test_invalid_environments_are_rejected(bridge, codec):
         def reset(self, seed):
             return "text"
 
-    with pytest.raises(EnvironmentFailed, match="reset is missing"):
+    with pytest.raises(EnvironmentFailed, match="no method reset"):
         run_episodes(bridge, codec, [object()], SAMPLING)
     with pytest.raises(EnvironmentFailed, match=r"turn 0: reset must return an Observation\(text\), got 'text'"):
         run_episodes(bridge, codec, [Text()], SAMPLING)

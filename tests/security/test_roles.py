@@ -86,6 +86,8 @@ def test_over_http_viewers_read_clients_generate_and_trainers_do_the_rest(tmp_pa
             return {(method, path): await client.request(method, path) for method, path, _ in endpoints()}
 
     generates = {"/v1/completions", "/v1/chat/completions", "/generate"}
+    # An agent plays in a session of its own and says how it went. What was sampled is for trainers.
+    generates |= {"/v1/sessions", "/v1/sessions/{session}/close", "/sessions/{session}/v1/chat/completions"}
     for (method, path), response in asyncio.run(main()).items():
         may = {
             "trainer": True,

@@ -29,14 +29,18 @@ class OneProcess:
     async def collective_rpc(self, method: str, timeout: float, args: Any) -> list[Any]:
         return self._engine.collective_rpc(method, timeout, args)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, priority: int) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, **settings: Any) -> AsyncIterator[Any]:
         outputs = self._outputs[request_id] = []
-        self._engine.add_request(request_id, prompt, params, priority=priority)
-        while not (outputs and outputs[-1].finished):
+        self._engine.add_request(request_id, prompt, params, **settings)
+        while True:
+            while outputs:
+                output = outputs.pop(0)
+                yield output
+                if output.finished:
+                    return
             for output in self._engine.step():
                 self._outputs[output.request_id].append(output)
             await asyncio.sleep(0)
-        yield outputs[-1]
 
     async def pause_generation(self, **_: Any) -> None: ...
 

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def ranks(tmp_path: Path, tp: int, dtype: str, directories: list[Path]) -> list[
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(tp):
-        options = ["--rank", str(rank), "--tp", str(tp), "--port", str(port), "--dtype", dtype]
-        command = [PYTHON, "-m", "slipstream.engines.vllm.mapping_check", *options, *map(str, directories)]
+        options = ["--rank", str(rank), "--tp", str(tp), "--port", str(port)]
+        command = [*doctor.mapping_command(dtype, *directories), *options]
         with (tmp_path / f"{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=log))
     try:
@@ -62,20 +63,28 @@ def ranks(tmp_path: Path, tp: int, dtype: str, directories: list[Path]) -> list[
             process.kill()
 
 
-def test_vllms_loader_puts_everything_where_the_plan_writes_it(tmp_path: Path) -> None:
+def test_vllms_loader_puts_everything_where_the_plan_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At TP 2. `tests/gpu` covers TP 1, and what vLLM does to weights on a GPU."""
-    for answers in ranks(tmp_path, 2, "float32", models(tmp_path)):
+    monkeypatch.setenv("SLIPSTREAM_VLLM_PYTHON", PYTHON)
+    directories = models(tmp_path)
+    for answers in ranks(tmp_path, 2, "float32", directories):
         assert len(answers) == len(FAMILIES)
         for family, answer in zip(FAMILIES, answers):
             assert answer["failed"] == {}, (family, answer["parameters"])
             assert answer["differing"] == [] and len(answer["parameters"]) > 10, family
+        llama = FAMILIES.index("llama")
+        (diagnosis,) = doctor._judged(directories[llama], answers[llama])
+        assert (diagnosis.verdict, diagnosis.result) == ("ok", "15 of 15 of llama receive weights directly")
 
 
-def test_doctor_reports_which_parameters_are_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_VLLM_PYTHON", PYTHON)
-    model = write_config(tmp_path / "tiny", tiny_config("llama", hidden_size=128, head_dim=32))
+def test_doctor_says_why_a_model_cannot_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_VLLM_PYTHON", sys.executable)  # has no vLLM
+    model = write_config(tmp_path / "tiny", tiny_config("llama"))
     (diagnosis,) = doctor._mapping(model, "float32")
-    assert (diagnosis.verdict, diagnosis.result) == ("ok", "15 of 15 of tiny receive weights directly")
+    assert (diagnosis.verdict, diagnosis.result) == (
+        "wrong",
+        "vLLM cannot load tiny: ModuleNotFoundError: No module named 'vllm'",
+    )
     (tmp_path / "phi").mkdir()
     (tmp_path / "phi" / "config.json").write_text('{"model_type": "phi3"}')
     (diagnosis,) = doctor._mapping(tmp_path / "phi", "float32")

@@ -40,17 +40,24 @@ from slipstream.weights.sources import named_tensors
 from slipstream.weights.sources.known_trees import maxtext, tunix
 from slipstream.weights.sources.transforms import View
 from slipstream.weights.transports.cuda import mapped_memory, wire_format
+from slipstream.weights.transports.cuda.copying_receiver import CopyingReceiver
 from slipstream.weights.transports.cuda.exported_regions import IDLE_SYNCS, RegionUpdate
 from slipstream.weights.transports.device import DevicePiece, DeviceSlice, locate, on_accelerator
+from slipstream.weights.transports.device_copy import CopyProgram
 from slipstream.weights.update.device_outbox import DeviceOutbox
 from slipstream.weights.update.transport_choice import choose
 from tests.tiny import random_params, tiny_config
 from tests.weights.memfd import FakeArray, HostMemory, Memfd
 
 
-@pytest.fixture
-def reader() -> Iterator[mapped_memory.CudaReceiver]:
-    receiver = mapped_memory.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
+@pytest.fixture(params=["vLLM", "JAX"])
+def reader(request: pytest.FixtureRequest) -> Iterator[mapped_memory.CudaReceiver]:
+    """That of a vLLM rank, which returns views of mapped memory, and that of an embedded engine's, which returns copies."""
+    driver: Any = Memfd()
+    if request.param == "vLLM":
+        receiver = mapped_memory.CudaReceiver([0], HostMemory, driver, deadline=5.0)
+    else:
+        receiver = CopyingReceiver([0], CopyProgram("float32", jax.devices()[0]), driver, 0, deadline=5.0)
     receiver.start()
     yield receiver
     receiver.close()
@@ -375,7 +382,7 @@ def test_places_outside_the_region_are_refused(reader: mapped_memory.CudaReceive
 
 @given(st.binary(min_size=1, max_size=200), st.booleans())
 def test_garbage_on_the_socket_is_an_error_and_never_a_hang(noise: bytes, with_header: bool) -> None:
-    receiver = mapped_memory.CudaReceiver([0], HostMemory, Memfd(), deadline=5.0)
+    receiver = mapped_memory.CudaReceiver([0], HostMemory, Memfd(), deadline=60.0)
     receiver.start()
     sender = sender_to(receiver, Memfd())
     sizes = max(0, len(noise) - 32), 32 * (len(noise) >= 32)
@@ -512,7 +519,7 @@ def test_an_update_reaches_the_fused_parameters_of_every_rank(
     outbox.destinations = Destinations(tuple(tuple(links) for _, _, links, _ in ranks), b"")
     for version, scale in ((1, 1.0), (2, -0.5)):
         tensors = {name: jnp.asarray(np.asarray(t) * scale) for name, t in tensors.items()}
-        manifests, num_bytes = outbox.send(tensors, set(), version)
+        manifests, num_bytes, _ = outbox.send(tensors, set(), version)
         assert num_bytes == plan.num_bytes
         heard(outbox)
         for rank, (live, held, _, _) in enumerate(ranks):
@@ -557,7 +564,7 @@ def test_torch_tensors_are_read_where_they_lie(tp: int, monkeypatch: pytest.Monk
         tensors = torch_tensors(config, driver, region, version)
         if version == 2:
             tensors = {name: t.contiguous() if not t.is_contiguous() else t for name, t in tensors.items()}
-        manifests, num_bytes = outbox.send(tensors, set(), version)
+        manifests, num_bytes, _ = outbox.send(tensors, set(), version)
         assert num_bytes == plan.num_bytes
         heard(outbox)
         for rank, (live, held, _, _) in enumerate(ranks):
@@ -678,7 +685,7 @@ def test_cached_copies_write_the_current_values(
     for version in range(1, 8):
         new = {name: jnp.asarray(np.asarray(t) * version) for name, t in tensors.items()}
         unchanged = set() if version != 4 else {t.name for t in families.tensors(config)} - changed
-        manifests, _ = outbox.send(new, unchanged, version)
+        manifests, *_ = outbox.send(new, unchanged, version)
         heard(outbox)
         held.apply(version, unpack_manifest(manifests[0], version, len(plan.incoming[0])), 30.0)
         serves = serves | {name: tensor for name, tensor in new.items() if name not in unchanged}
@@ -691,7 +698,7 @@ def test_cached_copies_write_the_current_values(
 def test_only_changed_parameters_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors, plan, live, held, outbox = one_rank(monkeypatch)
     unchanged = {t.name for t in families.tensors(config)} - {"model.layers.0.self_attn.k_proj.weight"}
-    manifests, num_bytes = outbox.send(tensors, unchanged, 1)
+    manifests, num_bytes, _ = outbox.send(tensors, unchanged, 1)
     indices = unpack_manifest(manifests[0], 1, len(plan.incoming[0]))
     held.apply(1, indices, 30.0)
     written = {name for name, tensor in live.items() if not torch.isnan(tensor).all()}
@@ -712,7 +719,7 @@ def test_parameters_that_failed_the_proof_go_through_the_loader_whole(monkeypatc
     outbox = DeviceOutbox(plan, info, 0, "engine-0", "cuda", ScanOptions())
     outbox.destinations = Destinations(((), tuple(links)), b"")
     outbox._streams[0] = {}
-    manifests, _ = outbox.send(tensors, set(), 1)
+    manifests, *_ = outbox.send(tensors, set(), 1)
     held.apply(1, unpack_manifest(manifests[1], 1, len(plan.incoming[1])), 30.0)
     assert loaded.keys() == reloaded
     for name, tensor in loaded.items():

@@ -29,6 +29,7 @@ from slipstream.weights.sources.transforms import Permute, Take, Unstack
 from slipstream.weights.sources.tree_mapping import Rule, Target, TreeMapping, Within
 from slipstream.weights.update import publication, transport_choice
 from slipstream.weights.update.publisher import Publisher
+from slipstream.weights.update.transfer import Sent
 from slipstream.weights.update.unchanged import HeldTensors
 from tests.tiny import random_params, tiny_config, write_config
 
@@ -253,13 +254,13 @@ class Outbox:
         self._events, self._promises, self._breaks = events, promises, breaks
 
     def promise(self, unchanged: Any, version: int) -> Any:
-        return ([b"manifest"], 4) if self._promises else None
+        return Sent([b"manifest"], 4) if self._promises else None
 
     def send(self, tensors: Any, unchanged: Any, version: int, is_computed: bool, replicas: Any) -> Any:
         self._events.append("send" if is_computed else "send: computed later")
         if self._breaks:
             raise TransferError("the line is dead")
-        return [b"manifest"], 4
+        return Sent([b"manifest"], 4)
 
     async def confirmed(self) -> None:
         self._events.append("confirmed")
@@ -297,14 +298,15 @@ def published(
     route = SimpleNamespace(
         engine=SimpleNamespace(name="a", num_ranks=ranks, host="here"),
         outbox=Outbox(events, promises, breaks),
-        is_quick=True,
+        is_quick=lambda unchanged: True,
         network=None,
         transport_label="here",
         is_checksummed=True,
         offer=lambda: Offer(b"", "plan", "memory"),
         unchanged=lambda tensors: set(unchanged),
         prepare_commit=lambda tensors: None,
-        committed=lambda unchanged: None,
+        choose_encoding=lambda: False,
+        committed=lambda *_: None,
         close=lambda: events.append("close"),
     )
     publisher = Publisher(Client(events))  # type: ignore[arg-type]
@@ -364,7 +366,7 @@ def test_an_engine_that_cannot_be_reached_is_dropped_only_on_request(
         name: SimpleNamespace(
             engine=SimpleNamespace(name=name, num_ranks=1, host="here"),
             outbox=Outbox(events, promises=False, breaks=False),
-            is_quick=False,
+            is_quick=lambda unchanged: False,
             network=None,
             transport="tcp",
             transport_label="tcp",
@@ -372,7 +374,8 @@ def test_an_engine_that_cannot_be_reached_is_dropped_only_on_request(
             offer=lambda: Offer(b"", "plan", "tcp"),
             unchanged=lambda tensors: set(),
             prepare_commit=lambda tensors: None,
-            committed=lambda unchanged: None,
+            choose_encoding=lambda: False,
+            committed=lambda *_: None,
             close=lambda: None,
         )
         for name in "ab"

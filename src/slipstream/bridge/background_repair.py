@@ -32,21 +32,27 @@ class UpdateLock:
         self._lock = threading.Lock()
         self._interrupt: Callable[[], None] | None = None
         """Ends the repair that holds the lock."""
+        self._is_wanted = False
+        """An update waits for a repair to end. The next repair must not take the lock first."""
 
     def acquire(self, error: str) -> None:
         """Raise `UpdateInProgress` with this text if another update runs that is no repair."""
         if self._lock.acquire(blocking=False):
             return
         if (interrupt := self._interrupt) is not None:
-            interrupt()
-            if self._lock.acquire(timeout=GIVE_WAY_SECONDS):
-                return
+            self._is_wanted = True
+            try:
+                interrupt()
+                if self._lock.acquire(timeout=GIVE_WAY_SECONDS):
+                    return
+            finally:
+                self._is_wanted = False
         raise UpdateInProgress(error)
 
     def acquire_for_repair(self, interrupt: Callable[[], None]) -> bool:
         """Return whether there was no other update. `interrupt` is called, in any thread, if one wants to start."""
         self._interrupt = interrupt  # first: who finds the lock taken looks for it
-        if self._lock.acquire(blocking=False):
+        if not self._is_wanted and self._lock.acquire(blocking=False):
             return True
         self._interrupt = None
         return False

@@ -15,19 +15,24 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
+from slipstream.bridge.adapter_syncs import AdapterSyncs
 from slipstream.bridge.background_repair import BackgroundRepair, UpdateLock
 from slipstream.bridge.chat_prompts import ChatPrompts, Tools, is_conversation
 from slipstream.bridge.chat_tokenizer import ChatTokenizer
 from slipstream.bridge.fleet import Fleet, with_engines
 from slipstream.bridge.incremental_text import IncrementalDetokenizer
-from slipstream.bridge.rollouts import Rollouts, Sampling, make_request, per_prompt
+from slipstream.bridge.local_queue import LocalQueue, Send
+from slipstream.bridge.rollouts import Adapters, Rollouts, Sampling, make_request, per_prompt
 from slipstream.bridge.shared_weights import SharedWeights
+from slipstream.bridge.status_words import engines_in_words
 from slipstream.bridge.trainer_canary import TrainerCanary, TrainerScore
 from slipstream.config import SyncOptions
 from slipstream.engines.frontend.checks import check_in_flight
 from slipstream.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineFailure,
     EngineLost,
@@ -38,8 +43,9 @@ from slipstream.errors import (
     Unsupported,
 )
 from slipstream.gateway.staleness import Late, RolloutBound
-from slipstream.runtime import event_loop
+from slipstream.runtime import event_loop, tracing
 from slipstream.runtime.failpoints import step
+from slipstream.runtime.waiting import waiting_for
 from slipstream.types import (
     MAX_TOP_LOGPROBS,
     Completion,
@@ -49,6 +55,7 @@ from slipstream.types import (
     FleetMembers,
     FleetStatus,
     InFlight,
+    Lora,
     MemoryReport,
     MemoryTag,
     Progress,
@@ -92,12 +99,18 @@ class Bridge:
         self._fleet, self._options = fleet, sync or SyncOptions()
         self._on_close: Callable[[], None] | None = None
         self._publisher = Publisher(fleet, self._options)
+        self._adapters = AdapterSyncs(fleet, self._options)
         self._chats = ChatPrompts(read_tokenizer, self._max_length)
         self._known_fleet: FleetMembers | None = None
         """Engines and version after the last sync, if nothing has questioned them since."""
         self._syncing = UpdateLock()
         self._background = BackgroundRepair(self._is_repair_needed, self._repair_kept, self._syncing)
         self._version = -1
+        self._queues: list[LocalQueue] = []
+        """Rollout queues in this process."""
+        self._least_version = 0
+        """The next version is at least this: journals of queues in this process know older ones."""
+        tracing.start("trainer")
         try:
             self._version = event_loop.run(fleet.refresh()).version
         except BaseException:
@@ -123,6 +136,7 @@ class Bridge:
         partial: bool = False,
         drop_failed: bool = False,
         canary: TrainerScore | None = None,
+        adapter: Lora | None = None,
     ) -> SyncReport:
         """Make `params` the policy of every engine, as the next version. Returns once the new version serves.
 
@@ -139,11 +153,25 @@ class Bridge:
             canary: Compare what the engines compute with what the trainer does. Called with a few token sequences, it returns
                 the logprobs of their tokens but the first under `params`. `EngineSync.canary_gap` has the result, and an engine
                 that disagrees is quarantined, unless all do. (Engines are compared with each other after every sync.)
+            adapter: `params` are the weights of this LoRA adapter, which engines load, or replace, beside their base model
+                (docs/lora.md). What they compute with the base model or other adapters does not change.
         """
         future = self.start_sync(
-            params, draft=draft, in_flight=in_flight, partial=partial, drop_failed=drop_failed, canary=canary
+            params,
+            draft=draft,
+            in_flight=in_flight,
+            partial=partial,
+            drop_failed=drop_failed,
+            canary=canary,
+            adapter=adapter,
         )
-        return event_loop.result(future)
+        with waiting_for(
+            "weights to reach every engine", lambda: f"{self._publisher.phase}; {self._how_engines_are()}"
+        ):
+            return event_loop.result(future)
+
+    def _how_engines_are(self) -> str:
+        return engines_in_words(self.status())
 
     def start_sync(
         self,
@@ -154,21 +182,37 @@ class Bridge:
         partial: bool = False,
         drop_failed: bool = False,
         canary: TrainerScore | None = None,
+        adapter: Lora | None = None,
     ) -> Future[SyncReport]:
         """Start a sync and return its future, for a trainer that continues while engines finish their work.
 
         Until the future is done, `params` must be neither donated nor written to, and no other sync can start. Closing the
         bridge cancels the sync."""
         check_in_flight(in_flight)
+        if adapter is not None and (partial or draft is not None):
+            raise ConfigError("an adapter is synced alone and whole: without draft and partial")
         wait_until_computed(params)
         self._syncing.acquire("another sync of this bridge is in progress; run one at a time")
         known, self._known_fleet = self._known_fleet, None  # set again on success
 
         async def publish(engines: tuple[EngineInfo, ...], version: int) -> SyncReport:
+            version = max(version, self._least_version)
             step("sync.call", version=version)
             expected = None if canary is None else await asyncio.to_thread(TrainerCanary, engines[0], canary)
-            report = await self._publisher.publish(params, engines, version, in_flight, partial, drop_failed, draft)
-            self._version = report.version
+            lacking = [] if known is not None and engines is known.engines else self._lacking(engines)
+            if adapter is not None:
+                await self._bring_base(lacking)
+                report = await self._adapters.publish(params, adapter, engines, version, in_flight, drop_failed)
+                if (kept := self._publisher.kept) is not None:
+                    self._publisher.kept = kept._replace(version=report.version)
+            elif lacking and self._adapters.kept and not partial:
+                self._publisher.close()  # it would not know what engines hold after this update
+                report, self._publisher.kept = await self._adapters.publish_with(
+                    params, engines, version, in_flight, drop_failed, draft
+                )
+            else:
+                report = await self._publisher.publish(params, engines, version, in_flight, partial, drop_failed, draft)
+            self._committed(report.version)
             if self._fleet.is_elastic and self._publisher.kept is not None:
                 self._background.start()
             step("sync.done", version=report.version, engines=[sync.engine for sync in report.engines])
@@ -177,6 +221,30 @@ class Bridge:
             return report if expected is None else await expected.compare(self._fleet, engines, report)
 
         return event_loop.start_then(with_engines(self._fleet, publish, "to sync to", known), self._syncing.release)
+
+    def _lacking(self, engines: Sequence[EngineInfo]) -> list[EngineInfo]:
+        """Return the engines that do not serve the present version: they lack the base model, adapters, or both."""
+        version = max(self._version, *(engine.version for engine in engines))
+        return [engine for engine in engines if engine.version < max(version, 0)]
+
+    async def _bring_base(self, lacking: Sequence[EngineInfo]) -> None:
+        """Bring the present version to engines that lack it, before an adapter is added to it."""
+        if not lacking:
+            return
+        kept = self._publisher.kept
+        if kept is None or kept.version < self._version:
+            names = ", ".join(engine.name for engine in lacking)
+            raise NotReady(
+                f"an adapter needs the base model, and {names} has no present one (the fleet serves version "
+                f"{self._version}); sync it first: bridge.sync(params)"
+            )
+        await self._repair(kept.tensors, kept.version)
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter's place on every engine. Its unfinished requests fail with `UnknownAdapter`."""
+        with self._without_syncs("bridge.sync is in progress; unload the adapter before or after it"):
+            self._adapters.kept.pop(name, None)
+            event_loop.run(self._fleet.unload_adapter(name))
 
     @contextlib.contextmanager
     def _without_syncs(self, error: str) -> Iterator[None]:
@@ -200,7 +268,8 @@ class Bridge:
         return shared
 
     def _on_shared_commit(self, version: int) -> None:
-        self._version, self._known_fleet, self._publisher.kept = version, None, None
+        self._known_fleet, self._publisher.kept = None, None
+        self._committed(version)
 
     def repair(self, params: Any) -> SyncReport | None:
         """Send the fleet's version to engines that lack it, because they missed an update or have just started.
@@ -224,8 +293,10 @@ class Bridge:
         behind = tuple(engine for engine in engines if engine.version < target)
         if not behind or target < version:
             return None
+        if self._adapters.kept:
+            return (await self._adapters.publish_with(params, behind, target, drop_failed=kept >= 0))[0]
         # The trainer does not know of a repair in the background, and may donate an array that another process reads.
-        publisher = Publisher(self._fleet, self._options, through_host=kept >= 0)
+        publisher = Publisher(self._fleet, dataclasses.replace(self._options, delta="never"), through_host=kept >= 0)
         try:
             return await publisher.publish(params, behind, target, drop_failed=kept >= 0)
         finally:
@@ -272,6 +343,7 @@ class Bridge:
         tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
+        adapter: Adapters = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> Completions:
@@ -284,11 +356,12 @@ class Bridge:
             tools: JSON schemas of the tools that the chat template offers to the model. Tool calls come back as text.
             chat_template_kwargs: Further variables of the chat template, such as `enable_thinking`.
             engine: Name of the engine to use; empty uses all of them.
+            adapter: Name of the adapter to compute with, for all prompts or one per prompt; empty is the base model.
             priority: Requests with a lower priority go first when requests wait for room.
             timeout: Longest time in seconds without a result; then raises `DeadlineExceeded`.
 
         Raises the first failure, if any prompt failed. `.by_prompt()` of the result gives one list per prompt."""
-        requests = self._requests(prompts, sampling_params, priority, tools, chat_template_kwargs)
+        requests = self._requests(prompts, sampling_params, adapter, priority, tools, chat_template_kwargs)
         return event_loop.run(self._generate(requests, engine, timeout))
 
     async def agenerate(
@@ -299,11 +372,12 @@ class Bridge:
         tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
+        adapter: Adapters = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> Completions:
         """Awaitable version of `generate`, for any event loop. Cancelling it cancels the unfinished requests."""
-        requests = await self._arequests(prompts, sampling_params, priority, tools, chat_template_kwargs)
+        requests = await self._arequests(prompts, sampling_params, adapter, priority, tools, chat_template_kwargs)
         return await event_loop.arun(self._generate(requests, engine, timeout))
 
     def stream(
@@ -314,11 +388,12 @@ class Bridge:
         tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
+        adapter: Adapters = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> Iterator[Completion | Failure]:
         """Like `generate`, but yield completions and `Failure`s as they finish. Closing it early cancels the rest."""
-        requests = self._requests(prompts, sampling_params, priority, tools, chat_template_kwargs)
+        requests = self._requests(prompts, sampling_params, adapter, priority, tools, chat_template_kwargs)
         batches = self._batches(requests, engine, timeout)
         for batch in event_loop.iterate(batches):
             yield from batch
@@ -331,11 +406,12 @@ class Bridge:
         tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
+        adapter: Adapters = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> AsyncGenerator[Completion | Failure, None]:
         """Async version of `stream`, for any event loop. Closing it cancels the rest."""
-        requests = await self._arequests(prompts, sampling_params, priority, tools, chat_template_kwargs)
+        requests = await self._arequests(prompts, sampling_params, adapter, priority, tools, chat_template_kwargs)
         batches = self._batches(requests, engine, timeout)
         async with contextlib.aclosing(event_loop.aiterate(batches)) as results:
             async for batch in results:
@@ -350,13 +426,16 @@ class Bridge:
         tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
+        adapter: Adapters = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> Iterator[TokenEvent | Failure]:
         """Like `stream`, but yield tokens as they are drawn. The last event of a sample has its `finish_reason`.
 
         Closing the iterator early, or leaving its loop, cancels the unfinished requests on the engines."""
-        requests = self._requests(prompts, sampling_params, priority, tools, chat_template_kwargs, progress=True)
+        requests = self._requests(
+            prompts, sampling_params, adapter, priority, tools, chat_template_kwargs, progress=True
+        )
         for batch in event_loop.iterate(self._token_events(requests, engine, timeout)):
             yield from batch
 
@@ -368,11 +447,14 @@ class Bridge:
         tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         engine: str = "",
+        adapter: Adapters = "",
         priority: int = 0,
         timeout: float = GENERATE_SECONDS,
     ) -> AsyncGenerator[TokenEvent | Failure, None]:
         """Async version of `stream_tokens`, for any event loop. Closing it cancels the rest."""
-        requests = await self._arequests(prompts, sampling_params, priority, tools, chat_template_kwargs, progress=True)
+        requests = await self._arequests(
+            prompts, sampling_params, adapter, priority, tools, chat_template_kwargs, progress=True
+        )
         batches = self._token_events(requests, engine, timeout)
         async with contextlib.aclosing(event_loop.aiterate(batches)) as results:
             async for batch in results:
@@ -383,6 +465,7 @@ class Bridge:
         self,
         prompts: Prompts,
         sampling_params: Sampling,
+        adapter: Adapters,
         priority: int,
         tools: Tools,
         template_kwargs: Mapping[str, Any] | None,
@@ -396,25 +479,30 @@ class Bridge:
             )
         if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise InvalidSampling(f"priority must be a 32-bit integer, got {priority!r}")
-        call = secrets.token_hex(6)
+        adapters = [adapter] * len(rows) if isinstance(adapter, str) else adapter
+        if len(adapters) != len(rows):
+            raise RequestError(f"got {len(adapters)} adapters for {len(rows)} prompts; pass one, or one per prompt")
+        call, count = secrets.token_hex(6), len(rows)
         return [
             make_request(
-                f"{call}/{i}", rows[i], params[i], secrets.randbits(63), f"{i} of {len(rows)}", priority, progress
+                *(f"{call}/{i}", rows[i], params[i], secrets.randbits(63), f"{i} of {count}", priority, progress),
+                adapter=adapters[i],
             )
-            for i in range(len(rows))
+            for i in range(count)
         ]
 
     async def _arequests(
         self,
         prompts: Prompts,
         sampling_params: Sampling,
+        adapter: Adapters,
         priority: int,
         tools: Tools,
         template_kwargs: Mapping[str, Any] | None,
         progress: bool = False,
     ) -> list[Request]:
         """Rendering takes a while, and asks the fleet: it must not hold up the caller's event loop."""
-        make = partial(self._requests, prompts, sampling_params, priority, tools, template_kwargs, progress)
+        make = partial(self._requests, prompts, sampling_params, adapter, priority, tools, template_kwargs, progress)
         if is_conversation(prompts) or any(map(is_conversation, prompts)):
             return await event_loop.arun(asyncio.to_thread(make))
         return make()
@@ -463,13 +551,15 @@ class Bridge:
         if not requests:
             return
         index_of = {request.id: index for index, request in enumerate(requests)}
-        num_missing = sum(request.sampling.n for request in requests)
+        num_samples = num_missing = sum(request.sampling.n for request in requests)
         async with contextlib.aclosing(self._fleet.generate(requests, engine)) as batches:
             while True:
                 try:
                     # Around each wait: every one may run in a task of its own.
-                    async with asyncio.timeout(timeout):
-                        batch = await anext(batches, None)
+                    samples = f"{num_missing} of {num_samples} samples"
+                    with waiting_for(samples, self._how_engines_are):
+                        async with asyncio.timeout(timeout):
+                            batch = await anext(batches, None)
                 except TimeoutError as error:
                     if isinstance(error, SlipstreamError):  # `DeadlineExceeded` is both
                         raise
@@ -499,6 +589,9 @@ class Bridge:
         surplus: int | None = None,
         position: int = 0,
         patience: float = 60.0,
+        generate: Send | None = None,
+        journal: Path | None = None,
+        adapter: str = "",
     ) -> Rollouts:
         """Open the rollout queue of this run: prompts go in, groups of completions come out, each exactly once.
 
@@ -510,21 +603,43 @@ class Bridge:
                 that finish first, and the others continue for the next one.
             position: Where a restarted trainer continues (`Rollouts.position`).
             patience: Seconds to wait for a gateway that is gone.
+            generate: What generates the samples of a prompt, with engines and more than engines (`rl/agents/player.py`). The
+                queue is then in this process.
+            journal: With `generate`, the file of that queue's journal; by default it is in memory.
+            adapter: Name of the adapter that generates; empty is the base model.
         """
         bound = RolloutBound(max_staleness, batch, late, surplus)
-        return Rollouts(self._fleet, bound, position, patience, self._chats)
+        if generate is None:
+            return Rollouts(self._fleet, bound, position, patience, self._chats, self.status, adapter)
+        queue = LocalQueue(journal, generate, lambda: self._version)
+        self._queues.append(queue)
+        self._least_version = max(self._least_version, event_loop.run(queue.journaled_version()) + 1)
+        find_status = lambda: dataclasses.replace(self.status(), rollouts=queue.status())  # noqa: E731
+        return Rollouts(queue, bound, position, patience, self._chats, find_status, adapter)
 
-    def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
+    def _committed(self, version: int) -> None:
+        self._version = version
+        for queue in self._queues:
+            event_loop.loop().call_soon_threadsafe(queue.on_commit, version)  # before the result of the sync is visible
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "", adapter: str = ""
+    ) -> list[Score]:
         """Return the raw logprobs of token sequences under the current policy, in order. With `top_k`, also return those of the
-        most likely tokens at each position."""
-        return event_loop.run(self._score(_sequences(sequences, top_k), top_k, engine))
+        most likely tokens at each position.
 
-    async def ascore(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "") -> list[Score]:
+        A model for sequence classification returns outputs of its labels instead: append the label to a sequence, and the last
+        number is the label's output for it (`rl/rewards/reward_model.py`)."""
+        return event_loop.run(self._score(_sequences(sequences, top_k), top_k, engine, adapter))
+
+    async def ascore(
+        self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, engine: str = "", adapter: str = ""
+    ) -> list[Score]:
         """Awaitable version of `score`, for any event loop."""
-        return await event_loop.arun(self._score(_sequences(sequences, top_k), top_k, engine))
+        return await event_loop.arun(self._score(_sequences(sequences, top_k), top_k, engine, adapter))
 
-    async def _score(self, sequences: Sequence[tuple[int, ...]], top_k: int, engine: str) -> list[Score]:
-        return await self._fleet.score(sequences, engine, top_k) if sequences else []
+    async def _score(self, sequences: Sequence[tuple[int, ...]], top_k: int, engine: str, adapter: str) -> list[Score]:
+        return await self._fleet.score(sequences, engine, top_k, adapter) if sequences else []
 
     def pause(self, *, engine: str = "") -> None:
         """Pause the engines. Once this returns, none runs a step until `resume`; requests wait and the KV cache is kept."""
@@ -615,8 +730,11 @@ class Bridge:
         self._background.close()
         self._publisher.kept = None
         self._publisher.close()
+        self._adapters.close()
         self._known_fleet = None
         try:
+            for queue in self._queues:
+                event_loop.run(queue.close())
             event_loop.run(self._fleet.close())
         finally:
             on_close, self._on_close = self._on_close, None

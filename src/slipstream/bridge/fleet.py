@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from slipstream.bridge.rollouts import PromptQueue
 from slipstream.errors import FleetChanged
-from slipstream.gateway.staleness import RolloutBound
 from slipstream.types import (
     Completion,
     EngineInfo,
@@ -17,7 +17,6 @@ from slipstream.types import (
     MemoryTag,
     Progress,
     Request,
-    RolloutGroup,
     Score,
 )
 from slipstream.weights.update.publication import UpdateClient
@@ -27,7 +26,7 @@ MAX_ATTEMPTS = 5
 T = TypeVar("T")
 
 
-class Fleet(UpdateClient, Protocol):
+class Fleet(UpdateClient, PromptQueue, Protocol):
     """Implemented by `gateway.client.GatewayFleet` and `bridge.in_process.LocalFleet`."""
 
     is_elastic: bool
@@ -42,20 +41,9 @@ class Fleet(UpdateClient, Protocol):
     ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         """Yield results as they finish, and the progress of requests that ask for it. Closing it cancels the rest."""
 
-    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]: ...
-
-    async def submit(self, bound: RolloutBound, requests: Sequence[Request]) -> int: ...
-
-    async def take(
-        self,
-        bound: RolloutBound,
-        after: int,
-        count: int,
-        timeout: float,
-        saved: int = 0,
-        version: int = 0,
-        more: bool = False,
-    ) -> list[RolloutGroup]: ...
+    async def score(
+        self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0, adapter: str = ""
+    ) -> list[Score]: ...
 
     async def pause(self, engine: str = "") -> None: ...
 
@@ -66,6 +54,8 @@ class Fleet(UpdateClient, Protocol):
     async def wake(self, tags: Sequence[MemoryTag] | None = None, engine: str = "") -> dict[str, MemoryReport]: ...
 
     async def reset_prefix_cache(self, engine: str = "") -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]: ...
 

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from slipstream.bridge.local_queue import LocalQueue
 from slipstream.engines.contract import EngineBackend
 from slipstream.errors import BridgeClosed, EngineFailure, NotReady, UnknownEngine, Unsupported
 from slipstream.gateway.output_check import fault_in, fault_in_completion
+from slipstream.gateway.request_traces import GenerateTraces
 from slipstream.gateway.update_steps import run_steps
+from slipstream.runtime import tracing
 from slipstream.types import (
     Checksums,
     Completion,
@@ -34,7 +37,6 @@ from slipstream.types import (
 
 if TYPE_CHECKING:
     from slipstream.gateway import slipstream_pb2 as pb
-    from slipstream.gateway.rollout_queue import RolloutQueue, RolloutRun
     from slipstream.gateway.staleness import RolloutBound
 
 
@@ -43,10 +45,10 @@ class LocalFleet:
 
     def __init__(self, engine: EngineBackend, journal: Path | None = None) -> None:
         """`journal` is a file, with which versions continue where the last process ended; None keeps it in memory."""
-        self._engine, self._started, self._journal = engine, time.monotonic(), journal
+        self._engine, self._started = engine, time.monotonic()
         self._num_completions = self._num_requests = 0
         self._unanswered: deque[asyncio.Task[dict[str, UpdateReports]]] = deque()
-        self._rollouts: RolloutRun | None = None
+        self._rollouts = LocalQueue(journal, self._send, self._served)
         self._is_paused = False
         self._version = -1
         """Last committed version; the engine may have lost it since."""
@@ -55,8 +57,14 @@ class LocalFleet:
         info, asleep = self._engine.describe(), await self._asleep()
         state: EngineState = "empty" if info.version < 0 else "asleep" if asleep else "ready"
         note = f"asleep: {' and '.join(asleep)} released; bridge.wake brings them back" if asleep else ""
-        status = EngineStatus(info, state, self._num_requests, 0.0, note, self._is_paused)
-        return FleetStatus(info.version, time.monotonic() - self._started, self._num_completions, (status,))
+        find_stats: Callable[[], Mapping[str, Any]] = getattr(self._engine, "stats", dict)
+        activity = find_stats().get("activity", "")
+        adapters = self._engine.adapters
+        status = EngineStatus(
+            info, state, self._num_requests, 0.0, note, self._is_paused, activity=activity, adapters=adapters
+        )
+        uptime, rollouts = time.monotonic() - self._started, self._rollouts.status()
+        return FleetStatus(info.version, uptime, self._num_completions, (status,), rollouts=rollouts)
 
     async def _asleep(self) -> tuple[MemoryTag, ...]:
         try:
@@ -66,8 +74,7 @@ class LocalFleet:
 
     async def refresh(self) -> FleetMembers:
         info = self._engine.describe()
-        journaled = self._open_rollouts().version if self._journal is not None else -1
-        version = max(info.version, journaled, self._version)
+        version = max(info.version, self._rollouts.version, self._version)
         return FleetMembers((info,), version, version + 1)
 
     async def generate(
@@ -75,14 +82,16 @@ class LocalFleet:
     ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         backend = self._checked(engine)
         self._num_requests += len(requests)
-        vocab_size = backend.describe().vocab_size
+        vocab_size, traces = backend.describe().vocab_size, GenerateTraces(tracing.traced(requests), self._name)
         try:
             async with contextlib.aclosing(backend.generate(requests)) as batches:
                 async for batch in batches:
+                    traces.see(batch)
                     results = [self._checked_result(result, vocab_size) for result in batch]
                     self._num_completions += sum(isinstance(r, Completion) for r in results)
                     yield results
         finally:
+            traces.close()
             self._num_requests -= len(requests)
 
     def _checked_result(
@@ -97,13 +106,13 @@ class LocalFleet:
         error = EngineFailure(f"engine {self._name!r} returned {fault}; are the weights that it serves finite?")
         return Failure(result.request_id, error)
 
-    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
-        return await self._checked(engine).score(sequences, top_k)
+    async def score(
+        self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0, adapter: str = ""
+    ) -> list[Score]:
+        return await self._checked(engine).score(sequences, top_k, adapter)
 
     async def submit(self, bound: RolloutBound, requests: Sequence[Request]) -> int:
-        from slipstream.gateway.rollout_queue import prompts_by_id
-
-        return self._queue(bound).submit(prompts_by_id(requests))
+        return await self._rollouts.submit(bound, requests)
 
     async def take(
         self,
@@ -115,24 +124,13 @@ class LocalFleet:
         version: int = 0,
         more: bool = False,
     ) -> list[RolloutGroup]:
-        from slipstream.gateway import convert
+        return await self._rollouts.take(bound, after, count, timeout, saved, version, more)
 
-        groups = await self._queue(bound).take(after, count, timeout, saved, version, more)
-        return [convert.group_from_pb(convert.taken_to_pb(group)) for group in groups]
-
-    def _queue(self, bound: RolloutBound) -> RolloutQueue:
+    def _served(self) -> int:
         version = self._engine.describe().version
         if version < 0:
             raise NotReady(f"engine {self._name!r} has no weights yet; sync a policy to it first")
-        return self._open_rollouts().queue(bound, version)
-
-    def _open_rollouts(self) -> RolloutRun:
-        if self._rollouts is None:
-            from slipstream.gateway.journal import Journal
-            from slipstream.gateway.rollout_queue import RolloutRun
-
-            self._rollouts = RolloutRun(Journal(self._journal), self._send)
-        return self._rollouts
+        return version
 
     async def _send(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
         from slipstream.gateway import convert
@@ -157,6 +155,9 @@ class LocalFleet:
 
     async def reset_prefix_cache(self, engine: str = "") -> None:
         await self._checked(engine).reset_prefix_cache()
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._engine.unload_adapter(name)
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         return {self._name: await self._checked(engine).memory()}
@@ -187,8 +188,7 @@ class LocalFleet:
             reports[name] = await run_steps(self._checked(name), engine_steps)
             if engine_steps.in_flight is not None:
                 self._version = engine_steps.version
-                if self._rollouts is not None:
-                    self._rollouts.on_commit(engine_steps.version)
+                self._rollouts.on_commit(engine_steps.version)
         return reports
 
     async def rollback(self, version: int) -> None:
@@ -199,8 +199,7 @@ class LocalFleet:
 
     async def close(self) -> None:
         engine, self._engine = self._engine, cast(EngineBackend, _ClosedEngine())
-        if self._rollouts is not None:
-            await self._rollouts.close()
+        await self._rollouts.close()
         if not isinstance(engine, _ClosedEngine):
             await engine.close()
 

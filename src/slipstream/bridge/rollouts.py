@@ -14,15 +14,17 @@ what it accepted."""
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import xxhash
 
+from slipstream.bridge.status_words import engines_in_words, queue_in_words
 from slipstream.errors import (
     DeadlineExceeded,
     GatewayLost,
@@ -33,18 +35,20 @@ from slipstream.errors import (
     SlipstreamError,
 )
 from slipstream.gateway.staleness import RolloutBound
-from slipstream.runtime import event_loop
+from slipstream.runtime import event_loop, tracing
 from slipstream.runtime.failpoints import is_recording, step
-from slipstream.types import Messages, Prompt, Request, RolloutGroup, SamplingParams, plain_ids
+from slipstream.runtime.waiting import waiting_for
+from slipstream.types import FleetStatus, Messages, Prompt, Request, RolloutGroup, SamplingParams, plain_ids
 
 if TYPE_CHECKING:
     from slipstream.bridge.chat_prompts import ChatPrompts, Tools
-    from slipstream.bridge.fleet import Fleet
 
 T = TypeVar("T")
 
 Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, or one per prompt."""
+Adapters: TypeAlias = str | Sequence[str]
+"""For all prompts, or one per prompt. Empty names the base model."""
 
 RETRY_SECONDS = 0.2
 EXPECT_SECONDS = 600.0
@@ -53,17 +57,46 @@ SUBMIT_PROMPTS = 256
 """Prompts per message."""
 
 
+class PromptQueue(Protocol):
+    """A fleet with its gateway, or a `LocalQueue`."""
+
+    async def submit(self, bound: RolloutBound, requests: Sequence[Request]) -> int: ...
+
+    async def take(
+        self,
+        bound: RolloutBound,
+        after: int,
+        count: int,
+        timeout: float,
+        saved: int = 0,
+        version: int = 0,
+        more: bool = False,
+    ) -> list[RolloutGroup]: ...
+
+
 class Rollouts:
     """Made by `Bridge.rollouts`. For one thread."""
 
-    def __init__(self, fleet: Fleet, bound: RolloutBound, position: int, patience: float, chats: ChatPrompts) -> None:
-        self._fleet, self._patience, self._chats = fleet, patience, chats
+    def __init__(
+        self,
+        fleet: PromptQueue,
+        bound: RolloutBound,
+        position: int,
+        patience: float,
+        chats: ChatPrompts,
+        find_status: Callable[[], FleetStatus],
+        adapter: str = "",
+    ) -> None:
+        self._adapter = adapter
+        self._fleet, self._patience, self._chats, self._find_status = fleet, patience, chats, find_status
         self.bound = bound
         self.position = position
         """Position of the last group taken."""
         self._saved = 0
         self._version = 0
         """Version that groups were last taken ahead for. Later groups are not taken for an older one."""
+        self._traces: dict[str, str] = {}
+        """By id: the trace contexts of prompts that are traced and not taken."""
         self._expected: tuple[int, int, Future[list[RolloutGroup]]] | None = None
         """Groups requested ahead of the next `take`: their number, version and future."""
 
@@ -88,10 +121,21 @@ class Rollouts:
                 "or one SamplingParams for all"
             )
         seeds = [xxhash.xxh3_64_intdigest(id.encode()) >> 1 for id in ids]
-        requests = [make_request(*row) for row in zip(ids, prompts, params, seeds, map(repr, ids))]
+        rows = zip(ids, prompts, params, seeds, map(repr, ids))
+        requests = [make_request(*row, adapter=self._adapter) for row in rows]
+        if tracing.is_on():
+            requests = list(map(self._traced, requests))
         chunks = [requests[i : i + SUBMIT_PROMPTS] for i in range(0, len(requests), SUBMIT_PROMPTS)]
         step("rollout.submit", ids=list(ids))
         return sum(self._retry(partial(self._fleet.submit, self.bound, chunk)) for chunk in chunks)
+
+    def _traced(self, request: Request) -> Request:
+        """Return a prompt with the beginning of its trace."""
+        if request.id not in self._traces:  # otherwise it is submitted again
+            span = tracing.begin("rollout.submit", "", prompt=request.id)
+            self._traces[request.id] = span.traceparent
+            span.end()
+        return dataclasses.replace(request, traceparent=self._traces[request.id])
 
     def take(self, count: int | None = None, timeout: float = 600.0, *, more: bool = False) -> list[RolloutGroup]:
         """Wait for the next groups and return them: `bound.batch` groups, or `count`, in submission order as far as they finish
@@ -102,22 +146,36 @@ class Rollouts:
         count = self.bound.batch if count is None else count
         if count < 1:
             raise RolloutError(f"take needs a count of at least 1, got {count}")
-        after = self.position
+        after, began = self.position, time.time_ns()
         step("rollout.take", after=after, count=count)
-        groups = self._take_expected(count, timeout)
-        if groups is None:
-            take = partial(
-                self._fleet.take, self.bound, self.position, count, timeout, self._saved, self._version, more=more
-            )
-            try:
-                groups = self._retry(take)
-            except (DeadlineExceeded, NotReady):
-                self._version = 0  # its sync may have failed: next time take for the version that serves
-                raise
+        with waiting_for(f"{count} groups of rollouts", self._how_they_are):
+            groups = self._take_expected(count, timeout)
+            if groups is None:
+                take = partial(
+                    self._fleet.take, self.bound, self.position, count, timeout, self._saved, self._version, more=more
+                )
+                try:
+                    groups = self._retry(take)
+                except (DeadlineExceeded, NotReady):
+                    self._version = 0  # its sync may have failed: next time take for the version that serves
+                    raise
         if is_recording():
             step("rollout.taken", after=after, groups=[_facts(group) for group in groups])
+        if tracing.is_on():
+            groups = [self._with_trace(group, began) for group in groups]
         self.position = groups[-1].position  # last: a call that fails has taken nothing
         return groups
+
+    def _with_trace(self, group: RolloutGroup, began: int) -> RolloutGroup:
+        traceparent = self._traces.pop(group.id, "")
+        if traceparent:
+            facts = {"position": group.position, "version": group.version, "age": group.age}
+            tracing.begin("rollout.take", traceparent, began, **facts).end(group.error)
+        return dataclasses.replace(group, traceparent=traceparent)
+
+    def _how_they_are(self) -> str:
+        status = self._find_status()
+        return f"{queue_in_words(status)}; {engines_in_words(status)}"
 
     def expect(self, version: int, count: int | None = None) -> None:
         """Request the groups of the next `take` now, for a trainer that has `version` by then.
@@ -205,11 +263,13 @@ def make_request(
     shown: str,
     priority: int = 0,
     progress: bool = False,
+    adapter: str = "",
 ) -> Request:
     """Return a request, with `seed` if its params have none. `shown` names the prompt in errors."""
     if params.seed is None:
         params = params.with_seed(seed)
     try:
-        return Request(id, prompt if isinstance(prompt, str) else plain_ids(prompt), params, priority, progress)
+        tokens = prompt if isinstance(prompt, str) else plain_ids(prompt)
+        return Request(id, tokens, params, priority, progress, adapter=adapter)
     except SlipstreamError as error:
         raise type(error)(f"prompt {shown}: {error}") from None

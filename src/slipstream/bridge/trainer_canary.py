@@ -39,7 +39,9 @@ class TrainerCanary:
 
     async def compare(self, fleet: Fleet, engines: Sequence[EngineInfo], report: SyncReport) -> SyncReport:
         """Add the gaps to a report. Quarantine engines that disagree with the trainer, unless all of them do."""
-        rows = await asyncio.gather(*(self._compared(fleet, row, report.version) for row in report.engines))
+        rows = await asyncio.gather(
+            *(self._compared(fleet, row, report.version, report.adapter) for row in report.engines)
+        )
         dtypes = {engine.name: engine.dtype for engine in engines}
         known = [row for row in rows if row.canary_gap is not None]
         wrong = [row for row in known if (row.canary_gap or 0.0) > canary.MAX_GAP[dtypes[row.engine]]]
@@ -52,10 +54,10 @@ class TrainerCanary:
             log.warning("no engine agrees with the trainer: compare the weights (bridge.verify) and the models")
         return replace(report, engines=tuple(rows))
 
-    async def _compared(self, fleet: Fleet, row: EngineSync, version: int) -> EngineSync:
+    async def _compared(self, fleet: Fleet, row: EngineSync, version: int, adapter: str) -> EngineSync:
         try:
             async with asyncio.timeout(SCORE_SECONDS):
-                scores = await fleet.score(self._sequences, row.engine)
+                scores = await fleet.score(self._sequences, row.engine, adapter=adapter)
         except (SlipstreamError, TimeoutError) as error:  # some engines cannot score, and some are paused or asleep
             log.info("engine %s did not answer the canary of version %d: %s", row.engine, version, error)
             return row

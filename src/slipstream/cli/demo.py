@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +13,8 @@ from rich.table import Table
 from slipstream.errors import Unsupported
 from slipstream.rl.config import TrainConfig
 from slipstream.rl.reporting.plot import write_curve
-from slipstream.rl.reporting.progress import training_display
+from slipstream.rl.reporting.progress import logged_display, training_display
+from slipstream.rl.reporting.records import Log
 from slipstream.rl.trainer.session import TrainResult, TrainSession
 from slipstream.runtime.compilation_cache import enable_compilation_cache
 
@@ -61,10 +64,11 @@ def run(
     return 0
 
 
-def run_train(config: TrainConfig, console: Console | None = None) -> int:
-    """Run training with a config. Return the exit code: 1 if a target accuracy was set and not reached."""
-    console = console or Console()
-    result = _execute(config, console)
+def run_train(config: TrainConfig, console: Console | None = None, is_logged: bool = False) -> int:
+    """Run training with a config. Return the exit code: 1 if a target accuracy was set and not reached. `is_logged`: progress
+    goes to the log, and nothing to the console."""
+    console = console or Console(quiet=is_logged)
+    result = _execute(config, console, logged_display if is_logged else training_display)
     if result is None:
         return 130
     reached, target = result.evaluations[-1].sampled_train, config.target_accuracy
@@ -74,13 +78,15 @@ def run_train(config: TrainConfig, console: Console | None = None) -> int:
     return 0
 
 
-def _execute(config: TrainConfig, console: Console) -> TrainResult | None:
+def _execute(
+    config: TrainConfig, console: Console, display: Callable[..., AbstractContextManager[Log]] = training_display
+) -> TrainResult | None:
     """Train and print a summary; return None if the user interrupted the run."""
     session = TrainSession(config)
     result = session.result
     engines = f"{config.engines} {config.engine.kind} engine process(es)" if config.engines else "an in-process engine"
     console.print(
-        f"task {config.task.name}, rollouts by {engines}; logs are in {result.run_dir}", markup=False, soft_wrap=True
+        f"{config.subject}, rollouts by {engines}; logs are in {result.run_dir}", markup=False, soft_wrap=True
     )
     if result.steps:
         console.print(f"resuming from the checkpoint of step {result.steps[-1].step}")
@@ -88,7 +94,7 @@ def _execute(config: TrainConfig, console: Console) -> TrainResult | None:
         with session:
             enable_compilation_cache()  # a trainer that is restarted after a crash continues sooner
             console.print(f"engines started in {session.seconds:.1f} s; compiling and warming up")
-            with training_display(console, config.warmup_steps, config.steps) as show:
+            with display(console, config.warmup_steps, config.steps) as show:
                 for record in session.records():
                     show(record)
     except KeyboardInterrupt:
@@ -129,7 +135,7 @@ def _summary(result: TrainResult) -> Table:
 
 
 def _print_files(result: TrainResult, config: TrainConfig, console: Console) -> None:
-    title = f"{config.algorithm.kind} on {config.task.name!r}, seed {config.seed}"
+    title = f"{config.algorithm.kind} on {config.subject!r}, seed {config.seed}"
     try:
         curve = str(write_curve(result.run_dir / "curve.png", result.steps, result.evaluations, title))
     except Unsupported as missing:

@@ -24,17 +24,13 @@ from slipstream.cli.options import (
     parse_devices,
     parse_trainer_devices,
 )
-from slipstream.cli.stderr import log_to_stderr
+from slipstream.cli.stderr import LogFormat, LogFormatOption, log_to_stderr
 from slipstream.errors import ConfigError
+from slipstream.runtime import tracing
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from slipstream.bridge.bridge import Bridge
     from slipstream.gateway.channels import Token
-    from slipstream.types import EngineStatus, FleetStatus
-
-SHOWN_DECISIONS = 8
 
 
 def launch(
@@ -62,6 +58,7 @@ def launch(
         typer.Option(help="With --http: a setting of HttpConfig, such as weights=checkpoints; repeatable."),
     ] = None,
     start_seconds: Annotated[float, typer.Option(help="Time limit for gateway and engines to start.")] = 900.0,
+    log_format: LogFormatOption = LogFormat.text,
 ) -> None:
     """Run a gateway and engines until Ctrl-C.
 
@@ -74,6 +71,8 @@ def launch(
         raise ConfigError(f"--ray-option {ray_option[0]} is a setting of the Ray cluster and needs --ray")
     if http_option and http is None:
         raise ConfigError(f"--http-option {http_option[0]} is a setting of the HTTP server and needs --http PORT")
+    if log_format is LogFormat.json:
+        log_to_stderr(log_format, "launch", run_dir=run_dir)
     stop = threading.Event()
     with start(
         model,
@@ -113,22 +112,44 @@ def _how_to_connect(bridge: Bridge) -> list[str]:
         )
     if bridge.http_url:
         rows["http"] = f"{bridge.http_url} (the token is in {run_dir / 'token'})"
-    rows["logs"] = f"{run_dir}/*.log"
+    rows["logs"] = f"slipstream logs {run_dir} (files: {run_dir}/*.log)"
     rows["status"] = f"slipstream status --run-dir {run_dir}"
+    rows["top"] = f"slipstream top {run_dir}"
     return [*(f"{label:<10}{text}" for label, text in rows.items()), "Press Ctrl-C to stop."]
 
 
-def status(run_dir: JoinRunDir = None, gateway: JoinGateway = "") -> None:
+def status(
+    run_dir: JoinRunDir = None,
+    gateway: JoinGateway = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date until q or Ctrl-C.")] = False,
+) -> None:
     """Show a running fleet: its engines and policy version."""
     from rich.console import Console
+    from rich.text import Text
 
     from slipstream.deploy.fleet import connect
+    from slipstream.observe.terminal.fleet_poller import FleetPoller
+    from slipstream.observe.terminal.fleet_table import describe, wrapped
+    from slipstream.observe.terminal.screen import keep_drawing
 
     if run_dir is None and not gateway:
         raise ConfigError("no gateway given: pass --run-dir DIR or --gateway ADDRESS")
     with connect(run_dir or gateway) as bridge:
         fleet = bridge.status()
-    _print_status(fleet, Console())
+    if not watch:
+        console = Console(highlight=False)
+        for line in describe(fleet, console.width):
+            console.print(line, soft_wrap=True)
+        return
+    poller = FleetPoller(lambda: connect(run_dir or gateway))
+
+    def draw(width: int, height: int) -> list[Text]:
+        found = poller.status
+        return wrapped(poller.error, width) if found is None else describe(found, width, poller.rates)
+
+    with poller.running():
+        poller.asked.wait(1.0)
+        keep_drawing(draw)
 
 
 def drain(
@@ -165,41 +186,6 @@ def drain(
     print(f"{engine} is drained; stop it, or let it take requests again with `slipstream drain {engine} --undo`")
 
 
-def _print_status(fleet: FleetStatus, console: Console) -> None:
-    """Print a table of at most 80 columns, and notes below it."""
-    from rich.table import Table
-
-    version = fleet.version if fleet.version >= 0 else "none yet"
-    console.print(f"policy version {version}, {fleet.num_completions} completions, up {fleet.uptime_seconds:.0f} s")
-    if fleet.num_retried:
-        console.print(f"{fleet.num_retried} requests were retried on another engine")
-    models = sorted({f"{e.info.model}, {e.info.num_ranks} rank(s)" for e in fleet.engines})
-    for model in models:
-        console.print(f"model {model}", markup=False, highlight=False)
-    table = Table("engine", "state", "version", "in flight", "cache hits", "heartbeat")
-    for engine in fleet.engines:
-        table.add_row(*_status_row(engine))
-    console.print(table)
-    for engine in fleet.engines:
-        if engine.info.devices:
-            console.print(f"{engine.info.name}: GPU {', '.join(engine.info.devices)}", markup=False, highlight=False)
-        for promise in engine.info.not_held:
-            console.print(f"{engine.info.name} does not hold {promise}", markup=False, highlight=False)
-        if engine.note:
-            console.print(f"{engine.info.name}: {engine.note}", markup=False, highlight=False)
-    for decision in fleet.decisions[-SHOWN_DECISIONS:]:
-        text = f"{decision.seconds_ago:.0f} s ago, {decision.engine}, {decision.kind}: {decision.reason}"
-        console.print(text, markup=False, highlight=False)
-
-
-def _status_row(engine: EngineStatus) -> tuple[str, ...]:
-    state = engine.state if engine.circuit == "closed" else f"{engine.state}, circuit {engine.circuit}"
-    version = str(engine.info.version) if engine.info.version >= 0 else "–"
-    hits = f"{engine.hit_tokens / engine.looked_up_tokens:.0%}" if engine.looked_up_tokens else "–"
-    heartbeat = f"{engine.seconds_since_heartbeat:.1f} s ago"
-    return engine.info.name, state, version, str(engine.num_requests), hits, heartbeat
-
-
 def gateway(
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Directory for logs and the gateway's address and token.")],
     host: Annotated[
@@ -229,6 +215,10 @@ def gateway(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="HTTP settings: model=my-model weights=checkpoints …"),
     ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Record what happens in the fleet, for the dashboard.")
+    ] = False,
+    log_format: LogFormatOption = LogFormat.text,
     owner: Owner = 0,
 ) -> None:
     """Run a gateway, which engines and trainers connect to.
@@ -239,9 +229,10 @@ def gateway(
     """
     from slipstream.config import GatewayConfig, HttpConfig, load
     from slipstream.gateway.server import serve
-    from slipstream.weights.transports.host.shm import process_start_time
+    from slipstream.runtime.process_times import process_start_time
 
-    log_to_stderr()
+    log_to_stderr(log_format, "gateway", run_dir=run_dir)
+    tracing.start("gateway")
     config = GatewayConfig(
         host=host,
         port=port,
@@ -253,13 +244,14 @@ def gateway(
         key=key,
         ca=ca,
         mutual_tls=mutual_tls,
+        record=record,
     )
     front = None
     if http is not None:
         from slipstream.http.server import companion_server
 
         settings = load(HttpConfig, overrides=[f"port={http}", *(options or ())])
-        front = companion_server(settings, config)
+        front = companion_server(settings, config, run_dir)
     elif options:
         raise ConfigError(f"{options[0]} is a setting of the HTTP server and needs --http PORT")
 
@@ -299,6 +291,7 @@ def engine(
     name: Annotated[str, typer.Option(help="Name of the engine in the fleet; engine-PID by default.")] = "",
     options: EngineSettings = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a lost gateway to come back.")] = 60.0,
+    log_format: LogFormatOption = LogFormat.text,
     owner: Owner = 0,
     beside_gateway: BesideGateway = False,
 ) -> None:
@@ -309,7 +302,9 @@ def engine(
     """
     from slipstream.config import EngineConfig, load
 
-    log_to_stderr()
+    name = name or f"engine-{os.getpid()}"
+    log_to_stderr(log_format, "engine", name, run_dir)
+    tracing.start(name)
     config = load(EngineConfig, overrides=options or ())
     if config.kind != "remote":
         os.environ.update(config.environment)  # before anything looks for GPUs
@@ -327,7 +322,6 @@ def engine(
     identity = run_identity(run_dir) if run_dir is not None else Identity(certificate, key)
     if identity == ANONYMOUS and config.kind != "remote":
         identity = Identity(config.certificate, config.key)
-    name = name or f"engine-{os.getpid()}"
     ready = run_dir / f"{name}.ready" if run_dir is not None else None
 
     _run_until_stopped(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.options import EngineDevices, ShareGpus, TrainerDevices, parse_devices, parse_trainer_devices
+from slipstream.cli.stderr import LogFormat, LogFormatOption, log_to_stderr
 
 Command = Annotated[
     list[str] | None,
@@ -113,18 +114,18 @@ def role(
         int, typer.Option(help="Port of the gateway; 0 takes a free one, or 26758 if NUM_INFERENCE_NODES is set.")
     ] = 0,
     start_seconds: Annotated[float, typer.Option(help="Time limit for gateway and engines to start.")] = 900.0,
+    log_format: LogFormatOption = LogFormat.text,
 ) -> None:
     """Run one node of a SLURM job.
 
     The script of [b]slipstream slurm[/b] runs this on every node.
     """
-    from slipstream.cli.stderr import log_to_stderr
     from slipstream.config import EngineConfig, load
     from slipstream.deploy.slurm.job import INFERENCE_PORT, NUM_INFERENCE_NODES, this_node
     from slipstream.deploy.slurm.node import NodeRole
     from slipstream.errors import ConfigError
 
-    log_to_stderr()
+    log_to_stderr(log_format, "node", run_dir=run_dir)
     if not command:
         raise ConfigError("no trainer command given: slipstream role … -- python train.py")
     config = load(EngineConfig, overrides=engine or ())

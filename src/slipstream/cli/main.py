@@ -4,17 +4,25 @@ never loads JAX."""
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
-from slipstream.cli import access, chaos, fanout, fleet, hosts, journal, machine, models, plan, train
+from slipstream import __version__ as slipstream_version
+from slipstream.cli import access, chaos, dashboard, fanout, fleet, hosts, journal, look, machine, models, plan, train
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.runtime.garbage_collection import delay_collections
 from slipstream.runtime.unraisable import watch_unraisable
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"slipstream {slipstream_version}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="slipstream",
-    help="Reinforcement learning in JAX, with rollouts by inference engines.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -22,10 +30,9 @@ app = typer.Typer(
 )
 
 GROUPS = {
-    "Train": (train.demo, train.train, chaos.chaos),
+    "Train": (train.demo, train.train, dashboard.dashboard, chaos.chaos),
     "Serve": (
         fleet.launch,
-        fleet.status,
         fleet.drain,
         fanout.fanout,
         fleet.gateway,
@@ -33,6 +40,7 @@ GROUPS = {
         access.token,
         access.revoke,
     ),
+    "Look": (look.top, fleet.status, look.logs, look.runs),
     "Models": (models.sample_model, models.fetch, models.convert),
     "Several machines": (plan.plan, hosts.certificates, hosts.slurm, hosts.role),
     "This machine": (machine.doctor, machine.setup, journal.journal),
@@ -41,6 +49,15 @@ GROUPS = {
 for _group, _commands in GROUPS.items():
     for _command in _commands:
         app.command(rich_help_panel=_group)(_command)
+
+
+@app.callback()
+def slipstream(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Reinforcement learning in JAX, with rollouts by inference engines."""
 
 
 def main() -> None:

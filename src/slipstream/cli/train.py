@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from slipstream.cli.stderr import LogFormat, LogFormatOption, log_to_stderr
 
 
 def demo(
@@ -37,6 +40,7 @@ def train(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Settings that override the file: algorithm.group=16 seed=3 …"),
     ] = None,
+    log_format: LogFormatOption = LogFormat.text,
 ) -> None:
     """Train a model with the settings of a TOML file.
 
@@ -46,4 +50,10 @@ def train(
     from slipstream.config import load
     from slipstream.rl.config import TrainConfig
 
-    raise typer.Exit(run_train(load(TrainConfig, config, overrides or [])))
+    beside = str(config.parent.absolute())
+    if beside not in sys.path:
+        sys.path.append(beside)  # reward functions and environments beside the file
+    settings = load(TrainConfig, config, overrides or []).beside(config.parent)
+    if log_format is LogFormat.json:
+        log_to_stderr(log_format, "trainer", run_dir=Path(settings.run_dir) if settings.run_dir else None)
+    raise typer.Exit(run_train(settings, is_logged=log_format is LogFormat.json))

@@ -18,6 +18,7 @@ from slipstream.bridge.chat_tokenizer import ChatTokenizer
 from slipstream.config import (
     MAX_MESSAGE_BYTES,
     SYNC_SECONDS,
+    DeltaMode,
     Device,
     EmbeddedConfig,
     EngineConfig,
@@ -67,6 +68,8 @@ def launch(
     process_count: int = 1,
     snapshot: Snapshot = "reference",
     timeout: float = SYNC_SECONDS,
+    delta: DeltaMode = "auto",
+    delta_bytes: int | None = None,
     start_timeout: float = START_SECONDS,
     keep_alive: bool = False,
     http: bool | HttpConfig = False,
@@ -100,6 +103,8 @@ def launch(
         snapshot: What is kept of a sync for engines that start or come back before the next one: "reference" keeps JAX arrays
             as they are, "copy" makes a copy, for trainers that donate or overwrite them, "none" keeps nothing.
         timeout: Time limit in seconds for each step of a sync and for each score.
+        delta: Whether `tcp` and `disk` carry only what changed, to engines with 16-bit weights (docs/hosts.md).
+        delta_bytes: Limit of the memory that deltas take, 2 bytes per parameter.
         start_timeout: Time limit in seconds for the fleet to start.
         keep_alive: Restart a gateway or engine that dies. The bridge sends a restarted engine the version that it lacks.
         http: Serve HTTP at `bridge.http_url`: OpenAI's API and vLLM's calls for RL (docs/http.md).
@@ -110,7 +115,9 @@ def launch(
             bridge.sync(params)
             completions = bridge.generate(["Hello"])
     """
-    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot, timeout)
+    sync = SyncOptions(
+        transport, checksums, check_finite, process_index, process_count, snapshot, timeout, delta, delta_bytes
+    )
     configs = _configs(engine, engines)
     gateway = GatewayConfig() if gateway is None else checked(gateway, GatewayConfig, "gateway")
     front = _http_config(http, model)
@@ -158,10 +165,12 @@ def connect(
     process_count: int = 1,
     snapshot: Snapshot = "reference",
     timeout: float = SYNC_SECONDS,
+    delta: DeltaMode = "auto",
+    delta_bytes: int | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Bridge:
     """Connect to a running fleet. `transport`, `checksums`, `check_finite`, `process_index`, `process_count`,
-    `snapshot` and `timeout` are as for `launch`.
+    `snapshot`, `timeout`, `delta` and `delta_bytes` are as for `launch`.
 
     Args:
         target: The fleet's run directory, or the gateway's address (`127.0.0.1:8471`). Default: SLIPSTREAM_RUN_DIR.
@@ -178,7 +187,9 @@ def connect(
     Example:
         bridge = slipstream.connect("runs/fleet", process_index=jax.process_index(), process_count=jax.process_count())
     """
-    sync = SyncOptions(transport, checksums, check_finite, process_index, process_count, snapshot, timeout)
+    sync = SyncOptions(
+        transport, checksums, check_finite, process_index, process_count, snapshot, timeout, delta, delta_bytes
+    )
     target = target if target is not None else os.environ.get("SLIPSTREAM_RUN_DIR", "")
     if target and Path(target).is_dir():
         return _join_run(Path(target), sync, max_message_bytes, model, token, ca, certificate, key)
@@ -201,6 +212,7 @@ def inprocess(
     engine: EmbeddedConfig | None = None,
     transport: str | None = None,
     check_finite: bool = True,
+    delta: DeltaMode = "auto",
     run_dir: str | Path | None = None,
 ) -> Bridge:
     """Run an embedded engine in this process, without a gateway.
@@ -210,6 +222,7 @@ def inprocess(
         engine: Config of the engine.
         transport: Data plane of weight syncs, as for `launch`.
         check_finite: Refuse weights with NaN or infinity.
+        delta: As for `launch`.
         run_dir: Directory for the journal of `bridge.rollouts`; by default the journal is lost with the process.
 
     Example:
@@ -220,7 +233,8 @@ def inprocess(
     from slipstream.engines.embedded.engine import EmbeddedEngine
     from slipstream.runtime import event_loop
 
-    sync, journal, directory = SyncOptions(transport, check_finite=check_finite), None, model_directory(model)
+    sync = SyncOptions(transport, check_finite=check_finite, delta=delta)
+    journal, directory = None, model_directory(model)
     if run_dir is not None:
         journal = private_file(private_directory(Path(run_dir), "run_dir") / "journal.sqlite")
 

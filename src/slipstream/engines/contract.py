@@ -51,9 +51,9 @@ class EngineBackend(Protocol):
         `Failure` and no further completions. Closing the iterator cancels unfinished requests. Engines that support it also
         yield `Progress` of requests that ask for it."""
 
-    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, adapter: str = "") -> list[Score]:
         """Return raw logprobs of token sequences, in order; with `top_k`, also of the likeliest tokens at each position. Raises
-        `InvalidPrompt` for an invalid sequence and `InvalidSampling` for an invalid `top_k`."""
+        `InvalidPrompt` for an invalid sequence, `InvalidSampling` for an invalid `top_k` and `UnknownAdapter`."""
 
     async def begin(self, version: int, offer: Offer) -> Destinations:
         """Check the plan, allocate memory for the version, and return where to send it. Has no side effects if it raises.
@@ -105,6 +105,19 @@ class EngineBackend(Protocol):
         """Restore what `tags` name, in any order and number of calls; None restores everything. Steps run again once nothing is
         asleep. Naming what is awake has no effect. Weights dropped by level 2 cannot be woken: naming them raises `NotReady`,
         and with None they stay asleep until an update brings new ones."""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are loaded. Cheap.
+
+        An update may bring adapters (`Offer.adapters`), with tensors of the base model or without (`only_adapters`); both are
+        part of the same transaction. A new name takes a free slot, else `begin` raises `NoAdapterSlot`; a known one keeps its
+        slot. What another adapter or the base model computes does not change by a bit, and what the prefix cache holds for them
+        stays valid. An update of the base model leaves adapters loaded, as does `sleep`. A request for an adapter that is not
+        loaded fails with `UnknownAdapter`."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Free an adapter's slot at the next step boundary, and fail its requests with `UnknownAdapter`. Idempotent."""
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache. Running requests keep their KV cache or recompute it. Not needed after an update: entries of

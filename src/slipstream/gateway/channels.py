@@ -39,6 +39,7 @@ Message = TypeVar("Message", pb.ToEngine, pb.FromEngine, pb.TakenGroup)
 
 _CODES: tuple[tuple[type[errors.SlipstreamError], grpc.StatusCode], ...] = (
     (errors.UnknownEngine, grpc.StatusCode.NOT_FOUND),
+    (errors.UnknownAdapter, grpc.StatusCode.NOT_FOUND),
     (errors.MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.RequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotReady, grpc.StatusCode.FAILED_PRECONDITION),

@@ -22,6 +22,7 @@ from slipstream.gateway import channels, convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
 from slipstream.gateway.staleness import RolloutBound
+from slipstream.runtime import tracing
 from slipstream.runtime.tls import ANONYMOUS, Identity
 from slipstream.types import (
     Checksums,
@@ -99,7 +100,7 @@ class GatewayFleet:
         self, requests: Sequence[Request], engine: str = ""
     ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
         """A gateway that has no room for the requests is asked again, for as long as any other call may take."""
-        message, clock = convert.requests_to_pb(requests, engine), asyncio.get_running_loop().time
+        message, clock = convert.requests_to_pb(tracing.traced(requests), engine), asyncio.get_running_loop().time
         deadline, delay, has_begun = clock() + self._timeout, FIRST_RETRY_SECONDS, False
         while True:
             try:
@@ -118,9 +119,11 @@ class GatewayFleet:
             await asyncio.sleep(delay * random.uniform(0.5, 1))
             delay = min(2 * delay, LAST_RETRY_SECONDS)
 
-    async def score(self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> list[Score]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0, adapter: str = ""
+    ) -> list[Score]:
         with self._errors("scoring"):
-            message = convert.sequences_to_pb(sequences, engine, top_k)
+            message = convert.sequences_to_pb(sequences, engine, top_k, adapter)
             return convert.scores_from_pb(
                 await self._stub.Score(message, timeout=self._timeout, metadata=self._metadata)
             )
@@ -174,6 +177,9 @@ class GatewayFleet:
 
     async def reset_prefix_cache(self, engine: str = "") -> None:
         await self._control(pb.Control(reset_prefix_cache=pb.ResetPrefixCache()), engine)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._control(pb.Control(unload_adapter=pb.UnloadAdapter(name=name)), "")
 
     async def memory(self, engine: str = "") -> dict[str, MemoryReport]:
         return await self._control(pb.Control(memory=pb.Memory()), engine)

@@ -1,4 +1,4 @@
-"""Calls to several engines at once, and the control verbs: pause, resume, sleep, wake, memory, verify, reset."""
+"""Calls to several engines at once, and the control verbs: pause, resume, sleep, wake, memory, verify, reset, unload."""
 
 from __future__ import annotations
 

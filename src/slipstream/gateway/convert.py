@@ -19,6 +19,7 @@ from slipstream.gateway.journal import TakenGroup
 from slipstream.gateway.prefix_affinity import CHARACTERS_PER_TOKEN, LEVELS
 from slipstream.gateway.staleness import Late, RolloutBound
 from slipstream.types import (
+    AdapterSupport,
     Box,
     Checksums,
     Circuit,
@@ -26,13 +27,17 @@ from slipstream.types import (
     Completion,
     Decision,
     Destinations,
+    EndReason,
     EngineInfo,
     EngineState,
     EngineStatus,
+    EpisodeOutcome,
+    ExpertRoutes,
     Failure,
     FinishReason,
     FleetStatus,
     InFlight,
+    Lora,
     MemoryReport,
     MemoryTag,
     Offer,
@@ -42,13 +47,17 @@ from slipstream.types import (
     Progress,
     Request,
     RolloutGroup,
+    RolloutStatus,
     SamplingParams,
     Score,
     StageReport,
     TensorSpec,
     TopLogprobs,
+    UpdatePhases,
+    UpdateRecord,
     UpdateReports,
     UpdateSteps,
+    UpdateTotals,
     VersionSpan,
 )
 
@@ -111,6 +120,8 @@ def requests_to_pb(requests: Sequence[Request], engine: str = "") -> pb.Generate
             seed=request.sampling.seed or 0,
             priority=request.priority,
             progress=request.progress,
+            traceparent=request.traceparent,
+            adapter=request.adapter,
         )
         if isinstance(request.prompt, str):
             row.text = request.prompt
@@ -123,7 +134,7 @@ def requests_from_pb(message: pb.GenerateRequest) -> list[Request]:
     requests = []
     for row, sampling in zip(message.requests, samplings_from_pb(message)):
         prompt = row.text if row.HasField("text") else tuple(row.tokens.ids[:])
-        requests.append(Request(row.id, prompt, sampling, row.priority, row.progress))
+        requests.append(Request(row.id, prompt, sampling, row.priority, row.progress, row.traceparent, row.adapter))
     return requests
 
 
@@ -176,6 +187,10 @@ def results_to_pb(results: Iterable[Completion | Failure | Progress]) -> pb.Resu
             row = message.completions.add(**_fields(result, pb.Completion), top_logprobs=top)
             for span in result.spans:
                 row.spans.add(version=span.version, start=span.start, stop=span.stop)
+            if result.episode is not None:
+                row.episode.CopyFrom(pb.EpisodeOutcome(**_fields(result.episode, pb.EpisodeOutcome)))
+            if result.routes is not None:
+                row.routes.CopyFrom(pb.ExpertRoutes(**_fields(result.routes, pb.ExpertRoutes)))
     return message
 
 
@@ -192,6 +207,10 @@ def progress_from_pb(message: pb.Results) -> list[Progress]:
     ]
 
 
+def completion_to_pb(completion: Completion) -> pb.Completion:
+    return results_to_pb([completion]).completions[0]
+
+
 def completion_from_pb(row: pb.Completion) -> Completion:
     return _read(
         Completion,
@@ -199,7 +218,23 @@ def completion_from_pb(row: pb.Completion) -> Completion:
         finish_reason=word(row.finish_reason, FinishReason, "finish_reason"),
         spans=tuple(VersionSpan(s.version, s.start, s.stop) for s in row.spans),
         top_logprobs=_top_from_pb(row.top_logprobs, len(row.token_ids)),
+        episode=_episode_from_pb(row.episode) if row.HasField("episode") else None,
+        routes=_routes_from_pb(row.routes) if row.HasField("routes") else None,
     )
+
+
+def _episode_from_pb(message: pb.EpisodeOutcome) -> EpisodeOutcome:
+    return _read(EpisodeOutcome, message, end=word(message.end, EndReason, "end"))
+
+
+def _routes_from_pb(message: pb.ExpertRoutes) -> ExpertRoutes:
+    per_token = message.num_layers * message.num_chosen * message.item_size
+    if not per_token or len(message.experts) % per_token or message.item_size > 2:
+        raise ProtocolMismatch(
+            f"got {len(message.experts)} bytes of expert routes for {message.num_layers} layers of {message.num_chosen} "
+            f"experts in {message.item_size} bytes each"
+        )
+    return _read(ExpertRoutes, message)
 
 
 def _top_to_pb(rows: Sequence[TopLogprobs]) -> pb.TopLogprobs | None:
@@ -224,11 +259,14 @@ def _top_from_pb(message: pb.TopLogprobs, num_positions: int) -> tuple[TopLogpro
     return tuple(TopLogprobs(ids[i : i + width], logprobs[i : i + width]) for i in range(0, len(ids), width))
 
 
-def sequences_to_pb(sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0) -> pb.ScoreRequest:
+def sequences_to_pb(
+    sequences: Sequence[Sequence[int]], engine: str = "", top_k: int = 0, adapter: str = ""
+) -> pb.ScoreRequest:
     for index, sequence in enumerate(sequences):
         if any(not 0 <= token < 1 << 32 for token in sequence):
             raise errors.InvalidPrompt(f"sequence {index} has a token id outside [0, 2**32): {[*sequence]}")
-    return pb.ScoreRequest(sequences=[pb.TokenIds(ids=s) for s in sequences], engine=engine, top_k=top_k)
+    rows = [pb.TokenIds(ids=s) for s in sequences]
+    return pb.ScoreRequest(sequences=rows, engine=engine, top_k=top_k, adapter=adapter)
 
 
 def sequences_from_pb(message: pb.ScoreRequest) -> list[tuple[int, ...]]:
@@ -265,11 +303,11 @@ def memory_from_pb(message: pb.MemoryReport) -> MemoryReport:
 
 
 def offer_to_pb(offer: Offer) -> pb.Offer:
-    return pb.Offer(**_fields(offer, pb.Offer))
+    return pb.Offer(**_fields(offer, pb.Offer), adapters=[pb.Lora(**_fields(a, pb.Lora)) for a in offer.adapters])
 
 
 def offer_from_pb(message: pb.Offer) -> Offer:
-    return _read(Offer, message)
+    return _read(Offer, message, adapters=tuple(_read(Lora, row) for row in message.adapters))
 
 
 def destinations_to_pb(destinations: Destinations) -> pb.Destinations:
@@ -331,8 +369,8 @@ def bound_from_pb(message: pb.RolloutBound) -> RolloutBound:
 
 
 def request_bytes(request: Request) -> bytes:
-    """Serialize a request for the journal, deterministically."""
-    return requests_to_pb([request]).SerializeToString(deterministic=True)
+    """Serialize a request for the journal, deterministically. A prompt that is submitted again has another trace."""
+    return requests_to_pb([dataclasses.replace(request, traceparent="")]).SerializeToString(deterministic=True)
 
 
 def error_bytes(error: BaseException) -> bytes:
@@ -368,6 +406,8 @@ def checksums_from_pb(message: pb.Checksums) -> Checksums:
 def engine_to_pb(info: EngineInfo, layout: bool = True) -> pb.EngineInfo:
     """Convert an engine's description; `layout=False` leaves out tensors and parameters, which only updates need."""
     message = pb.EngineInfo(**_fields(info, pb.EngineInfo))
+    if info.adapters is not None:
+        message.adapters.CopyFrom(pb.AdapterSupport(**_fields(info.adapters, pb.AdapterSupport)))
     if layout:
         message.tensors.extend(pb.TensorSpec(name=t.name, shape=t.shape) for t in info.tensors)
         message.parameters.extend(_parameter_to_pb(p) for p in info.parameters)
@@ -380,6 +420,7 @@ def engine_from_pb(message: pb.EngineInfo) -> EngineInfo:
         message,
         tensors=tuple(TensorSpec(t.name, tuple(t.shape)) for t in message.tensors),
         parameters=tuple(_parameter_from_pb(p) for p in message.parameters),
+        adapters=_read(AdapterSupport, message.adapters) if message.HasField("adapters") else None,
     )
 
 
@@ -411,7 +452,23 @@ def status_to_pb(status: FleetStatus) -> pb.FleetStatus:
         pb.EngineStatus(**_fields(e, pb.EngineStatus), info=engine_to_pb(e.info, layout=False)) for e in status.engines
     ]
     decisions = [pb.Decision(**_fields(d, pb.Decision)) for d in status.decisions]
-    return pb.FleetStatus(**_fields(status, pb.FleetStatus), engines=rows, decisions=decisions)
+    updates = [pb.UpdateRecord(**_fields(u, pb.UpdateRecord), phases=_phases_to_pb(u.phases)) for u in status.updates]
+    totals = status.update_totals
+    queue = status.rollouts
+    rollouts = None if queue is None else pb.RolloutStatus(**_fields(queue, pb.RolloutStatus))
+    return pb.FleetStatus(
+        **_fields(status, pb.FleetStatus),
+        engines=rows,
+        decisions=decisions,
+        rollouts=rollouts,
+        updates=updates,
+        update_totals=pb.UpdateTotals(**_fields(totals, pb.UpdateTotals), phases=_phases_to_pb(totals.phases)),
+        decision_counts=status.decision_counts,
+    )
+
+
+def _phases_to_pb(phases: UpdatePhases) -> pb.UpdatePhases:
+    return pb.UpdatePhases(**_fields(phases, pb.UpdatePhases))
 
 
 def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
@@ -425,5 +482,15 @@ def status_from_pb(message: pb.FleetStatus) -> FleetStatus:
         )
         for row in message.engines
     )
-    decisions = tuple(_read(Decision, row) for row in message.decisions)
-    return _read(FleetStatus, message, engines=engines, decisions=decisions)
+    updates = tuple(_read(UpdateRecord, row, phases=_read(UpdatePhases, row.phases)) for row in message.updates)
+    totals = message.update_totals
+    return _read(
+        FleetStatus,
+        message,
+        engines=engines,
+        decisions=tuple(_read(Decision, row) for row in message.decisions),
+        rollouts=_read(RolloutStatus, message.rollouts) if message.HasField("rollouts") else None,
+        updates=updates,
+        update_totals=_read(UpdateTotals, totals, phases=_read(UpdatePhases, totals.phases)),
+        decision_counts=dict(message.decision_counts),
+    )

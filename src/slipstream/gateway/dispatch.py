@@ -25,6 +25,7 @@ from slipstream.gateway.prefix_affinity import Prefix, PrefixAffinity, prefixes
 from slipstream.gateway.registry import Member, Registry
 from slipstream.gateway.router import route, weight
 from slipstream.gateway.speed import PROMPT_SHARE
+from slipstream.observe.recorder.fleet_recorder import FleetRecorder
 from slipstream.types import Failure
 
 MAX_LOSSES = 2
@@ -61,10 +62,11 @@ class Dispatch:
         only: str = "",
         affinity: PrefixAffinity | None = None,
         ticket: Ticket | None = None,
+        recorder: FleetRecorder | None = None,
     ) -> None:
         """`only` restricts the call to one engine. `ticket` bounds the results that wait for the caller to read them."""
         self._registry, self._links, self._only, self._affinity = registry, links, only, affinity or PrefixAffinity()
-        self._watch, self._ticket = watch, ticket
+        self._watch, self._ticket, self._recorder = watch, ticket, recorder or FleetRecorder()
         self.num_retried = 0
         """Requests that were sent to a second engine."""
         self._requests: dict[str, pb.Request] = {}
@@ -119,7 +121,7 @@ class Dispatch:
         if len(loads) > 1:
             self._affinity.set_version(self._registry.version)
             for id in remaining.keys() - self._prefixes.keys():
-                self._prefixes[id] = prefixes(convert.prompt_start(self._requests[id]))
+                self._prefixes[id] = prefixes(convert.prompt_start(self._requests[id]), self._requests[id].adapter)
         for name, ids in route(remaining, loads, self._prefixes, self._affinity, shares).items():
             self._start(EngineBatch(name, ids))
 
@@ -134,8 +136,10 @@ class Dispatch:
         # Counted before the task starts, for requests routed in the same turn of the event loop.
         link.load += load
         member.num_requests += len(batch.ids)
+        self._recorder.started(batch.engine, len(batch.ids))
 
         def done(task: asyncio.Task[None]) -> None:
+            self._recorder.ended(batch.engine, len(batch.ids))
             link.load -= load
             member.num_requests -= len(batch.ids)
             self._tasks.discard(task)
@@ -153,6 +157,7 @@ class Dispatch:
                     await self._watch.inspect(batch.engine, results, self._sampling_of)
                     self._judge(batch, results, member.breaker)
                     self._measure(batch, results, member)
+                    member.num_tokens += sum(len(row.token_ids) for row in results.completions)
                     if results.completions:
                         link.last_prompt = results.completions[-1].prompt_token_ids[:MAX_SERVED_TOKENS]
                     if self._ticket is not None:
@@ -175,6 +180,7 @@ class Dispatch:
     def _measure(self, batch: EngineBatch, results: pb.Results, member: Member) -> None:
         """Note how fast the engine answered, unless it was stopped meanwhile."""
         rows, now = results.completions, time.monotonic()
+        self._recorder.tokens(batch.engine, sum(len(row.token_ids) for row in rows))
         if rows and member.num_stops == batch.num_stops and not (member.is_paused or member.asleep):
             work = sum(len(row.token_ids) + PROMPT_SHARE * len(row.prompt_token_ids) for row in rows)
             self._watch.measure(batch.engine, now, work, len(rows) * (now - batch.sent_at), len(rows))
@@ -214,6 +220,9 @@ class Dispatch:
         except NotReady:
             retried = {}
         self.num_retried += len(retried)
+        if retried:
+            reason = next(iter(failed.values()))
+            self._recorder.event("retry", batch.engine, f"{len(retried)} request(s) sent to others: {reason}")
         return [Failure(id, self._final_error(id, error)) for id, error in failed.items() if id not in retried]
 
     def _may_retry(self, id: str, error: SlipstreamError) -> bool:

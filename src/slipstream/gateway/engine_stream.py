@@ -33,8 +33,10 @@ from slipstream.errors import (
 )
 from slipstream.gateway import channels, convert
 from slipstream.gateway import slipstream_pb2 as pb
+from slipstream.gateway.request_traces import GenerateTraces
 from slipstream.gateway.slipstream_pb2_grpc import GatewayStub
 from slipstream.gateway.update_steps import run_steps
+from slipstream.observe.recorder.fleet_recorder import FleetRecorder
 from slipstream.runtime.failpoints import step
 from slipstream.runtime.tls import ANONYMOUS, Identity
 
@@ -57,8 +59,8 @@ MAX_SERVED_TOKENS = 256
 class EngineLink:
     """Calls to one engine. When the engine is lost, every open call ends with `EngineLost`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, recorder: FleetRecorder | None = None) -> None:
+        self.name, self._recorder = name, recorder or FleetRecorder()
         self.outgoing: asyncio.Queue[pb.ToEngine] = asyncio.Queue()
         self.load = 0
         """Tokens the engine was asked to generate and has not delivered."""
@@ -74,12 +76,18 @@ class EngineLink:
 
     async def ask(self, message: pb.ToEngine, timeout: float, doing: str) -> pb.FromEngine:
         """Send a call and return its answer. Raises the engine's error, or `DeadlineExceeded`."""
+        started = time.perf_counter()
         with self._call(message) as answers:
             try:
                 async with asyncio.timeout(timeout):  # before Python 3.12, `wait_for` makes a task
                     answer = await answers.get()
             except TimeoutError:
+                self._recorder.event("fault", self.name, f"did not {doing} within {timeout:g} s")
                 raise DeadlineExceeded(f"engine {self.name!r} did not {doing} within {timeout:g} s") from None
+        kind = message.WhichOneof("message")
+        if kind != "update":  # `transaction.py` notes its steps
+            verb = message.control.WhichOneof("verb") if kind == "control" else kind
+            self._recorder.span(self.name, verb, started, time.perf_counter())
         return _checked(answer)
 
     async def results(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Results, None]:
@@ -298,10 +306,11 @@ class EngineSession:
             self._send_heartbeat()
 
     def _send_heartbeat(self) -> None:
-        heartbeat = pb.Heartbeat(version=self._engine.describe().version)
+        heartbeat = pb.Heartbeat(version=self._engine.describe().version, adapters=self._engine.adapters)
         if stats := getattr(self._engine, "stats", None):  # not every engine counts prefix cache hits
             counts = stats()
             heartbeat.looked_up_tokens, heartbeat.hit_tokens = counts["looked_up_tokens"], counts["hit_tokens"]
+            heartbeat.kv_use, heartbeat.activity = 1 - counts["free_pages"] / counts["num_pages"], counts["activity"]
         self._outgoing.put_nowait(pb.FromEngine(heartbeat=heartbeat))
 
     async def _report_memory(self) -> None:
@@ -343,18 +352,22 @@ class EngineSession:
     async def _on_generate(self, message: pb.ToEngine) -> pb.FromEngine:
         requests = convert.requests_from_pb(message.generate)
         step("engine.generate", requests=len(requests))
-        async with contextlib.aclosing(self._engine.generate(requests)) as batches:
-            async for batch in batches:
-                step("engine.sample", samples=len(batch))
-                # In chunks, so that the gateway reads one chunk while the next is serialized here.
-                for start in range(0, len(batch), RESULTS_PER_MESSAGE):
-                    results = convert.results_to_pb(batch[start : start + RESULTS_PER_MESSAGE])
-                    self._outgoing.put_nowait(pb.FromEngine(call=message.call, results=results))
-                    await asyncio.sleep(0)
+        generating = contextlib.aclosing(self._engine.generate(requests))
+        with contextlib.closing(GenerateTraces(requests, self._engine.describe().name)) as traces:
+            async with generating as batches:
+                async for batch in batches:
+                    traces.see(batch)
+                    step("engine.sample", samples=len(batch))
+                    # In chunks, so that the gateway reads one chunk while the next is serialized here.
+                    for start in range(0, len(batch), RESULTS_PER_MESSAGE):
+                        results = convert.results_to_pb(batch[start : start + RESULTS_PER_MESSAGE])
+                        self._outgoing.put_nowait(pb.FromEngine(call=message.call, results=results))
+                        await asyncio.sleep(0)
         return pb.FromEngine(done=pb.Done())
 
     async def _on_score(self, message: pb.ToEngine) -> pb.FromEngine:
-        scores = await self._engine.score(convert.sequences_from_pb(message.score), message.score.top_k)
+        request = message.score
+        scores = await self._engine.score(convert.sequences_from_pb(request), request.top_k, request.adapter)
         return pb.FromEngine(scores=convert.scores_to_pb(scores))
 
     async def _on_control(self, message: pb.ToEngine) -> pb.FromEngine:
@@ -370,6 +383,9 @@ class EngineSession:
                 return self._memory_answer(await self._engine.wake(tags or None))
             case "reset_prefix_cache":
                 await self._engine.reset_prefix_cache()
+            case "unload_adapter":
+                await self._engine.unload_adapter(message.control.unload_adapter.name)
+                self._send_heartbeat()  # the gateway knows before it gets the answer
             case "memory":
                 return self._memory_answer(await self._engine.memory())
             case "verify":
@@ -387,6 +403,8 @@ class EngineSession:
             self._begun_versions.discard(steps.version)
             if self._asleep:  # the commit woke the weights
                 await self._report_memory()
+            if self._engine.adapters:
+                self._send_heartbeat()  # likewise, of a new one
         return pb.FromEngine(updated=convert.reports_to_pb(reports))
 
     async def _on_rollback(self, message: pb.ToEngine) -> pb.FromEngine:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -81,6 +81,8 @@ class EngineWatch:
         that the engine has generated with this version or later and nobody has taken."""
         self._registry, self._links, self._record, self._drop = registry, links, record, drop
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=MAX_DECISIONS)
+        self.decision_counts: Counter[str] = Counter()
+        """By kind, since the gateway started."""
         self._cleared: dict[str, tuple[int, int]] = {}
         """By engine: a version, and how many suspicions proved wrong under it."""
         self._probes: set[asyncio.Task[None]] = set()
@@ -92,6 +94,7 @@ class EngineWatch:
         """Record a decision. A `suspect` engine may be wrong, and stays in use."""
         log.warning("engine %s, %s: %s", engine, kind, reason)
         version = self._registry.version
+        self.decision_counts[kind] += 1
         self._decisions.append((time.monotonic(), Decision(kind, engine, reason, version, 0.0)))
         self._record(kind, engine, reason, version)
 
@@ -176,7 +179,8 @@ class EngineWatch:
         versions = {span.version for span in row.spans}
         if not claimed or not row.prompt_token_ids:
             return None
-        request = pb.ScoreRequest(sequences=[pb.TokenIds(ids=ids)], top_k=MAX_TOP_LOGPROBS)
+        sequences = [pb.TokenIds(ids=ids)]
+        request = pb.ScoreRequest(sequences=sequences, top_k=MAX_TOP_LOGPROBS, adapter=row.adapter)
         try:
             answer = await self._links[judge].ask(pb.ToEngine(score=request), SCORE_SECONDS, "score")
         except SlipstreamError as error:  # some engines cannot score

@@ -106,6 +106,8 @@ class TakenGroup:
     completions: tuple[bytes, ...]
     """One per sample; none if the group failed."""
     error: bytes
+    request: bytes
+    """As it was accepted."""
 
 
 class Journal:
@@ -212,6 +214,27 @@ class Journal:
                     new.append(Group(number, id, request, num_samples, 0))
                     self._event("accept", number)
         return new
+
+    def store(self, id: str, request: bytes, sample: FinishedSample) -> int:
+        """Accept a group of one sample and finish it at once; return its number. Raises `RequestError` if the id is known."""
+        with self._transaction():
+            if self._rows("SELECT 1 FROM groups WHERE id = ?", id):
+                raise RequestError(f"the journal has a group with the id {id!r}")
+            number = self.num_groups() + 1
+            self._insert("groups", number, id, request, 1, 0, "finished", None)
+            self._event("accept", number)
+            self._insert("samples", number, 0, *sample)
+            self._event("sample", number, 0, 0, sample.oldest, sample.engine)
+            return number
+
+    def find(self, id: str) -> Group | None:
+        rows = self._groups("WHERE id = ?", id)
+        return rows[0].group if rows else None
+
+    def finished_groups(self) -> Iterator[tuple[Group, tuple[bytes, ...]]]:
+        """Yield the groups that are finished and not taken, each with its samples."""
+        for row in self._groups("WHERE state = 'finished' ORDER BY number"):
+            yield row.group, self._samples(row.number)
 
     def has_all(self, ids: Iterable[str]) -> bool:
         """Whether all of these prompts were accepted before."""
@@ -329,6 +352,11 @@ class Journal:
                 self._insert("takes", position, number, version, version - oldest)
                 self._event("take", number, position, version=version)
 
+    def position_of(self, number: int) -> int | None:
+        """Return where a group was taken; None if it was not."""
+        rows = self._rows("SELECT position FROM takes WHERE number = ?", number)
+        return int(rows[0][0]) if rows else None
+
     def last_position(self) -> int:
         return self._number("SELECT coalesce(max(position), ?) FROM takes", int(self.fact("base") or 0))
 
@@ -374,7 +402,7 @@ class Journal:
                     f"position {position} (id {row.id!r}) has {len(samples)} of its {row.num_samples} completions; continue "
                     "from a later checkpoint"
                 )
-            groups.append(TakenGroup(position, row.id, version, age, samples, row.error or b""))
+            groups.append(TakenGroup(position, row.id, version, age, samples, row.error or b"", row.request))
         return groups
 
     @property

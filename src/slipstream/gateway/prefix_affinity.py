@@ -26,12 +26,12 @@ class Prefix(NamedTuple):
     """Hash of the prefix."""
 
 
-def prefixes(prompt: str | Sequence[int]) -> tuple[Prefix, ...]:
+def prefixes(prompt: str | Sequence[int], adapter: str = "") -> tuple[Prefix, ...]:
     """Return the prefix of a prompt at each level, shortest first; the last one is the whole prompt unless it is longer.
-    Prompts share these up to the level at which they diverge."""
+    Prompts for the same adapter share these up to the level at which they diverge."""
     result: list[Prefix] = []
     unit = CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 1
-    key = start = 0
+    key, start = hash(adapter), 0
     for level in LEVELS:
         stop = min(level * unit, len(prompt))
         part = prompt[start:stop]

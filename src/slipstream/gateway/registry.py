@@ -52,6 +52,12 @@ class Member:
     """Prompt tokens, from its heartbeats."""
     hit_tokens: int = 0
     """Prompt tokens found in its prefix cache, from its heartbeats."""
+    num_tokens: int = 0
+    """Tokens it has generated."""
+    kv_use: float = 0.0
+    activity: str = ""
+    adapters: tuple[str, ...] = ()
+    """From its heartbeats, as in `EngineStatus`."""
     lost_policy: bool = False
     """It had a policy and has none any more. It refuses requests with the reason."""
 
@@ -297,6 +303,10 @@ class Registry:
                     looked_up_tokens=member.looked_up_tokens,
                     hit_tokens=member.hit_tokens,
                     speed=speed,
+                    num_tokens=member.num_tokens,
+                    kv_use=member.kv_use,
+                    activity=member.activity,
+                    adapters=member.adapters,
                 )
             )
         return tuple(rows)

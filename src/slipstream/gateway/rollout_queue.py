@@ -35,9 +35,11 @@ from slipstream.gateway import convert
 from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.dispatch import MAX_LOSSES
 from slipstream.gateway.journal import FinishedSample, Group, Journal, TakenGroup
+from slipstream.gateway.request_traces import QueueTraces
 from slipstream.gateway.staleness import RolloutBound, StalenessTracker
+from slipstream.runtime import tracing
 from slipstream.runtime.failpoints import step
-from slipstream.types import Request
+from slipstream.types import Request, RolloutStatus
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ RETRY_SECONDS = 0.2
 LOSSES_TO_RUN_ALONE, LOSSES_TO_FAIL = 3, 6
 """A prompt may be why engines are lost. After this many losses it runs while no other such prompt does, so that those which
 only shared its engines finish; after this many it fails."""
+MAX_AGE = 16
+"""Groups of this age and older are counted together."""
 MAX_WAITING = 100_000
 """Prompts that wait in memory for the staleness bound to have room."""
 
@@ -82,6 +86,9 @@ class RolloutQueue:
         self._held: int | None = None
         """Groups with tokens of this version or later are not taken at the moment."""
         self._changed = asyncio.Event()
+        self._num_failed = self._num_renewed = 0
+        self._taken_by_age: Counter[int] = Counter()
+        self._traces = QueueTraces()
         for number, oldest in journal.finished().items():
             self._finish(number, oldest)
             self._staleness.start(number, oldest if oldest >= 0 else version)
@@ -101,13 +108,28 @@ class RolloutQueue:
             "taken": self._journal.num_taken(),
         }
 
+    @property
+    def status(self) -> RolloutStatus:
+        ages, bound = self._taken_by_age, self.bound
+        return RolloutStatus(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            finished=len(self._finished),
+            taken=self._journal.last_position(),  # unlike a count, it does not read every row
+            failed=self._num_failed,
+            renewed=self._num_renewed,
+            max_staleness=bound.max_staleness,
+            batch=bound.batch,
+            taken_by_age=tuple(ages[age] for age in range(max(ages, default=-1) + 1)),
+        )
+
     def rebind(self, bound: RolloutBound) -> None:
         self._staleness.bound = bound
         self._advance()
 
-    def submit(self, prompts: Mapping[str, tuple[bytes, int]]) -> int:
-        """Accept prompts, given by id as `(serialized request, number of samples)`. Return how many of them are new. Raises
-        `Overloaded` if too many are waiting."""
+    def submit(self, prompts: Mapping[str, tuple[bytes, int]], traces: Mapping[str, str] | None = None) -> int:
+        """Accept prompts, given by id as `(serialized request, number of samples)`. Return how many of them are new. `traces`
+        are the trace contexts of those that are traced. Raises `Overloaded` if too many are waiting."""
         if len(self._waiting) >= MAX_WAITING and not self._journal.has_all(prompts):
             raise Overloaded(
                 f"{len(self._waiting)} prompts wait to be generated, and at most {MAX_WAITING} may; take groups and sync "
@@ -116,6 +138,8 @@ class RolloutQueue:
         step("gateway.accept", ids=list(prompts))
         new = self._journal.accept(prompts)
         self._waiting.extend(new)
+        for group in new if traces else ():
+            self._traces.accepted(group.number, (traces or {}).get(group.id, ""))
         step("gateway.accepted", ids=list(prompts))
         self._advance()
         return len(new)
@@ -147,9 +171,13 @@ class RolloutQueue:
                 del self._finished[number]
                 self._newest.pop(number, None)
                 self._staleness.take(number, at)
+                self._traces.taken(number)
             self._advance()
             step("gateway.taken", after=after, groups=numbers)
-        return self._journal.taken(after, count)
+        groups = self._journal.taken(after, count)
+        if missing > 0:
+            self._taken_by_age.update(min(group.age, MAX_AGE) for group in groups[-missing:])
+        return groups
 
     async def _wait_for_version(self, version: int) -> None:
         while self._staleness.version < version:
@@ -263,13 +291,16 @@ class RolloutQueue:
 
     async def _run(self, group: Group) -> None:
         samples = self._samples[group.number] = {}
+        parent = self._traces.started(group.number, self._staleness.version)
+        trace = tracing.span("gateway.generate", parent, prompt=group.id) if parent else contextlib.nullcontext()
         try:
-            while True:
-                is_suspect = self._losses[group.number] >= LOSSES_TO_RUN_ALONE
-                async with self._suspects if is_suspect else contextlib.nullcontext():
-                    if await self._attempt(group, samples):
-                        return
-                await asyncio.sleep(RETRY_SECONDS)
+            with trace:
+                while True:
+                    is_suspect = self._losses[group.number] >= LOSSES_TO_RUN_ALONE
+                    async with self._suspects if is_suspect else contextlib.nullcontext():
+                        if await self._attempt(group, samples):
+                            return
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             if self._running.get(group.number) is asyncio.current_task():
                 del self._running[group.number], self._samples[group.number]
@@ -324,6 +355,7 @@ class RolloutQueue:
     def _fail(self, group: Group, error: bytes) -> bool:
         try:
             if self._journal.fail(group, error):
+                self._num_failed += 1
                 self._finish(group.number, -1)
         except JournalUnavailable as unavailable:
             log.warning("prompt %s has failed, which cannot be recorded: %s", group.id, unavailable)
@@ -344,6 +376,7 @@ class RolloutQueue:
         self._finished.pop(number, None)
         self._newest.pop(number, None)
         if group is not None:
+            self._num_renewed += 1
             self._staleness.renew(number)
             self._renewed[number] = group
 
@@ -377,6 +410,9 @@ class RolloutRun:
         """Position of the last group that was taken."""
         return self._journal.last_position()
 
+    def status(self) -> RolloutStatus | None:
+        return None if self._queue is None else self._queue.status
+
     def queue(self, bound: RolloutBound, version: int) -> RolloutQueue:
         """Return the queue, with this bound from now on. `version` is what the fleet serves."""
         if self._queue is None:
@@ -389,6 +425,7 @@ class RolloutRun:
         message = pb.GenerateRequest.FromString(request)
         # Every attempt is a new request to the engines.
         message.requests[0].id = f"rollout-{next(self._request_numbers)}"
+        message.requests[0].traceparent = tracing.current()
         return self._send(message)
 
     def before_commit(self, version: int) -> None:

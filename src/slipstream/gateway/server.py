@@ -28,6 +28,7 @@ from slipstream.gateway.admission import Admission
 from slipstream.gateway.mapping_file import MappingFile
 from slipstream.gateway.service import Service
 from slipstream.gateway.tokens import RUN_TOKEN, Role, TokenTable
+from slipstream.observe.recorder.fleet_recorder import FleetRecorder
 from slipstream.runtime import tls
 from slipstream.runtime.failpoints import step
 from slipstream.runtime.garbage_collection import freeze_loaded_objects
@@ -144,7 +145,8 @@ async def running(
     address = channels.listen(server, config)
     await server.start()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    tasks = [asyncio.create_task(service.watch_leases()), asyncio.create_task(service.write_mapping())]
+    duties = (service.watch_leases(), service.write_mapping(), service.record_status())
+    tasks = [asyncio.create_task(duty) for duty in duties]
     try:
         yield address
     finally:
@@ -177,7 +179,9 @@ async def serve(
     tokens = TokenTable(token, run_dir)
     logs = os.environ.get("LOGDIR")
     mapping = MappingFile([run_dir, Path(logs)] if logs else [run_dir])
-    service = Service(config.lease_seconds, private_file(run_dir / "journal.sqlite"), _admission(config), mapping)
+    recorder = FleetRecorder(run_dir if config.record or companion is not None else None)
+    journal = private_file(run_dir / "journal.sqlite")
+    service = Service(config.lease_seconds, journal, _admission(config), mapping, recorder)
     is_expected = False  # whether engines and trainers wait for the next gateway under this address
     try:
         async with contextlib.AsyncExitStack() as stack:

@@ -37,6 +37,8 @@ from slipstream.gateway.rollout_queue import RolloutQueue, RolloutRun, prompts_b
 from slipstream.gateway.slipstream_pb2_grpc import GatewayServicer
 from slipstream.gateway.trainer_group import MAX_STEP_SECONDS, TrainerGroup
 from slipstream.gateway.transaction import FleetUpdate
+from slipstream.gateway.update_history import UpdateHistory
+from slipstream.observe.recorder.fleet_recorder import STATUS_SECONDS, FleetRecorder
 from slipstream.types import FleetStatus
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ MAX_TRAINERS = 1 << 16
 LEAVE_SECONDS = 10.0
 """How long a trainer's new stream waits for its old one to end."""
 MAX_TAKE_SECONDS = 3600.0
+MAX_ACTIVITY = 80
+"""Characters kept of what an engine says it does."""
 
 
 class Service(GatewayServicer):
@@ -58,9 +62,14 @@ class Service(GatewayServicer):
         journal: Path | None = None,
         admission: Admission | None = None,
         mapping: MappingFile | None = None,
+        recorder: FleetRecorder | None = None,
     ) -> None:
-        """`journal` is the file of the rollout journal; without it the journal is kept in memory."""
+        """`journal` is the file of the rollout journal; without it the journal is kept in memory. Without a `recorder` nothing
+        is recorded."""
+        self._recorder = recorder or FleetRecorder()
         self.mapping = mapping or MappingFile()
+        self.directory = journal.parent if journal is not None else None
+        """The run directory, where further journals are kept; None keeps them in memory."""
         opened = Journal(journal)
         self._registry = Registry(lease_seconds, opened.quarantined(), opened.drained())
         self._admission = admission or Admission(MAX_REQUESTS, MAX_BUFFERED_BYTES, "the gateway")
@@ -70,12 +79,13 @@ class Service(GatewayServicer):
             self._registry.version = self._rollouts.version
             self._registry.burn(self._rollouts.last_begun)
         self._links: dict[str, EngineLink] = {}
-        self._watch = EngineWatch(self._registry, self._links, self._rollouts.on_decision, self._drop_results)
+        self._watch = EngineWatch(self._registry, self._links, self._on_decision, self._drop_results)
         self._canary = CommitCanary(self._registry, self._links, self._watch, self._rollouts.hold)
         self._trainers: TrainerGroup | None = None
         self._trainer_left = asyncio.Event()
         """Set whenever a trainer's stream ends."""
         self._affinity = PrefixAffinity()
+        self._updates = UpdateHistory()
         self._num_completions = self._num_retried = 0
         self._started = time.monotonic()
 
@@ -86,6 +96,12 @@ class Service(GatewayServicer):
 
     async def write_mapping(self) -> None:
         await self.mapping.follow(lambda: [member.info for member in self._registry.alive()])
+
+    async def record_status(self) -> None:
+        """Record the state of the fleet once a second."""
+        while self._recorder.is_on:
+            await asyncio.sleep(STATUS_SECONDS)
+            self._recorder.status(self._registry.statuses(time.monotonic()), self._registry.version)
 
     async def watch_leases(self) -> None:
         seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
@@ -108,7 +124,18 @@ class Service(GatewayServicer):
         engines = self._registry.statuses(now)
         version, uptime = self._registry.version, now - self._started
         decisions = self._watch.decisions(now)
-        status = FleetStatus(version, uptime, self._num_completions, engines, self._num_retried, decisions)
+        status = FleetStatus(
+            version,
+            uptime,
+            self._num_completions,
+            engines,
+            self._num_retried,
+            decisions,
+            rollouts=self._rollouts.status(),
+            updates=self._updates.recent(now),
+            update_totals=self._updates.totals,
+            decision_counts=self._watch.decision_counts,
+        )
         return convert.status_to_pb(status)
 
     async def Fleet(self, request: pb.FleetRequest, context: grpc.aio.ServicerContext) -> pb.FleetReply:
@@ -205,7 +232,14 @@ class Service(GatewayServicer):
                     self._trainer_left.clear()
                     await self._trainer_left.wait()
         if self._trainers is None:
-            update = FleetUpdate(self._registry, self._links, self._rollouts.before_commit, self._on_commit)
+            update = FleetUpdate(
+                self._registry,
+                self._links,
+                self._rollouts.before_commit,
+                self._on_commit,
+                self._updates,
+                self._recorder,
+            )
             self._trainers = TrainerGroup(update, process.count, peer)
         if self._trainers.count != process.count or not self._trainers.join(process):
             raise UpdateInProgress(
@@ -219,7 +253,9 @@ class Service(GatewayServicer):
     async def Submit(self, request: pb.SubmitRequest, context: grpc.aio.ServicerContext) -> pb.SubmitReply:
         async with _TypedErrors(context):
             queue = self._queue(request.bound)
-            return pb.SubmitReply(num_new=queue.submit(prompts_by_id(convert.requests_from_pb(request.prompts))))
+            traces = {row.id: row.traceparent for row in request.prompts.requests if row.traceparent}
+            prompts = prompts_by_id(convert.requests_from_pb(request.prompts))
+            return pb.SubmitReply(num_new=queue.submit(prompts, traces))
 
     async def Take(self, request: pb.TakeRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TakenGroup]:
         async with _TypedErrors(context):
@@ -240,7 +276,9 @@ class Service(GatewayServicer):
     async def _generate(
         self, message: pb.GenerateRequest, ticket: Ticket | None = None
     ) -> AsyncGenerator[pb.Results, None]:
-        dispatch = Dispatch(self._registry, self._links, self._watch, message.engine, self._affinity, ticket)
+        dispatch = Dispatch(
+            self._registry, self._links, self._watch, message.engine, self._affinity, ticket, self._recorder
+        )
         try:
             async with contextlib.aclosing(dispatch.run(message)) as batches:
                 async for results in batches:
@@ -253,6 +291,11 @@ class Service(GatewayServicer):
         await self._canary.close()
         await self._watch.close()
         await self._rollouts.close()
+        self._recorder.close()
+
+    def _on_decision(self, kind: str, engine: str, reason: str, version: int) -> None:
+        self._recorder.event(kind, engine, reason, version)
+        self._rollouts.on_decision(kind, engine, reason, version)
 
     def _on_commit(self, version: int) -> None:
         self._rollouts.on_commit(version)
@@ -276,11 +319,12 @@ class Service(GatewayServicer):
             self._registry.register(info, time.monotonic())
             if info.name in self._links:
                 self._links[info.name].lose("it registered again")
-            link = self._links[info.name] = EngineLink(info.name)
+            link = self._links[info.name] = EngineLink(info.name, self._recorder)
+            self._recorder.joined(info)
             if 0 <= version < self._registry.version:  # it committed a version that a killed gateway did not record
                 self._on_commit(self._registry.version)
             self.mapping.on_register()
-            log.info("engine %s registered: %s, version %d, pid %d", info.name, info.model, info.version, info.pid)
+            log.info("engine %s registered: %s, %s, pid %d", info.name, info.model, info.weights, info.pid)
             seconds = self._registry.lease_seconds / HEARTBEATS_PER_LEASE
             welcome = pb.Registered(heartbeat_seconds=seconds, fleet_version=self._registry.version)
             link.outgoing.put_nowait(pb.ToEngine(registered=welcome))
@@ -299,6 +343,9 @@ class Service(GatewayServicer):
                         elif part.HasField("heartbeat"):
                             member.looked_up_tokens = part.heartbeat.looked_up_tokens
                             member.hit_tokens = part.heartbeat.hit_tokens
+                            member.kv_use = part.heartbeat.kv_use
+                            member.activity = part.heartbeat.activity[:MAX_ACTIVITY]
+                            member.adapters = tuple(part.heartbeat.adapters[:])
                             self._note_version(info.name, part.heartbeat.version)
                         link.deliver(part)
             finally:
@@ -319,6 +366,7 @@ class Service(GatewayServicer):
 
     def _lose(self, name: str, reason: str) -> None:
         log.warning("engine %s lost: %s", name, reason)
+        self._recorder.event("lost", name, reason, self._registry.version)
         self._registry.lose(name, reason)
         self._links[name].lose(reason)
         self._affinity.forget(name)

@@ -57,7 +57,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "text", "tokens", "sampling", "seed", "priority", "progress")
+    __slots__ = ("id", "text", "tokens", "sampling", "seed", "priority", "progress", "traceparent", "adapter")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,8 @@ class Request(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     id: str
     text: str
     tokens: TokenIds
@@ -72,7 +74,9 @@ class Request(_message.Message):
     seed: int
     priority: int
     progress: bool
-    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[int] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., progress: bool = ...) -> None: ...
+    traceparent: str
+    adapter: str
+    def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[int] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., progress: bool = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("sampling", "requests", "engine")
@@ -105,7 +109,7 @@ class TopLogprobs(_message.Message):
     def __init__(self, width: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("request_id", "sample_index", "prompt_token_ids", "token_ids", "text", "logprobs", "raw_logprobs", "finish_reason", "spans", "engine", "top_logprobs")
+    __slots__ = ("request_id", "sample_index", "prompt_token_ids", "token_ids", "text", "logprobs", "raw_logprobs", "finish_reason", "spans", "engine", "top_logprobs", "episode", "routes", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +121,9 @@ class Completion(_message.Message):
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sample_index: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -128,7 +135,32 @@ class Completion(_message.Message):
     spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     engine: str
     top_logprobs: TopLogprobs
-    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., engine: _Optional[str] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ...) -> None: ...
+    episode: EpisodeOutcome
+    routes: ExpertRoutes
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., engine: _Optional[str] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ..., episode: _Optional[_Union[EpisodeOutcome, _Mapping]] = ..., routes: _Optional[_Union[ExpertRoutes, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class ExpertRoutes(_message.Message):
+    __slots__ = ("experts", "num_layers", "num_chosen", "item_size")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    ITEM_SIZE_FIELD_NUMBER: _ClassVar[int]
+    experts: bytes
+    num_layers: int
+    num_chosen: int
+    item_size: int
+    def __init__(self, experts: _Optional[bytes] = ..., num_layers: _Optional[int] = ..., num_chosen: _Optional[int] = ..., item_size: _Optional[int] = ...) -> None: ...
+
+class EpisodeOutcome(_message.Message):
+    __slots__ = ("rewards", "end", "error")
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    end: str
+    error: str
+    def __init__(self, rewards: _Optional[_Iterable[float]] = ..., end: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("request_id", "sample_index", "start", "token_ids", "logprobs", "top_logprobs", "version")
@@ -229,14 +261,16 @@ class TakenGroup(_message.Message):
     def __init__(self, position: _Optional[int] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., age: _Optional[int] = ..., completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., also: _Optional[_Iterable[_Union[TakenGroup, _Mapping]]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("sequences", "engine", "top_k")
+    __slots__ = ("sequences", "engine", "top_k", "adapter")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
     engine: str
     top_k: int
-    def __init__(self, sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., engine: _Optional[str] = ..., top_k: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., engine: _Optional[str] = ..., top_k: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("token_ids", "logprobs", "version", "engine", "top_logprobs")
@@ -304,8 +338,18 @@ class Box(_message.Message):
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
+class AdapterSupport(_message.Message):
+    __slots__ = ("slots", "max_rank", "targets")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    slots: int
+    max_rank: int
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, slots: _Optional[int] = ..., max_rank: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class EngineInfo(_message.Message):
-    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol", "vocab_size", "weights_epoch", "devices", "not_held", "takes_all")
+    __slots__ = ("name", "kind", "model", "dtype", "num_ranks", "tensors", "parameters", "transports", "host", "max_model_len", "max_num_seqs", "version", "pid", "protocol", "vocab_size", "weights_epoch", "devices", "not_held", "takes_all", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +369,7 @@ class EngineInfo(_message.Message):
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     NOT_HELD_FIELD_NUMBER: _ClassVar[int]
     TAKES_ALL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     model: str
@@ -344,7 +389,8 @@ class EngineInfo(_message.Message):
     devices: _containers.RepeatedScalarFieldContainer[str]
     not_held: _containers.RepeatedScalarFieldContainer[str]
     takes_all: bool
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., vocab_size: _Optional[int] = ..., weights_epoch: _Optional[int] = ..., devices: _Optional[_Iterable[str]] = ..., not_held: _Optional[_Iterable[str]] = ..., takes_all: bool = ...) -> None: ...
+    adapters: AdapterSupport
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_ranks: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., vocab_size: _Optional[int] = ..., weights_epoch: _Optional[int] = ..., devices: _Optional[_Iterable[str]] = ..., not_held: _Optional[_Iterable[str]] = ..., takes_all: bool = ..., adapters: _Optional[_Union[AdapterSupport, _Mapping]] = ...) -> None: ...
 
 class FleetRequest(_message.Message):
     __slots__ = ()
@@ -367,7 +413,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note", "is_paused", "circuit", "num_faults", "looked_up_tokens", "hit_tokens", "speed")
+    __slots__ = ("info", "state", "num_requests", "seconds_since_heartbeat", "note", "is_paused", "circuit", "num_faults", "looked_up_tokens", "hit_tokens", "speed", "num_tokens", "kv_use", "activity", "adapters")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -379,6 +425,10 @@ class EngineStatus(_message.Message):
     LOOKED_UP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPEED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     info: EngineInfo
     state: str
     num_requests: int
@@ -390,7 +440,11 @@ class EngineStatus(_message.Message):
     looked_up_tokens: int
     hit_tokens: int
     speed: float
-    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ..., is_paused: bool = ..., circuit: _Optional[str] = ..., num_faults: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., speed: _Optional[float] = ...) -> None: ...
+    num_tokens: int
+    kv_use: float
+    activity: str
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., state: _Optional[str] = ..., num_requests: _Optional[int] = ..., seconds_since_heartbeat: _Optional[float] = ..., note: _Optional[str] = ..., is_paused: bool = ..., circuit: _Optional[str] = ..., num_faults: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., speed: _Optional[float] = ..., num_tokens: _Optional[int] = ..., kv_use: _Optional[float] = ..., activity: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("kind", "engine", "reason", "version", "seconds_ago")
@@ -406,21 +460,102 @@ class Decision(_message.Message):
     seconds_ago: float
     def __init__(self, kind: _Optional[str] = ..., engine: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., seconds_ago: _Optional[float] = ...) -> None: ...
 
+class RolloutStatus(_message.Message):
+    __slots__ = ("waiting", "running", "finished", "taken", "failed", "renewed", "max_staleness", "batch", "taken_by_age")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_BY_AGE_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    running: int
+    finished: int
+    taken: int
+    failed: int
+    renewed: int
+    max_staleness: int
+    batch: int
+    taken_by_age: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., taken: _Optional[int] = ..., failed: _Optional[int] = ..., renewed: _Optional[int] = ..., max_staleness: _Optional[int] = ..., batch: _Optional[int] = ..., taken_by_age: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class UpdatePhases(_message.Message):
+    __slots__ = ("total", "receive", "verify", "wait", "load", "pause")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    total: float
+    receive: float
+    verify: float
+    wait: float
+    load: float
+    pause: float
+    def __init__(self, total: _Optional[float] = ..., receive: _Optional[float] = ..., verify: _Optional[float] = ..., wait: _Optional[float] = ..., load: _Optional[float] = ..., pause: _Optional[float] = ...) -> None: ...
+
+class UpdateRecord(_message.Message):
+    __slots__ = ("version", "num_engines", "num_bytes", "phases", "seconds_ago", "error")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENGINES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    num_engines: int
+    num_bytes: int
+    phases: UpdatePhases
+    seconds_ago: float
+    error: str
+    def __init__(self, version: _Optional[int] = ..., num_engines: _Optional[int] = ..., num_bytes: _Optional[int] = ..., phases: _Optional[_Union[UpdatePhases, _Mapping]] = ..., seconds_ago: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+
+class UpdateTotals(_message.Message):
+    __slots__ = ("committed", "failed", "num_bytes", "phases")
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    committed: int
+    failed: int
+    num_bytes: int
+    phases: UpdatePhases
+    def __init__(self, committed: _Optional[int] = ..., failed: _Optional[int] = ..., num_bytes: _Optional[int] = ..., phases: _Optional[_Union[UpdatePhases, _Mapping]] = ...) -> None: ...
+
 class FleetStatus(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "num_completions", "engines", "num_retried", "decisions")
+    __slots__ = ("version", "uptime_seconds", "num_completions", "engines", "num_retried", "decisions", "rollouts", "updates", "update_totals", "decision_counts")
+    class DecisionCountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     NUM_RETRIED_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_TOTALS_FIELD_NUMBER: _ClassVar[int]
+    DECISION_COUNTS_FIELD_NUMBER: _ClassVar[int]
     version: int
     uptime_seconds: float
     num_completions: int
     engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
     num_retried: int
     decisions: _containers.RepeatedCompositeFieldContainer[Decision]
-    def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., num_retried: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
+    rollouts: RolloutStatus
+    updates: _containers.RepeatedCompositeFieldContainer[UpdateRecord]
+    update_totals: UpdateTotals
+    decision_counts: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., num_completions: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., num_retried: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., rollouts: _Optional[_Union[RolloutStatus, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[UpdateRecord, _Mapping]]] = ..., update_totals: _Optional[_Union[UpdateTotals, _Mapping]] = ..., decision_counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class QuarantineRequest(_message.Message):
     __slots__ = ("engine", "reason", "since")
@@ -484,8 +619,14 @@ class Verify(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class UnloadAdapter(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
 class Control(_message.Message):
-    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify", "reset_prefix_cache")
+    __slots__ = ("pause", "resume", "sleep", "wake", "memory", "verify", "reset_prefix_cache", "unload_adapter")
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
@@ -493,6 +634,7 @@ class Control(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     RESET_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     pause: Pause
     resume: Resume
     sleep: Sleep
@@ -500,7 +642,8 @@ class Control(_message.Message):
     memory: Memory
     verify: Verify
     reset_prefix_cache: ResetPrefixCache
-    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ...) -> None: ...
+    unload_adapter: UnloadAdapter
+    def __init__(self, pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., wake: _Optional[_Union[Wake, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapter, _Mapping]] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
     __slots__ = ("control", "engine", "timeout_seconds")
@@ -564,19 +707,35 @@ class ControlReply(_message.Message):
     checksums: _containers.MessageMap[str, Checksums]
     def __init__(self, engines: _Optional[_Mapping[str, MemoryReport]] = ..., checksums: _Optional[_Mapping[str, Checksums]] = ...) -> None: ...
 
+class Lora(_message.Message):
+    __slots__ = ("name", "rank", "alpha", "targets")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    alpha: float
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class Offer(_message.Message):
-    __slots__ = ("plan", "fingerprint", "transport", "fresh", "hashed")
+    __slots__ = ("plan", "fingerprint", "transport", "fresh", "hashed", "adapters", "only_adapters")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     FRESH_FIELD_NUMBER: _ClassVar[int]
     HASHED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
     fingerprint: str
     transport: str
     fresh: bool
     hashed: bool
-    def __init__(self, plan: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., fresh: bool = ..., hashed: bool = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Lora]
+    only_adapters: bool
+    def __init__(self, plan: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., fresh: bool = ..., hashed: bool = ..., adapters: _Optional[_Iterable[_Union[Lora, _Mapping]]] = ..., only_adapters: bool = ...) -> None: ...
 
 class Links(_message.Message):
     __slots__ = ("slots",)
@@ -668,14 +827,18 @@ class StageReport(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., verify_seconds: _Optional[float] = ..., receive_seconds: _Optional[float] = ...) -> None: ...
 
 class CommitReport(_message.Message):
-    __slots__ = ("pause_seconds", "wait_seconds", "load_seconds")
+    __slots__ = ("pause_seconds", "wait_seconds", "load_seconds", "tokens_per_second", "redrawn_tokens")
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    REDRAWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pause_seconds: float
     wait_seconds: float
     load_seconds: float
-    def __init__(self, pause_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ...) -> None: ...
+    tokens_per_second: float
+    redrawn_tokens: int
+    def __init__(self, pause_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., redrawn_tokens: _Optional[int] = ...) -> None: ...
 
 class UpdateReports(_message.Message):
     __slots__ = ("begin", "stage", "commit")
@@ -755,14 +918,20 @@ class ToEngine(_message.Message):
     def __init__(self, call: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., score: _Optional[_Union[ScoreRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateSteps, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., also: _Optional[_Iterable[_Union[ToEngine, _Mapping]]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("version", "looked_up_tokens", "hit_tokens")
+    __slots__ = ("version", "looked_up_tokens", "hit_tokens", "kv_use", "activity", "adapters")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LOOKED_UP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     version: int
     looked_up_tokens: int
     hit_tokens: int
-    def __init__(self, version: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+    kv_use: float
+    activity: str
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., kv_use: _Optional[float] = ..., activity: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ()

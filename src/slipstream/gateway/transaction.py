@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from slipstream.errors import (
@@ -22,6 +23,8 @@ from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.control import call_all, combined_error
 from slipstream.gateway.engine_stream import EngineLink
 from slipstream.gateway.registry import Registry
+from slipstream.gateway.update_history import UpdateHistory
+from slipstream.observe.recorder.fleet_recorder import GATEWAY, FleetRecorder
 from slipstream.runtime import failpoints
 
 log = logging.getLogger(__name__)
@@ -52,10 +55,14 @@ class FleetUpdate:
         links: Mapping[str, EngineLink],
         before_commit: Callable[[int], None],
         on_commit: Callable[[int], None],
+        history: UpdateHistory | None = None,
+        recorder: FleetRecorder | None = None,
     ) -> None:
         """`before_commit` is called with each new version before an engine can commit it, and `on_commit` once the fleet serves
         it, before the trainer gets its reply."""
         self._registry, self._links, self._before_commit, self._on_commit = registry, links, before_commit, on_commit
+        self._history = history or UpdateHistory()
+        self._recorder = recorder or FleetRecorder()
         self._version: int | None = None
         self._engines: list[str] = []
         self._drop_failed = False
@@ -77,6 +84,7 @@ class FleetUpdate:
             self._check_begin(message, version)
             self._version, self._engines, self._drop_failed = version, list(message.engines), message.drop_failed
             self._hung = set()
+            self._history.begin(version)
         elif (
             version == self._version and self._drop_failed and (left_out := set(self._engines) - message.engines.keys())
         ):
@@ -86,10 +94,17 @@ class FleetUpdate:
             await self._drop(version, remaining, dict.fromkeys(left_out, unreachable))
         reports: dict[str, pb.UpdateReports] = {}
         for bundle in [steps] if len(self._engines) == 1 else [(step,) for step in steps]:
-            done = await self._run_on_all(message, version, bundle, timeout)
+            try:
+                done = await self._run_on_all(message, version, bundle, timeout)
+            except SlipstreamError as error:
+                self._history.end(str(error))
+                raise
             for name in done.keys() & reports.keys():
                 done[name].MergeFrom(reports[name])
             reports = done
+        self._history.add(reports.values())
+        if "commit" in steps:
+            self._history.end()
         return pb.UpdateReply(engines=reports)
 
     async def _run_on_all(
@@ -105,21 +120,49 @@ class FleetUpdate:
         doing = f"{' and '.join(steps)} version {version}"
         failpoints.step(f"gateway.{steps[-1]}", version=version, engines=engines)
 
+        started = time.perf_counter()
+
         async def call(name: str) -> pb.UpdateReports:
             selected = _select(message.engines[name], steps)
-            return (await self._links[name].ask(pb.ToEngine(update=selected), timeout, doing)).updated
+            reports = (await self._links[name].ask(pb.ToEngine(update=selected), timeout, doing)).updated
+            self._note(name, version, steps, started, reports)
+            return reports
 
         self._registry.is_committing = "commit" in steps
         try:
             done, failed = await call_all({name: call(name) for name in engines})
         finally:
             self._registry.is_committing = False
+            self._recorder.span(GATEWAY, steps[-1], started, time.perf_counter(), version=version, detail=doing)
+        for name, error in failed.items():
+            self._recorder.event("fault", name, f"did not {doing}: {error}", version)
         self._hung |= {name for name, error in failed.items() if isinstance(error, DeadlineExceeded)}
         if "commit" in steps:
             await self._finish_commit(version, done.keys(), failed)
         elif failed:
             await self._drop(version, done.keys(), failed)
         return done
+
+    def _note(
+        self, engine: str, version: int, steps: tuple[str, ...], started: float, reports: pb.UpdateReports
+    ) -> None:
+        """Record what an engine has just done. Of steps that came in one message only its reports say when each began."""
+        stage, commit, end = reports.stage, reports.commit, time.perf_counter()
+        parts = {
+            "begin": {},
+            "stage": {
+                "receive": stage.receive_seconds,
+                "verify": max(0.0, stage.verify_seconds - stage.receive_seconds),
+            },
+            "commit": {"wait": commit.wait_seconds, "pause": commit.pause_seconds},
+        }
+        ends, at = [], end
+        for step in reversed(steps):
+            ends.append((step, at, parts[step]))
+            at = max(started, at - sum(parts[step].values()))
+        self._recorder.update(engine, version, started, ends[::-1])
+        if "commit" in steps:
+            self._recorder.committed(version, engine)
 
     async def _finish_commit(self, version: int, done: Iterable[str], failed: Mapping[str, SlipstreamError]) -> None:
         """Record a commit. Engines that failed it become stale; they must roll back to accept a later update."""
@@ -161,7 +204,9 @@ class FleetUpdate:
         """Roll back the update in progress on every engine that answers; do nothing if there is none."""
         if self._version is None:
             return
+        self._recorder.event("rollback", detail=f"version {self._version}", version=self._version)
         version, engines, self._version, self._engines = self._version, self._engines, None, []
+        self._history.end("the trainer rolled it back, or is gone")
         await self._roll_back(version, engines)
 
     async def release(self) -> None:

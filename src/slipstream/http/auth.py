@@ -14,7 +14,9 @@ from slipstream.http.errors import HttpError, error_response
 PUBLIC_PATHS = ("/health",)
 """Paths that need no token. `/health` says only that the process is alive."""
 
-CLIENT_PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
+CLIENT_PATHS = re.compile(
+    r"/v1/completions|/generate|(?:/sessions/[^/]+)?/v1/chat/completions|/v1/sessions|/v1/sessions/[^/]+/close"
+)
 """What a client may POST to. Everything else that is not a GET changes the fleet for all, and is for trainers."""
 
 
@@ -29,7 +31,7 @@ class BearerAuth:
         self._app, self._tokens, self._tokenless = app, tokens, tokenless
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or _is_dashboard(scope["path"]):
             await self._app(scope, receive, send)
             return
         token = _token(scope)
@@ -52,12 +54,17 @@ class BearerAuth:
         await error_response(error)(scope, receive, send)
 
 
+def _is_dashboard(path: str) -> bool:
+    """The dashboard has a login of its own (`observe/dashboard/access.py`), since browsers send no bearer tokens."""
+    return path == "/dashboard" or path.startswith("/dashboard/")
+
+
 def _may_call(role: Role, method: str, path: str) -> bool:
     match role:
         case "run" | "trainer":
             return True
         case "client":
-            return method in ("GET", "HEAD") or path in CLIENT_PATHS
+            return method in ("GET", "HEAD") or CLIENT_PATHS.fullmatch(path) is not None
         case "viewer":
             return method in ("GET", "HEAD")
     return False  # an engine speaks gRPC

@@ -54,9 +54,10 @@ class SleepLevel(JsonModel):
 @cancel_on_disconnect
 async def generate(request: Request, front: CurrentFront, ticket: CurrentTicket, body: GenerateRequest) -> Response:
     """Complete prompts. The answer has one list per field, in the order of the prompts and their samples."""
-    front.check_model(body.model)
+    adapter = await front.adapter_of(body.model)
     prompts, answer_id = list_prompts(body.prompt), body.answer_id("gen")
-    requests = make_requests(prompts, body.sampling_params(body.max_tokens, 0), answer_id, body.priority)
+    params = body.sampling_params(body.max_tokens, 0)
+    requests = make_requests(prompts, params, answer_id, body.priority, adapter=adapter)
     completions = await collect_completions(front, ticket, answer_id, requests)
     answer: dict[str, Any] = {
         "text": [c.text for c in completions],

@@ -43,6 +43,8 @@ class CheckpointUpdates:
         """Highest `update_count` of a trainer whose update was loaded."""
         self.pending: list[str] | None = None
         """Checkpoints named so far in vLLM's update protocol; None outside of an update."""
+        self.received: list[Path] = []
+        """Directories among them that hold what came over NCCL; deleted after the update."""
         self.finished_version: int | None = None
         """Version of the last update in vLLM's protocol."""
         self._label: tuple[int, str] = (-1, "")

@@ -20,15 +20,20 @@ from slipstream.errors import (
     DeadlineExceeded,
     EngineFailure,
     Forbidden,
+    JournalUnavailable,
     MappingError,
     MessageTooLarge,
     NotReady,
     Overloaded,
     PeerError,
     RequestError,
+    SessionBusy,
+    SessionClosed,
     SlipstreamError,
     Unauthorized,
+    UnknownAdapter,
     UnknownEngine,
+    UnknownSession,
     WeightsError,
 )
 
@@ -37,12 +42,13 @@ log = logging.getLogger(__name__)
 JSON = "application/json"
 
 _STATUSES = (
-    (404, UnknownEngine),
+    (404, (UnknownEngine, UnknownAdapter, UnknownSession)),
     (413, MessageTooLarge),
     (429, Overloaded),
+    (409, (SessionBusy, SessionClosed)),
     (400, (RequestError, MappingError, ConfigError, CheckpointError)),
     (409, WeightsError),
-    (503, (NotReady, PeerError)),
+    (503, (NotReady, PeerError, JournalUnavailable)),
     (504, DeadlineExceeded),
     (403, Forbidden),
     (401, Unauthorized),

@@ -94,6 +94,7 @@ def make_requests(
     answer_id: str,
     priority: int,
     progress: bool = False,
+    adapter: str = "",
 ) -> list[Request]:
     """Seeds are drawn here, so that a retry on another engine draws the same tokens. With a seed, equal prompts give equal
     samples, as everywhere in Slipstream."""
@@ -105,10 +106,8 @@ def make_requests(
     requests = []
     for index, prompt in enumerate(prompts):
         seeded = params if params.seed is not None else params.with_seed(secrets.randbits(63))
-        request_id = f"{answer_id}/{index}"
-        requests.append(
-            Request(request_id, prompt if isinstance(prompt, str) else tuple(prompt), seeded, priority, progress)
-        )
+        tokens = prompt if isinstance(prompt, str) else tuple(prompt)
+        requests.append(Request(f"{answer_id}/{index}", tokens, seeded, priority, progress, adapter=adapter))
     return requests
 
 

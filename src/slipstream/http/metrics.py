@@ -1,17 +1,16 @@
-"""Prometheus metrics of the fleet and of the HTTP server."""
+"""Prometheus metrics of the HTTP server, beside those of the fleet (`fleet_metrics.py`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.types import Completion, EngineState, FleetStatus
+from slipstream.http.fleet_metrics import FleetCollector
+from slipstream.runtime import tracing
+from slipstream.types import Completion, FleetStatus
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROUTE_PATH = "slipstream.route_path"
@@ -46,17 +45,26 @@ class Metrics:
     def text(self, status: FleetStatus, in_flight: int) -> bytes:
         """Render in Prometheus' exposition format."""
         fleet = CollectorRegistry()
-        fleet.register(_FleetCollector(status, in_flight))
+        fleet.register(FleetCollector(status, in_flight))
         return generate_latest(fleet) + generate_latest(self._registry)
 
 
 class MetricsMiddleware:
-    """ASGI middleware that counts requests by route and status, and measures how long they take."""
+    """ASGI middleware that counts requests by route and status, measures how long they take, and traces them."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not tracing.is_on() or scope["type"] != "http":
+            await self._counted(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        with tracing.span("http.request", headers.get(b"traceparent", b"").decode("latin-1")) as facts:
+            await self._counted(scope, receive, send)
+            facts["path"] = scope.get(ROUTE_PATH, "")
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, status = time.perf_counter(), 500
 
         async def observe(message: Message) -> None:
@@ -70,43 +78,3 @@ class MetricsMiddleware:
         finally:
             if path := scope.get(ROUTE_PATH):
                 self._metrics.count_request(path, scope["method"], status, time.perf_counter() - started)
-
-
-class _FleetCollector(Collector):
-    def __init__(self, status: FleetStatus, in_flight: int) -> None:
-        self._status, self._in_flight = status, in_flight
-
-    def collect(self) -> Iterator[Any]:
-        status = self._status
-        for family, name, text, value in (
-            (GaugeMetricFamily, "policy_version", "Committed policy version; -1 before the first.", status.version),
-            (GaugeMetricFamily, "gateway_uptime_seconds", "Gateway uptime.", status.uptime_seconds),
-            (CounterMetricFamily, "completions", "Completions since the gateway started.", status.num_completions),
-            (CounterMetricFamily, "retried_requests", "Requests retried on another engine.", status.num_retried),
-            (GaugeMetricFamily, "http_in_flight", "Generations in flight over HTTP.", self._in_flight),
-        ):
-            yield family(f"slipstream_{name}", text, value=value)
-        states = GaugeMetricFamily("slipstream_engines", "Engines by state.", labels=("state",))
-        for state in get_args(EngineState):
-            states.add_metric((state,), sum(e.state == state for e in status.engines))
-        yield states
-        requests = GaugeMetricFamily("slipstream_engine_requests", "Unanswered requests.", labels=("engine",))
-        versions = GaugeMetricFamily("slipstream_engine_version", "Policy version served.", labels=("engine",))
-        circuits = GaugeMetricFamily(
-            "slipstream_engine_circuit", "Circuit breaker: 0 closed, 1 half-open, 2 open.", labels=("engine",)
-        )
-        faults = CounterMetricFamily("slipstream_engine_faults", "Calls that the engine failed.", labels=("engine",))
-        prompts = CounterMetricFamily(
-            "slipstream_engine_prompt_tokens",
-            "Prompt tokens, by whether they were in the prefix cache.",
-            labels=("engine", "cached"),
-        )
-        for engine in status.engines:
-            name = engine.info.name
-            requests.add_metric((name,), engine.num_requests)
-            versions.add_metric((name,), engine.info.version)
-            circuits.add_metric((name,), ("closed", "half-open", "open").index(engine.circuit))
-            faults.add_metric((name,), engine.num_faults)
-            prompts.add_metric((name, "yes"), engine.hit_tokens)
-            prompts.add_metric((name, "no"), engine.looked_up_tokens - engine.hit_tokens)
-        yield from (requests, versions, circuits, faults, prompts)

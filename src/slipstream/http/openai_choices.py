@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from slipstream.bridge.chat_tokenizer import ChatTokenizer
 from slipstream.bridge.incremental_text import TextDelta
-from slipstream.types import Completion, Score, TopLogprobs
+from slipstream.types import Completion, SamplingParams, Score, TopLogprobs
 
 MIN_LOGPROB = -9999.0
 """Logprob of impossible tokens, as in vLLM: JSON has no infinity."""
@@ -41,8 +42,8 @@ def usage(completions: Sequence[Completion], num_generated: int | None = None) -
 class CompletionLogprobs:
     """The `logprobs` object of /v1/completions: first the positions of an echoed prompt, then those of the completion."""
 
-    def __init__(self, tokenizer: ChatTokenizer, num_top: int, as_token_ids: bool) -> None:
-        self._tokenizer, self._num_top, self._as_token_ids = tokenizer, num_top, as_token_ids
+    def __init__(self, tokenizer: ChatTokenizer, num_top: int, as_token_ids: bool, params: SamplingParams) -> None:
+        self._tokenizer, self._num_top, self._as_token_ids, self._params = tokenizer, num_top, as_token_ids, params
         self._offset = 0
         self.value: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
@@ -52,20 +53,16 @@ class CompletionLogprobs:
         for index, token in enumerate(tokens[1:]):
             assert score is not None
             top = score.top_logprobs[index] if score.top_logprobs else None
-            self._add(token, score.logprobs[index], score.logprobs[index], top)
+            self._add(token, score.logprobs[index], _likeliest(top, self._num_top))
 
     def add_completion(self, completion: Completion | TextDelta) -> None:
         for index, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs)):
-            raw_logprob = completion.raw_logprobs[index] if completion.raw_logprobs else logprob
-            top = completion.top_logprobs[index] if completion.top_logprobs else None
-            self._add(token, logprob, raw_logprob, top)
+            self._add(token, logprob, _sampled_top(completion, index, self._num_top, self._params))
 
-    def _add(self, token: int, logprob: float, raw_logprob: float, top: TopLogprobs | None) -> None:
-        """Top logprobs are the model's own, and so is the token's among them. Alone, the token has the logprob it was
-        sampled with. Of several tokens with the same text, the likeliest counts."""
-        likeliest = dict(_likeliest(top, self._num_top))
+    def _add(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
+        """Add a token. If several have the same text, the likeliest counts."""
         row: dict[str, float] = {}
-        for other, value in (likeliest | {token: raw_logprob if likeliest else logprob}).items():
+        for other, value in (dict(top) | {token: logprob}).items():
             text = self._text(other)
             row[text] = max(finite(value), row.get(text, MIN_LOGPROB))
         self._append(self._text(token), finite(logprob), row)
@@ -80,7 +77,11 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(
-    tokenizer: ChatTokenizer, completion: Completion | TextDelta, num_top: int, as_token_ids: bool
+    tokenizer: ChatTokenizer,
+    completion: Completion | TextDelta,
+    num_top: int,
+    as_token_ids: bool,
+    params: SamplingParams,
 ) -> dict[str, Any]:
     """Return the `logprobs` object of /v1/chat/completions."""
 
@@ -90,8 +91,8 @@ def chat_logprobs(
 
     content = []
     for index, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs)):
-        top = completion.top_logprobs[index] if completion.top_logprobs else None
-        content.append(entry(token, logprob) | {"top_logprobs": [entry(t, v) for t, v in _likeliest(top, num_top)]})
+        top = _sampled_top(completion, index, num_top, params)
+        content.append(entry(token, logprob) | {"top_logprobs": [entry(t, v) for t, v in top]})
     return {"content": content, "refusal": None}
 
 
@@ -117,3 +118,31 @@ def prompt_logprobs(
 
 def _likeliest(top: TopLogprobs | None, count: int) -> list[tuple[int, float]]:
     return [] if top is None else list(zip(top.token_ids, top.logprobs))[:count]
+
+
+def _sampled_top(
+    completion: Completion | TextDelta, index: int, count: int, params: SamplingParams
+) -> list[tuple[int, float]]:
+    """Return the likeliest tokens at a position with logprobs of the kind that sampled tokens have, after temperature and
+    truncation, so that clients can merge both. Engines report the model's own.
+
+    The sampled token has both kinds, and their difference is that of the normalizers: log p(t) = raw(t) / T − log Z. Truncated
+    are the tokens beyond those whose probabilities add up to one. Penalties and biases cannot be derived: with them, values are
+    the model's own, except the sampled token's."""
+    token, logprob = completion.token_ids[index], completion.logprobs[index]
+    top = _likeliest(completion.top_logprobs[index] if completion.top_logprobs else None, count)
+    if params.is_plain_or_greedy or not top:
+        return top
+    raw = completion.raw_logprobs[index] if completion.raw_logprobs else dict(top).get(token)
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    is_derivable = raw is not None and penalties == (1, 0, 0) and not params.logit_bias and not params.min_tokens
+    if is_derivable and raw is not None:
+        temperature = params.temperature or 1.0
+        is_truncated = (params.top_k, params.top_p, params.min_p) != (0, 1, 0)
+        mass, processed = 0.0, []
+        for other, value in top:
+            value = logprob + (value - raw) / temperature
+            processed.append((other, -math.inf if is_truncated and mass > 1 - 1e-5 else value))
+            mass += math.exp(min(value, 0.0))
+        top = processed
+    return [(other, logprob if other == token else value) for other, value in top]

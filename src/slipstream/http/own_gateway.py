@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from slipstream.gateway import convert
-from slipstream.gateway import slipstream_pb2 as pb
 from slipstream.gateway.client import GatewayFleet
 from slipstream.gateway.service import Service
-from slipstream.types import Request
+from slipstream.runtime import tracing
+from slipstream.types import Completion, Failure, Progress, Request
 
 CALLER = "HTTP"
 
@@ -24,8 +24,11 @@ class OwnGateway(GatewayFleet):
         super().__init__(*arguments, **more)
         self._service = service
 
-    async def _results(self, requests: Sequence[Request], engine: str = "") -> AsyncGenerator[pb.Results, None]:
-        message = convert.requests_to_pb(requests, engine)
+    async def generate(
+        self, requests: Sequence[Request], engine: str = ""
+    ) -> AsyncGenerator[list[Completion | Failure | Progress], None]:
+        """Without room for the requests it raises `Overloaded` at once: the HTTP client decides when to try again."""
+        message = convert.requests_to_pb(tracing.traced(requests), engine)
         async with contextlib.aclosing(self._service.generate(message, CALLER)) as batches:
             async for results in batches:
-                yield results
+                yield [*convert.progress_from_pb(results), *convert.results_from_pb(results)]

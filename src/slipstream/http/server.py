@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -41,8 +42,8 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-def companion_server(config: HttpConfig, gateway: GatewayConfig) -> CompanionServer:
-    """Return a function that starts the HTTP server in a gateway's process."""
+def companion_server(config: HttpConfig, gateway: GatewayConfig, run_dir: Path | None = None) -> CompanionServer:
+    """Return a function that starts the HTTP server in a gateway's process, with the dashboard of its run directory."""
     identity = tls.Identity(gateway.certificate, gateway.key) if gateway.mutual_tls else tls.ANONYMOUS
 
     @contextlib.asynccontextmanager
@@ -55,10 +56,12 @@ def companion_server(config: HttpConfig, gateway: GatewayConfig) -> CompanionSer
 
         fleet = connect()
         try:
-            front = Front.create(fleet, connect, config)
+            front = Front.create(fleet, connect, config, service.directory)
             service.mapping.model_name = front.model_name
-            async with serve(front, tokens, previous) as url:
+            async with serve(front, tokens, previous, run_dir) as url:
                 yield {"http": url}
+            front.sessions.shut()
+            await front.communicator.close()
         finally:
             await fleet.close()
 
@@ -66,7 +69,9 @@ def companion_server(config: HttpConfig, gateway: GatewayConfig) -> CompanionSer
 
 
 @contextlib.asynccontextmanager
-async def serve(front: Front, tokens: TokenTable, previous: Mapping[str, object] | None = None) -> AsyncIterator[str]:
+async def serve(
+    front: Front, tokens: TokenTable, previous: Mapping[str, object] | None = None, run_dir: Path | None = None
+) -> AsyncIterator[str]:
     """Yield the server's URL. After a crash it takes the same port again, which `previous` names, if that is free."""
     tls.check_dialable("http.host", front.config.host)
     if is_tls := bool(front.config.certificate):
@@ -74,7 +79,7 @@ async def serve(front: Front, tokens: TokenTable, previous: Mapping[str, object]
     listener = _bind(front.config, _previous_port(front.config, previous or {}))
     server = _UvicornServer(
         uvicorn.Config(
-            create_app(front, tokens),
+            create_app(front, tokens, run_dir),
             loop="none",
             http=limited_connection(front.config.max_connections, front.config.body_seconds),
             ws="none",

@@ -22,6 +22,8 @@ from slipstream.http.errors import HttpError
 from slipstream.http.in_flight import InFlightRequests
 from slipstream.http.limits import TICKET
 from slipstream.http.metrics import Metrics
+from slipstream.http.sessions import OpenSessions
+from slipstream.http.trainer_communicator import TrainerCommunicator
 from slipstream.model.checkpoints.hub import hub_name
 from slipstream.types import EngineInfo
 
@@ -39,6 +41,8 @@ class Front:
     updates: CheckpointUpdates
     in_flight: InFlightRequests
     admission: Admission
+    sessions: OpenSessions
+    communicator: TrainerCommunicator
     metrics: Metrics = field(default_factory=Metrics)
     started: int = field(default_factory=lambda: int(time.time()))
     is_paused_by_sleep: bool = False
@@ -47,12 +51,17 @@ class Front:
     _info_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
-    def create(cls, fleet: Fleet, connect: Callable[[], Fleet], config: HttpConfig) -> Front:
-        """`connect` opens a separate connection to the same fleet, for a weight update."""
+    def create(
+        cls, fleet: Fleet, connect: Callable[[], Fleet], config: HttpConfig, directory: Path | None = None
+    ) -> Front:
+        """`connect` opens a separate connection to the same fleet, for a weight update. `directory` is where sessions are kept;
+        None keeps them in memory."""
         tokenizer = ChatTokenizer.read(config.model) if config.model else ChatTokenizer()
         updates = CheckpointUpdates(connect, Path(config.weights) if config.weights else None)
         admission = Admission(config.max_requests, config.max_buffered_bytes, "this server")
-        return cls(fleet, config, tokenizer, updates, InFlightRequests(config.request_seconds), admission)
+        in_flight, sessions = InFlightRequests(config.request_seconds), OpenSessions(config, directory)
+        communicator = TrainerCommunicator(config.nccl_python)
+        return cls(fleet, config, tokenizer, updates, in_flight, admission, sessions, communicator)
 
     @cached_property
     def model_name(self) -> str:
@@ -65,10 +74,20 @@ class Front:
         config = self.config
         return str(Path(config.weights).resolve()) if config.weights and config.host in LOOPBACK else ""
 
-    def check_model(self, name: str) -> None:
-        if name not in ("", self.model_name):
-            message = f"the model {name[:100]!r} does not exist; this fleet serves {self.model_name!r}"
+    async def adapter_of(self, model: str) -> str:
+        """Return the adapter that a request's model names; empty for the base model."""
+        if model in ("", self.model_name):
+            return ""
+        loaded = await self.adapters()
+        if model not in loaded:
+            known = ", ".join(map(repr, (self.model_name, *loaded)))
+            message = f"the model {model[:100]!r} does not exist; this fleet serves {known}"
             raise HttpError(404, message, "model_not_found", "model")
+        return model
+
+    async def adapters(self) -> list[str]:
+        """Return the names of the adapters that engines have loaded."""
+        return sorted({name for engine in (await self.fleet.status()).present for name in engine.adapters})
 
     async def engine_info(self) -> EngineInfo:
         """Describe the engine with the shortest context. All engines hold the same model."""

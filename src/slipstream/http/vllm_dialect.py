@@ -128,7 +128,10 @@ async def reset_prefix_cache(
 
 @router.get("/get_world_size")
 async def get_world_size(front: CurrentFront, include_dp: bool = True) -> dict[str, int]:
-    """Count the ranks that hold weights, of all engines or of one."""
+    """Count the ranks that hold weights, of all engines or of one. With `nccl_python` it is 1: the only other rank of a
+    trainer's communicator is this server's."""
+    if front.communicator.is_enabled:
+        return {"world_size": 1}
     status = await front.fleet.status()
     ranks = [engine.info.num_ranks for engine in status.present]
     if not ranks:
@@ -138,9 +141,8 @@ async def get_world_size(front: CurrentFront, include_dp: bool = True) -> dict[s
 
 @router.get("/server_info")
 async def server_info(front: CurrentFront, config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
-    """Return the settings of vLLM that its clients read. No weight transfer is configured: NCCL ends at the engines, and a
-    trainer reaches those with `slipstream.connect`. The logprobs of sampled tokens and those of the likeliest tokens are of
-    different kinds, unlike vLLM's."""
+    """Return the settings of vLLM that its clients read. Weights over NCCL need `nccl_python`. Logprobs of sampled tokens and
+    of the likeliest ones are those of `--logprobs-mode processed_logprobs`; those of prompts are the model's own, as vLLM's."""
     info, status = await front.engine_info(), await front.fleet.status()
     config = {
         "model_config": {
@@ -148,11 +150,10 @@ async def server_info(front: CurrentFront, config_format: Literal["text", "json"
             "dtype": f"torch.{info.dtype}",
             "max_model_len": info.max_model_len,
             "logprobs_mode": "processed_logprobs",
-            "top_logprobs_mode": "raw_logprobs",
             "enable_sleep_mode": True,
         },
         "parallel_config": {"tensor_parallel_size": info.num_ranks, "data_parallel_size": len(status.present)},
-        "weight_transfer_config": None,
+        "weight_transfer_config": {"backend": "nccl"} if front.communicator.is_enabled else None,
     }
     is_json = config_format == "json"
     return {"vllm_config": config if is_json else str(config), "vllm_env": {}, "system_env": {}}

@@ -1,5 +1,5 @@
-"""vLLM's endpoints for weight updates. Weights come as checkpoints instead of over NCCL, and become the policy of every
-engine by the same transaction as `bridge.sync`."""
+"""vLLM's endpoints for weight updates. Weights come as checkpoints, or over NCCL into a directory of their own, and become the
+policy of every engine by the same transaction as `bridge.sync`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pydantic import Field
 from slipstream.errors import RequestError, UnknownVersion, Unsupported
 from slipstream.http.limits import LimitedRoute
 from slipstream.http.request_models import JsonModel
-from slipstream.http.state import CurrentFront
+from slipstream.http.state import CurrentFront, Front
+from slipstream.http.trainer_communicator import discard
 
 router = APIRouter(tags=["vLLM"], route_class=LimitedRoute)
 
@@ -50,14 +51,11 @@ class CollectiveRpc(JsonModel):
 
 @router.post("/init_weight_transfer_engine")
 async def init_transfer(front: CurrentFront, body: InitTransfer) -> dict[str, str]:
-    """Choose how weights are transferred. `{"init_info": {"backend": "checkpoint"}}` is the only way."""
+    """Choose how weights are transferred: `{"init_info": {"backend": "checkpoint"}}`, or the rendezvous of a trainer's NCCL
+    communicator, as TRL sends it."""
     front.updates.is_initialized = False
     if body.init_info.get("backend") != "checkpoint":
-        raise Unsupported(
-            "the HTTP server takes weights as checkpoints, init_info={'backend': 'checkpoint'}: NCCL would need one "
-            "communicator with every rank of every engine, and vLLM's protocol has no version to roll back to. To send weights "
-            "from GPU to GPU, use slipstream.connect(...).sync(params)"
-        )
+        await front.communicator.init(body.init_info)
     front.updates.require_enabled()
     front.updates.is_initialized = True
     return {"message": "Weight transfer initialized"}
@@ -75,20 +73,27 @@ async def start_update(
         raise UnknownVersion(
             "no weight transfer is initialized, or the last attempt was refused; call /init_weight_transfer_engine first"
         )
+    _discard_received(front)
     front.updates.pending = []
     return {"message": "Weight update started"}
 
 
 @router.post("/update_weights")
 async def update_weights(front: CurrentFront, body: UpdateWeights) -> dict[str, str]:
-    """Name a checkpoint, or one of several that complement each other. Nothing changes before `/finish_weight_update`."""
+    """Name a checkpoint, or one of several that complement each other; or announce the tensors that a trainer broadcasts now.
+    Nothing changes before `/finish_weight_update`."""
     if front.updates.pending is None:
         raise UnknownVersion("no weight update is in progress; call /start_weight_update first")
+    if front.communicator.is_enabled and "names" in body.update_info:
+        directory = await front.communicator.receive(body.update_info, front.updates.require_enabled())
+        front.updates.pending.append(directory.name)
+        front.updates.received.append(directory)
+        return {"message": "Weights received; they are loaded by /finish_weight_update"}
     path = body.update_info.get("path")
     if not isinstance(path, str) or body.update_info.keys() - {"path"}:
         raise Unsupported(
             "update_info must be {'path': 'a directory of safetensors'}: tensors announced by names, dtypes and shapes would "
-            "follow over NCCL, which the HTTP server does not support"
+            "follow over NCCL, which needs nccl_python"
         )
     await front.updates.check(path)
     if path not in front.updates.pending:
@@ -108,9 +113,18 @@ async def finish_update(
         return {"message": "Weight update finished", "policy_version": updates.finished_version}
     if not updates.pending:
         raise RequestError("no weights were named since /start_weight_update; name them with /update_weights")
-    report = await updates.publish(updates.pending, label=body.weight_version)
+    try:
+        report = await updates.publish(updates.pending, label=body.weight_version)
+    finally:
+        _discard_received(front)
     updates.pending, updates.finished_version = None, report.version
     return {"message": "Weight update finished", "policy_version": report.version}
+
+
+def _discard_received(front: Front) -> None:
+    """Delete what came over NCCL."""
+    while front.updates.received:
+        discard(front.updates.received.pop())
 
 
 @router.post("/update_weight_version")

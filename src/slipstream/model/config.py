@@ -44,6 +44,11 @@ class MoeConfig:
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense MLP instead of experts."""
 
+    @property
+    def route_size(self) -> int:
+        """Bytes of the number of an expert in `ExpertRoutes`; one number more stands for none."""
+        return 1 if self.num_experts < 256 else 2
+
     def __post_init__(self) -> None:
         for name in ("num_experts", "experts_per_token", "intermediate_size"):
             if getattr(self, name) < 1:
@@ -95,6 +100,8 @@ class ModelConfig:
     final_softcap: float | None = None
     """Soft cap on logits."""
     moe: MoeConfig | None = None
+    num_labels: int = 0
+    """Outputs of a model for sequence classification, such as a reward model; 0 for a language model."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -120,6 +127,12 @@ class ModelConfig:
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise ConfigError(f"layer_types has {SLIDING}, but sliding_window is not set")
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        dense = range(self.num_layers) if self.moe is None else self.moe.dense_layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in dense)
+
     def slides(self, layer: int) -> bool:
         """Return whether this layer attends only to the last `sliding_window` tokens."""
         return self.layer_types[layer] == SLIDING if self.layer_types else self.sliding_window is not None
@@ -136,4 +149,6 @@ class ModelConfig:
         facts = asdict(self)
         for name in ("eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings", "dtype"):
             del facts[name]
+        if not self.num_labels:
+            del facts["num_labels"]
         return f"{self.family}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"

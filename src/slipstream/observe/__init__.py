@@ -1,1 +1,2 @@
-"""Diagnosis: `doctor.py` checks a machine and a fleet, `mismatch.py` the logprobs of trainer and engines."""
+"""Diagnosis: `doctor.py` checks a machine and a fleet, `mismatch.py` the logprobs of trainer and engines.
+`recorder/` writes what a run does, and `dashboard/` shows it."""

@@ -8,11 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from slipstream.config import VllmConfig
 from slipstream.deploy.processes.vllm_environment import interpreter
@@ -170,10 +170,7 @@ def _mapping(model: Path, dtype: str) -> Iterator[Diagnosis]:
         fix = "none needed: vLLM's own loader takes its weights, which is slower"
         yield Diagnosis("live parameters", "note", f"vLLM's layout of {model.name} is not known", fix)
         return
-    python = interpreter(VllmConfig())
-    options = ["--dtype", dtype] if dtype else []
-    command = [python, "-m", "slipstream.engines.vllm.mapping_check", *options, str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(mapping_command(dtype, model), capture_output=True, text=True, timeout=600)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not answers:
         why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
@@ -182,6 +179,16 @@ def _mapping(model: Path, dtype: str) -> Iterator[Diagnosis]:
         )
         return
     (answer,) = answers
+    yield from _judged(model, answer)
+
+
+def mapping_command(dtype: str, *models: Path) -> list[str]:
+    options = ["--dtype", dtype] if dtype else []
+    return [interpreter(VllmConfig()), "-m", "slipstream.engines.vllm.mapping_check", *options, *map(str, models)]
+
+
+def _judged(model: Path, answer: Mapping[str, Any]) -> Iterator[Diagnosis]:
+    """`answer` is what `mapping_check` says of a model."""
     good = len(answer["parameters"]) - len(answer["failed"])
     yield Diagnosis(
         "live parameters", "ok", f"{good} of {len(answer['parameters'])} of {model.name} receive weights directly"

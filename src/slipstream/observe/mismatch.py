@@ -19,16 +19,12 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from slipstream.errors import RequestError, VersionError
+from slipstream.observe.recorder.mismatch import TOLERANCE
 from slipstream.types import Completion, VerifyReport
 
 Cause: TypeAlias = Literal["none", "unknown", "staleness", "sampling", "numerics", "weights"]
 """`none`: no significant gap. `unknown`: too few tokens to tell."""
 
-TOLERANCE = {"float64": 5e-3, "float32": 5e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Mean |gap| in nats explained by arithmetic in the engine's dtype. bfloat16 has 8 bits of precision, so a logit of 10 is
-rounded by up to 0.03. The random models of the tests show 0.014 in bfloat16, and 0.8 or more with two tensors swapped; the
-limit lies between. Not calibrated on large models. On GPUs, float32 products may keep 10 bits (TF32), so the limit of float32
-is close to that of float16."""
 NEGLIGIBLE = 1e-4
 """Nats by which two float32 programs may differ: treated as no gap."""
 OUTLIER, OUTLIER_SHARE = 20.0, 0.01
@@ -126,8 +122,9 @@ def engine_logprobs(completions: Sequence[Completion], version: int, length: int
         if at.stop > length:
             raise RequestError(f"completion {row} ends at position {at.stop}, beyond length {length}; increase length")
         logprobs.processed[row, at], logprobs.raw[row, at] = completion.logprobs, completion.raw_logprobs
-        logprobs.mask[row, at] = True
+        logprobs.mask[row, at] = completion.episode is None
         for span in completion.spans:
+            logprobs.mask[row, start + span.start : start + span.stop] = True
             if span.version > version:
                 raise VersionError(
                     f"completion {row} has tokens of version {span.version}, newer than the trainer's {version}; pass the "
@@ -184,6 +181,12 @@ def disagreeing_engines(
         for name, d in found.items()
         if d.cause == "weights" and sound and (d.evidence.baseline or 0.0) > STANDS_OUT * max(sound)
     }
+
+
+def kl_per_token(trainer: np.ndarray, engine: np.ndarray, mask: np.ndarray) -> float:
+    """KL(engine ‖ trainer) in nats per token, the k3 estimate from the engine's tokens, where the mask is not 0."""
+    log_ratio = np.asarray(trainer, np.float64)[mask > 0] - np.asarray(engine, np.float64)[mask > 0]
+    return float((np.expm1(log_ratio) - log_ratio).mean()) if log_ratio.size else 0.0
 
 
 class _StepGaps:
@@ -284,7 +287,8 @@ def _diagnosis(step: _StepGaps, report: VerifyReport | None) -> MismatchDiagnosi
     findings.sort(key=lambda f: (f.cause != "weights", -f.nats))
     suspects = report is None and (step.wrong_by_numbers or step.is_gross)
     cause: Cause = findings[0].cause if findings else "none"
-    sentence = " ".join(_describe(f, step, tensors, cleared) for f in findings) or "Trainer and engine agree."
+    agree = "Trainer and engine agree to the bit." if step.baseline == 0 else "Trainer and engine agree."
+    sentence = " ".join(_describe(f, step, tensors, cleared) for f in findings) or agree
     if suspects and step.is_gross:
         sentence += " No token is fresh, and the gap is large for its age: check the weights with bridge.verify."
     if step.num_not_finite:

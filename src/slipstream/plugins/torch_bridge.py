@@ -23,8 +23,6 @@ import json
 import os
 import shutil
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +32,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.gateway_http import GatewayHttp
 from slipstream.deploy.fleet import connect
 from slipstream.deploy.slurm.job import rendezvous
 from slipstream.errors import (
@@ -42,14 +41,12 @@ from slipstream.errors import (
     GatewayLost,
     MappingError,
     NotReady,
-    SlipstreamError,
     Unsupported,
-    from_wire,
 )
 from slipstream.gateway.mapping_file import FILE
 from slipstream.plugins.torch_trainer import named_parameters, share_weights, stored_parameters, update_weights
+from slipstream.runtime.process_times import process_start_time
 from slipstream.weights.sources.torch_shards import is_dtensor_type
-from slipstream.weights.transports.host.shm import process_start_time
 
 BridgeMode = Literal["local", "distributed", "shared"]
 DEFAULT_URL = "http://127.0.0.1:9001"
@@ -335,29 +332,10 @@ class _Shared:
         self._bridge.close()
 
 
-class _Http:
-    """Calls of the gateway's HTTP server. Its errors have the types that the gateway raised."""
-
-    def __init__(self, url: str, token: str, timeout: float) -> None:
-        self.url, self._timeout = url, timeout
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # loopback needs no proxy
-
-    def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)
-        try:
-            with self._open(request, timeout=self._timeout) as answer:
-                content: dict[str, Any] = json.load(answer)
-                return content
-        except urllib.error.HTTPError as error:
-            raise _typed(path, error) from None
-        except (OSError, ValueError) as error:
-            raise GatewayLost(f"the gateway at {self.url} did not answer {path}: {error}; is it running?") from None
-
+class _Http(GatewayHttp):
     def is_alive(self) -> bool:
         try:
-            return self.call("/health")["status"] == "alive"
+            return bool(self.call("/health")["status"] == "alive")
         except GatewayLost:
             return False
 
@@ -373,16 +351,6 @@ class _Http:
 
         _wait_for(ask, deadline, f"engines to register with the gateway at {self.url}")
         return found[0]
-
-
-def _typed(path: str, error: urllib.error.HTTPError) -> SlipstreamError:
-    try:
-        fields = json.load(error)["error"]
-        kind, message = str(fields["code"]), str(fields["message"])
-    except (ValueError, KeyError, TypeError):
-        kind, message = "", f"{path} failed with HTTP status {error.code}"
-    kind = {"invalid_api_key": "Unauthorized", "forbidden": "Forbidden", "not_ready": "NotReady"}.get(kind, kind)
-    return from_wire(kind, message)
 
 
 def _wait_for(is_done: Callable[[], bool], deadline: float, what: str) -> None:

@@ -6,13 +6,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.config import DeviceGroups, DeviceNames, EmbeddedConfig, EngineConfig, PathName, Settings
+from slipstream.config import (
+    AdapterConfig,
+    DeviceGroups,
+    DeviceNames,
+    EmbeddedConfig,
+    EngineConfig,
+    LocalEngineConfig,
+    Names,
+    PathName,
+    RecordConfig,
+    Settings,
+)
 from slipstream.errors import ConfigError
-from slipstream.types import InFlight
+from slipstream.types import InFlight, Lora
 
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
@@ -35,6 +47,103 @@ class TaskConfig(Settings):
     """Format the prompt as a user message with the model's chat template."""
     system: str = ""
     """System message, with `chat`; empty leaves it to the template."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.system and not self.chat:
+            raise ConfigError("system is a chat message; set chat = true")
+        return self
+
+
+class DataConfig(Settings):
+    """Your own prompts: a JSONL or Parquet file, or a dataset of the Hugging Face Hub (`rl/data/rows.py`)."""
+
+    path: PathName = ""
+    """`maths.jsonl`, `maths.parquet`, or `org/name` or `org/name@revision` on the Hub. Empty uses the task instead. A file is
+    looked up in the working directory, then beside the TOML file."""
+    subset: str = ""
+    """Configuration of a Hub dataset."""
+    split: str = "train"
+    """Split of a Hub dataset to train on."""
+    eval_path: PathName = ""
+    """File with the held-out rows; empty holds out `holdout` of the rows."""
+    eval_split: str = ""
+    """Split of a Hub dataset with the held-out rows."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Fraction of the rows held out for evaluation, chosen by the seed; without `eval_path` and `eval_split`."""
+    prompt: str = "prompt"
+    """Column with the prompt."""
+    messages: str = ""
+    """Column with a conversation, a list of `{role, content}`, instead of `prompt`; needs a chat template."""
+    template: str = ""
+    """Prompt made of several columns, instead of `prompt`: `"{question}\nAnswer:"`."""
+    answer: str | None = None
+    """Column with a right answer; None uses the column `answer`, if there is one."""
+    extract: Literal["all", "tags", "number"] = "all"
+    """The part of a completion that is compared with the answer, without reward functions: all text, the text in `<answer>`
+    tags, or the last number."""
+    chat: bool = False
+    """Format the prompt as a user message with the model's chat template."""
+    system: str = ""
+    """System message, with `chat` or `messages`; empty leaves it to the template."""
+    overlong: Literal["raise", "skip"] = "raise"
+    """Prompts that leave no room for a completion: end with an error, or leave them out and count them."""
+    order: Literal["shuffle", "file", "easy_first"] = "shuffle"
+    """Order of the rows in an epoch: shuffled by the seed, as in the file, or by pass rate, highest first."""
+    pass_rate: str = ""
+    """Column with pass rates measured before, for `order` and the filters; otherwise those of this run."""
+    skip_solved: bool = False
+    """Skip prompts of which every sample was solved the last time."""
+    skip_unsolved: bool = False
+    """Skip prompts of which no sample was solved the last time."""
+    recheck: PositiveInt = 4
+    """Epochs after which a skipped prompt is tried again."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.messages and self.template:
+            raise ConfigError("messages and template both make the prompt; set one of them")
+        if self.system and not (self.chat or self.messages):
+            raise ConfigError("system is a chat message; set chat = true")
+        return self
+
+    @property
+    def uses_pass_rates(self) -> bool:
+        return self.skip_solved or self.skip_unsolved or self.order == "easy_first"
+
+
+class EnvironmentConfig(Settings):
+    """Rollouts of several turns with an environment (`rl/agents/environments.py`)."""
+
+    name: str = ""
+    """`my_module:MyEnvironment`, `verifiers:<taskset>`, or `openenv:<url of a server>`. Empty: completions of prompts."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment's class; for verifiers the settings of its `[env]` section, for OpenEnv those of `reset`."""
+    max_turns: PositiveInt = 8
+    """Maximum number of turns of the policy, each of at most `algorithm.max_tokens`."""
+    max_tokens: PositiveInt = 1024
+    """Maximum length of an episode in tokens: prompt, turns and observations."""
+    chat: bool = False
+    """Format observations as user messages with the model's chat template; verifiers environments always use it."""
+    system: str = ""
+    """System message, with `chat`; empty leaves it to the template."""
+    tools: str = "hermes"
+    """Format of tool calls in the policy's text: `hermes` (Qwen, Hermes), `llama`, or a function `my_module:parse` that returns
+    the text without calls, and a list of `slipstream.model.tool_calls.ToolCall`."""
+    workers: NonNegativeInt = 2
+    """Processes in which environments run, isolated from the trainer; 0 runs them in the trainer process."""
+    episodes_per_worker: PositiveInt = 32
+    """Episodes at once in a process."""
+    python: PathName = ""
+    """Interpreter of the processes, for environments whose dependencies conflict; empty uses the trainer's."""
+    start_timeout: PositiveFloat = 300.0
+    """Time limit for a process to import the environment, and to start its tools, in seconds."""
+    step_timeout: PositiveFloat = 60.0
+    """Time limit of each `reset` and `step` in seconds."""
+    episode_timeout: PositiveFloat = 600.0
+    """Time limit of an episode in seconds, from its first observation; the policy's turns count."""
+    on_error: Literal["drop", "raise"] = "drop"
+    """Episodes whose environment failed: leave them out and count them, or end the run. They never have a reward of 0."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -117,6 +226,34 @@ class KlConfig(Settings):
     def by_engine(self) -> bool:
         """Whether engines score the reference policy."""
         return self.weight > 0 and self.scored_by == "engine"
+
+
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+
+
+class ComputeConfig(Settings):
+    """How the trainer computes an update: precision, memory and attention. "auto" depends on platform and size
+    (`rl/algorithm/compute.py`)."""
+
+    dtype: Literal["auto"] | Dtype = "auto"
+    """Data type of activations and matrix products. `auto`: bfloat16 on accelerators, that of the weights on CPU. Softmax,
+    norms and the loss are in float32 in any case."""
+    param_dtype: Literal["auto"] | Dtype = "auto"
+    """Data type of the trainer's weights (the master weights) and of the optimizer state. `auto`: float32 on accelerators, that
+    of the checkpoint on CPU. Engines get the weights in their own dtype."""
+    accumulate_dtype: Dtype = "float32"
+    """Data type in which the gradients of micro-batches are added."""
+    remat: Literal["auto", "none", "selective", "full"] = "auto"
+    """Activations that the backward pass computes again, to save memory: `none`; `selective`, all but the results of matrix
+    products; `full`, all but the inputs of layers. `auto`: the first that keeps at most 8 GiB."""
+    scan_layers: bool | None = None
+    """Compile one program for repeated layers, instead of one for each layer. None: on accelerators."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """`xla`: chunks of queries if the scores of all take more than 1 GiB. `cudnn`: cuDNN's flash attention in bfloat16, where
+    it supports the layer. `auto`: `xla`."""
+    logits_chunk: NonNegativeInt = 0
+    """Positions of each row whose logits are computed at a time. 0: all if their logits take at most 1 GiB, else as many as
+    take half of that."""
 
 
 class ValueConfig(Settings):
@@ -204,6 +341,8 @@ class AlgorithmConfig(Settings):
     """Importance-sampling correction."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate schedule."""
+    compute: ComputeConfig = ComputeConfig()
+    """Precision, memory and attention of the trainer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -286,8 +425,10 @@ class LoggingConfig(Settings):
 
 
 class RewardConfig(Settings):
-    """Custom reward functions and how to run them (`rl/rewards/rewarder.py`)."""
+    """Custom reward functions and how to run them (`rl/rewards/rewarder.py`), and a reward model."""
 
+    function: str = ""
+    """One reward function, `my_rewards:exact`: short for `functions` with one entry of weight 1."""
     functions: dict[str, float] = Field(default_factory=dict)
     """Weights by function: `{"my_rewards:exact" = 1.0, "my_rewards:brevity" = 0.1}`. The reward is the weighted sum."""
     timeout: Annotated[float, Field(ge=1e-3)] = 30.0
@@ -299,6 +440,63 @@ class RewardConfig(Settings):
     with nothing left ends the run."""
     memory_limit: NonNegativeInt = 0
     """Maximum address space of a worker process in bytes; 0 is unlimited."""
+    solved: float = 1.0
+    """Reward from which a completion counts as solved: for accuracy and pass rates."""
+    model: PathName = ""
+    """Reward model: a directory or Hub name of a model for sequence classification, which engines of its own serve
+    (`rl/rewards/reward_model.py`)."""
+    model_weight: float = 1.0
+    """Weight of the model's score, besides those of functions."""
+    model_label: NonNegativeInt = 0
+    """The output of the model that is the reward, if it has several."""
+    model_engines: NonNegativeInt = 1
+    """Engine processes of the reward model; 0 runs it in the trainer process."""
+    model_engine: LocalEngineConfig = EmbeddedConfig()
+    """The engines of the reward model."""
+
+    @model_validator(mode="after")
+    def _check_function(self) -> Self:
+        if self.function and self.functions:
+            raise ConfigError("set reward.function, or reward.functions with a weight for each; not both")
+        if not self.model_engines and self.model_engine.kind != "embedded":
+            raise ConfigError(
+                "model_engines = 0 runs the reward model in the trainer process, which needs model_engine.kind = 'embedded', "
+                f"got {self.model_engine.kind!r}"
+            )
+        return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights by function."""
+        return {self.function: 1.0} if self.function else self.functions
+
+
+class LoraConfig(Settings):
+    """Train a LoRA adapter of the model instead of the model itself (docs/lora.md)."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapter; 0 trains the whole model."""
+    alpha: PositiveFloat = 16.0
+    """The adapter's change of a projection is scaled by alpha / rank."""
+    targets: Names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Projections that it changes, in all layers."""
+    name: str = "policy"
+    """Name by which engines serve it."""
+    path: PathName = ""
+    """PEFT directory of an adapter to start from; it must have this rank, alpha and targets."""
+
+    @property
+    def adapter(self) -> Lora | None:
+        return Lora(self.name, self.rank, self.alpha, self.targets) if self.rank else None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.rank and self.model_fields_set:
+            raise ConfigError(
+                "lora.rank is missing: with 0 the whole model is trained, and the other settings do nothing"
+            )
+        self.adapter  # noqa: B018  # raises for values that an adapter cannot have
+        return self
 
 
 class TrainConfig(Settings):
@@ -366,16 +564,30 @@ class TrainConfig(Settings):
     """What happens when the loss or gradient of an update is NaN or infinite. The weights stay as they are in any case.
     `stop` ends the run with an error that names the batch. `skip` goes on with the next update, and ends the run after ten
     steps in a row without one."""
+    deterministic: bool = False
+    """Compute the trainer's logprobs with the embedded engine's programs, and set `engine.deterministic`: logprobs of tokens
+    that the current weights sampled are then equal to the engines' to the bit (docs/on-policy.md says where)."""
+    replay_routes: bool = False
+    """Routing replay for models with experts: updates send each token to the experts that the engine sent it to, and
+    `engine.record_routes` is set (docs/on-policy.md)."""
     take_turns: bool = False
     """Trainer and engines share devices: engines sleep and release their memory while the trainer trains."""
     task: TaskConfig = TaskConfig()
-    """The task to learn."""
+    """The task to learn, without `data` and `environment`."""
+    data: DataConfig = DataConfig()
+    """Your own prompts."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """An environment with which the policy takes turns."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The RL algorithm."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter to train, if any."""
     engine: EngineConfig = EmbeddedConfig(max_num_seqs=256)
-    """The engines that generate completions."""
+    """The engines that generate completions. With `lora`, they get room for its adapter."""
     logging: LoggingConfig = LoggingConfig()
     """Loggers."""
+    record: RecordConfig = RecordConfig()
+    """What is recorded for the dashboard."""
     reward: RewardConfig = RewardConfig()
     """Custom reward functions; without any, the task scores completions."""
 
@@ -383,6 +595,33 @@ class TrainConfig(Settings):
     def bound(self) -> int:
         """Maximum number of versions that a token may be behind."""
         return {"sync": 0, "one_step_off": 1}.get(self.mode, self.max_staleness)
+
+    def beside(self, directory: Path) -> Self:
+        """The config with data files that are not in the working directory, but in `directory`, by their path there."""
+
+        def found(path: str) -> str:
+            is_there = path and not Path(path).exists() and (directory / path).exists()
+            return str(directory / path) if is_there else path
+
+        data = self.data
+        if (paths := (found(data.path), found(data.eval_path))) == (data.path, data.eval_path):
+            return self
+        return self.replace(data=data.replace(path=paths[0], eval_path=paths[1]))
+
+    @property
+    def max_completion(self) -> int:
+        """Maximum number of tokens after a prompt: of a completion, or of a whole episode."""
+        return self.environment.max_tokens if self.environment.name else self.algorithm.max_tokens
+
+    @property
+    def subject(self) -> str:
+        """What the run trains on, for display: the environment, the data or the task."""
+        return self.environment.name or self.data.path or self.task.name
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter that generates; empty if the whole model is trained."""
+        return self.lora.name if self.lora.rank else ""
 
     @property
     def surplus(self) -> int | None:
@@ -421,5 +660,73 @@ class TrainConfig(Settings):
             raise ConfigError(
                 f"engines = 0 generates in the trainer process, which needs engine.kind = 'embedded', got {self.engine.kind!r}"
             )
+        if self.deterministic:
+            if self.engine.kind != "embedded":
+                raise ConfigError(
+                    "deterministic makes trainer and engines compute with the same programs, which needs engine.kind = "
+                    f"'embedded', got {self.engine.kind!r}; for results of vLLM that do not depend on the batch, set "
+                    "engine.deterministic instead"
+                )
+            object.__setattr__(self, "engine", self.engine.replace(deterministic=True))
+        if (lora := self.lora.adapter) is not None:
+            if self.deterministic:
+                raise ConfigError("deterministic does not work with lora: engines compute an adapter in another way")
+            if self.engine.kind == "remote":
+                raise ConfigError(
+                    "lora needs engine.kind = 'embedded' or 'vllm': a server takes no adapters, got 'remote'"
+                )
+            if self.engine.kind == "vllm" and self.in_flight == "recompute":
+                raise ConfigError(
+                    "in_flight is 'recompute', which vLLM cannot do for the requests of an adapter (lora); use 'keep' or "
+                    "'requeue'"
+                )
+            if self.engine.adapters is None:
+                room = AdapterConfig(slots=1, rank=lora.rank, targets=lora.targets)
+                object.__setattr__(self, "engine", self.engine.replace(adapters=room))
+        if self.replay_routes:
+            if self.engine.kind != "embedded":
+                raise ConfigError(
+                    "replay_routes needs the experts that engines chose, which only engine.kind = 'embedded' returns, got "
+                    f"{self.engine.kind!r} (vLLM returns them from its V2 model runner only; docs/on-policy.md)"
+                )
+            object.__setattr__(self, "engine", self.engine.replace(record_routes=True))
         self.algorithm.check_shares(max(1, self.devices))
+        self._check_subject()
         return self
+
+    def _check_subject(self) -> None:
+        chosen = [
+            name
+            for name, is_set in (
+                ("task", self.task != TaskConfig()),
+                ("data", bool(self.data.path)),
+                ("environment", bool(self.environment.name)),
+            )
+            if is_set
+        ]
+        if len(chosen) > 1:
+            raise ConfigError(
+                f"a run trains on one of task, data and environment; this config sets {' and '.join(chosen)}"
+            )
+        if not self.data.path and self.data != DataConfig():
+            raise ConfigError(
+                "data.path is missing: name the file or the Hub dataset that the [data] section describes"
+            )
+        if not self.environment.name and self.environment != EnvironmentConfig():
+            raise ConfigError(
+                "environment.name is missing: name the environment that the [environment] section describes"
+            )
+        if not self.environment.name:
+            return
+        if self.warmup_steps:
+            raise ConfigError(
+                "warmup_steps imitates right answers, which an environment does not have; set warmup_steps = 0"
+            )
+        if self.reward.weights or self.reward.model:
+            raise ConfigError(
+                "an environment gives the rewards of its episodes; remove reward.function and reward.model"
+            )
+        if self.algorithm.overlong_tokens:
+            raise ConfigError(
+                "overlong_tokens is for completions of one turn; an environment can punish long answers itself"
+            )

@@ -73,6 +73,14 @@ class DLPackView:
         return _new_capsule(ctypes.addressof(tensor), _CAPSULE_NAME, None)
 
 
+class AddressRange:
+    """Memory at an address, for `np.asarray`. Memory of a device can be sliced that way, and must not be read. Views keep this
+    object alive."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
 _CAPSULE_NAME = b"dltensor"
 _tensor_ids = itertools.count(1)
 _exported: dict[int, tuple[_DLManagedTensor, np.ndarray]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,21 @@ def save_synced(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, 
     save_file(tensors, path, metadata)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a safetensors file as `transformers` reads it. It is renamed when it is complete."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # safetensors writes raw memory, so transposed views must be made contiguous.
+    save_file({n: np.ascontiguousarray(a) for n, a in arrays.items()}, temporary, metadata={"format": "pt"})
+    temporary.replace(path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the JSON file beside the weights. It is renamed when it is complete."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
 
 
 _BUFFERS = (

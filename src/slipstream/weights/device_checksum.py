@@ -1,4 +1,5 @@
-"""A checksum that a device computes where the data lies: with JAX at the trainer, with torch at the engine.
+"""A checksum that a device computes where the data lies: with JAX at the trainer, with torch at the engine. An engine that gets
+weights through host memory can compute it there.
 
     checksum = Σ element(i) · weight(i)   modulo 2³²
     weight(i) = mix(i mod ROW) · mix(i div ROW)
@@ -45,6 +46,15 @@ def jax_checksum(values: jax.Array) -> jax.Array:
     index = jax.lax.iota(jnp.uint32, elements.size)
     weights = _mix(index % np.uint32(ROW)) * _mix(index // np.uint32(ROW))
     return jnp.sum(elements * weights, dtype=jnp.uint32)
+
+
+def host_checksum(bits: np.ndarray) -> int:
+    """Return the checksum of values in host memory, given as a contiguous array of 16-bit patterns."""
+    weights, sums = _mix(np.arange(min(ROW, bits.size), dtype=np.uint32)), []
+    for start in range(0, bits.size, ROW):
+        elements = bits[start : start + ROW].view(np.int16).astype(np.int32).view(np.uint32)
+        sums.append(np.dot(elements, weights[: elements.size]))
+    return int(np.dot(np.array(sums, np.uint32), _mix(np.arange(len(sums), dtype=np.uint32))))
 
 
 def torch_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -97,6 +97,18 @@ class Plan:
         """Number of moves into each parameter, over all ranks."""
         return Counter(move.parameter for move in self.moves)
 
+    @cached_property
+    def _bytes_of(self) -> Counter[str]:
+        """Bytes of each parameter, over all ranks."""
+        found = Counter[str]()
+        for move in self.moves:
+            found[move.parameter] += self.size_of(move)
+        return found
+
+    def changed_bytes(self, unchanged: Set[str]) -> int:
+        """Return the size of the parameters to send."""
+        return sum(self._bytes_of[name] for name in self.changed_parameters(unchanged))
+
     def stream(self, sender: int, receiver: int) -> dict[int, Move]:
         """Return the moves from one sender to one receiver, by index."""
         return {i: move for i, move in enumerate(self.incoming.get(receiver, ())) if move.sender == sender}

@@ -26,27 +26,28 @@ MAX_ROWS = 512
 """Sequences that an engine generates at a time, if they fit."""
 MAX_TP = 64
 
+_TRAIN = Rates(flop=3.44e-15, token=2.98e-6)
 HARDWARE: Mapping[str, Hardware] = {
     "h200": Hardware(
         "NVIDIA H200, embedded engine",
         141e9,
         decode=Rates(layer=1e-4, byte=1 / 4.5e12, flop=1 / 600e12, token=1.6e-6),
         prefill=Rates(flop=1 / 494e12),
-        train=Rates(flop=1 / 396e12),
-        sync=Rates(step=6.95e-3, byte=1.43e-12),
+        train=_TRAIN,
+        sync=Rates(step=2.86e-2, byte=3.25e-10),
     ),
     "h200-vllm": Hardware(
         "NVIDIA H200, vLLM",
         141e9,
         decode=Rates(layer=1e-4, byte=1 / 4.5e12, flop=1 / 600e12),
         prefill=Rates(flop=1 / 494e12),
-        train=Rates(flop=1 / 396e12),
+        train=_TRAIN,
         sync=Rates(step=6.95e-3, byte=1.43e-12),
         host=Rates(step=1.7e-3, token=3.38e-5),
     ),
 }
-"""Fitted to benchmarks/results: decoding of 64 and 512 sequences and of groups (decode_gpu.json), syncs of 1.2B and 8B
-(weight_sync_gpu.json). Training is assumed to reach 40 % of 989 TFLOP/s."""
+"""Fitted to benchmarks/results: decoding of 64 and 512 sequences and of groups (decode_gpu.json), syncs of 1.2B and 8B to vLLM
+(weight_sync_gpu.json), training and syncs to the embedded engine of 0.1B and 0.7B (plan_accuracy_gpu.json)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,8 @@ def predict(sizes: Sizes, shape: ModelShape, batch: PlannedBatch, cluster: Clust
     generate, reason = sum(terms.values()), max(terms, key=lambda term: terms[term])
     if host > generate:
         generate, reason = host, "the engine's own process"
-    computing = hardware.train.seconds(_per_rank(step_cost.train_work(shape, batch, TRAINER_BYTES), trainer))
+    training = _per_rank(step_cost.train_work(shape, batch, TRAINER_BYTES), trainer)
+    computing = hardware.train.seconds(training._replace(tokens=training.tokens / trainer))
     gathering = (
         3 * ITEM * shape.parameters / cluster.link(trainer) if trainer > 1 else 0.0
     )  # weights twice, gradients once

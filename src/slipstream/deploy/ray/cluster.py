@@ -24,6 +24,7 @@ from slipstream.errors import ConfigError, DeadlineExceeded, LaunchFailed
 from slipstream.gateway.tokens import make_token, revoke_token
 from slipstream.model.checkpoints.hub import absolute_model
 from slipstream.runtime.tls import host_of
+from slipstream.runtime.waiting import waiting_for
 
 try:
     import ray
@@ -121,7 +122,9 @@ class ActorGroup:
 
     def _wait_for(self, actors: Sequence[Any], what: str) -> None:
         try:
-            ray.get([actor.up.remote() for actor in actors], timeout=max(0.0, self._deadline - time.monotonic()))
+            with waiting_for(what, lambda: f"logs are in {self._run_dir} on the node of each actor"):
+                timeout = max(0.0, self._deadline - time.monotonic())
+                ray.get([actor.up.remote() for actor in actors], timeout=timeout)
         except GetTimeoutError:
             raise DeadlineExceeded(
                 f"waited {self._start_timeout:g} s for {what}; logs are in {self._run_dir} on the node of each actor "

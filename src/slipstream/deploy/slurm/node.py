@@ -29,6 +29,7 @@ from slipstream.deploy.slurm.job import JobNode
 from slipstream.errors import ConfigError, DeadlineExceeded
 from slipstream.runtime.gpus import allocated
 from slipstream.runtime.private_files import private_directory
+from slipstream.runtime.waiting import waiting_for
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class NodeRole:
             certificate, key = files.of(self.node.name)
             gateway = GatewayConfig(host=self.node.name, port=self.port, certificate=certificate, key=key, ca=files.ca)
             group.start_gateway(gateway.replace(mutual_tls=True))
-            group.wait_until(lambda: not self._missing(), f"engines {', '.join(self._names)} to register")
+            with waiting_for("engines to register", lambda: f"{len(self._missing())} missing; logs: {self.run_dir}"):
+                group.wait_until(lambda: not self._missing(), f"engines {', '.join(self._names)} to register")
             return self._train()
 
     def _trainer(self) -> int:

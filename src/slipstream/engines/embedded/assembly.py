@@ -135,9 +135,11 @@ def attention_for(options: EmbeddedConfig, head_dim: int, page_size: int, backen
 @functools.lru_cache(maxsize=16)
 def programs_for(model: ModelConfig, options: EmbeddedConfig, shapes: Shapes) -> Programs:
     """Engines of the same shape in one process share compiled programs."""
+    if options.record_routes and model.moe is None:
+        raise ConfigError(f"record_routes records experts, and this {model.family} model has none; leave it out")
     placement = Placement(model, options.tensor_parallel_size, options.dtype)
     attention = attention_for(options, model.head_dim, shapes.page_size, jax.default_backend())
-    return Programs(model, placement, shapes, attention)
+    return Programs(model, placement, shapes, attention, options.record_routes)
 
 
 def keep_freed_memory() -> None:
@@ -161,10 +163,7 @@ def tensors_and_parameters(
             f"the draft model has {draft.vocab_size} tokens, the policy {model.vocab_size}; they must share a vocabulary"
         )
     tensors += tuple(replace(spec, name=DRAFT + spec.name) for spec in families.tensors(draft))
-    for parameter in families.parameters(draft, tp):
-        parts = tuple(replace(part, tensor=DRAFT + part.tensor) for part in parameter.parts)
-        parameters += (replace(parameter, name=DRAFT + parameter.name, parts=parts),)
-    return tensors, parameters
+    return tensors, parameters + families.prefixed(families.parameters(draft, tp), DRAFT)
 
 
 def split_draft(named: Mapping[str, Sequence[T]]) -> tuple[dict[str, Sequence[T]], dict[str, Sequence[T]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import threading
 import time
 import traceback
@@ -13,10 +14,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from slipstream.engines.embedded.compute.executor import Executor, Policy, TickResult
+from slipstream.engines.embedded.compute.executor import Executor, Policy, StagedUpdate, TickResult
 from slipstream.engines.embedded.scheduling.scheduler import Scheduler, Tick
 from slipstream.engines.embedded.scheduling.steps_per_tick import StepsPerTick
-from slipstream.engines.frontend.checks import never_finish, weights_dropped
+from slipstream.engines.frontend.checks import never_finish, unloaded_adapter, weights_dropped
+from slipstream.engines.frontend.draw_rate import DrawRate
 from slipstream.engines.frontend.sequence import EngineRequest, FailedRequest, ResultSink, Sample
 from slipstream.errors import EngineFailure, EngineLost, SlipstreamError, UnknownVersion
 from slipstream.types import CommitReport, InFlight, MemoryReport, MemoryTag
@@ -32,7 +34,7 @@ P = ParamSpec("P")
 
 @dataclass(slots=True, eq=False)
 class _Swap:
-    policy: Policy
+    staged: StagedUpdate
     in_flight: InFlight
     requested_at: float
     done: Future[CommitReport]
@@ -85,6 +87,7 @@ class ComputeThread:
         """Results to deliver while the device works on the next tick."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()
+        self._draw_rate = DrawRate()
         if policy is not None:
             self._set_policy(policy)
         self._changed = threading.Condition()
@@ -106,8 +109,8 @@ class ComputeThread:
         """Drop the requests of a sink whose caller is gone, and free their pages."""
         self._submit(lambda: self._scheduler.drop(lambda request: request.sink is sink))
 
-    def swap(self, policy: Policy, in_flight: InFlight) -> asyncio.Future[CommitReport]:
-        swap = _Swap(policy, in_flight, time.perf_counter(), Future())
+    def swap(self, staged: StagedUpdate, in_flight: InFlight) -> asyncio.Future[CommitReport]:
+        swap = _Swap(staged, in_flight, time.perf_counter(), Future())
         self._submit(lambda: self._swap_when_finished(swap) if in_flight == "finish" else self._swap(swap))
         return asyncio.wrap_future(swap.done)
 
@@ -130,6 +133,7 @@ class ComputeThread:
             "free_pages": scheduler.pool.num_free,
             "num_pages": scheduler.pool.num_pages,
             "preemptions": scheduler.num_preemptions,
+            "activity": executor.activity,
             "num_programs": executor.num_programs,
             "compile_seconds": executor.compile_seconds,
         }
@@ -199,12 +203,15 @@ class ComputeThread:
             dispatched_at = time.perf_counter()
             self._deliver()
             result = dispatched.wait(policy.version)
+            self._executor.take_routes([sample for sample in tick.decode if sample.finish_reason is not None])
             finished_at = time.perf_counter()
             self._outbox += scheduler.finish_prefill(tick)
             self._outbox += [sample for sample in tick.decode if scheduler.record(sample)]
         except Exception:
             return self._fail_live()
-        self._count(tick, result, dispatched_at - started + time.perf_counter() - finished_at)
+        ended_at = time.perf_counter()
+        self._draw_rate.add(result.num_drawn, ended_at - started)
+        self._count(tick, result, dispatched_at - started + ended_at - finished_at)
 
     def _count(self, tick: Tick, result: TickResult, host_seconds: float) -> None:
         if result.num_steps:
@@ -233,18 +240,26 @@ class ComputeThread:
     def _swap(self, swap: _Swap) -> None:
         if not swap.done.set_running_or_notify_cancel():
             return
-        boundary = time.perf_counter()
+        boundary, redrawn = time.perf_counter(), 0
+        rate = self._draw_rate.tokens_per_second if self._has_draws else 0.0
         try:
             if swap.in_flight in ("recompute", "requeue"):
-                self._scheduler.preempt_all(restart=swap.in_flight == "requeue")
-            self._set_policy(swap.policy)
+                redrawn = self._scheduler.preempt_all(swap.in_flight == "requeue", swap.staged.names)
+            self._apply(swap.staged)
         except Exception:  # out of device memory, for example: the old policy keeps serving
             return swap.done.set_exception(self._failure("while swapping weights"))
         waited = 0.0 if swap.in_flight == "finish" else boundary - swap.requested_at
         self._steps_per_tick.record_commit(boundary - self._swapped_at, waited, self._idle_seconds)
         self._swapped_at, self._idle_seconds = boundary, 0.0
         stopped_at, self._held_at = self._held_at or boundary, None
-        swap.done.set_result(CommitReport(time.perf_counter() - stopped_at, boundary - swap.requested_at))
+        pause = time.perf_counter() - stopped_at
+        swap.done.set_result(CommitReport(pause, boundary - swap.requested_at, 0.0, rate, redrawn))
+
+    @property
+    def _has_draws(self) -> bool:
+        """Whether a commit keeps samples from drawing tokens."""
+        samples = itertools.chain(self._scheduler.running, self._scheduler.prefilling, self._scheduler.waiting)
+        return not (self._asleep or self._paused) and any(not sample.request.is_scoring for sample in samples)
 
     def _swap_when_finished(self, swap: _Swap) -> None:
         is_held = self._held_at is not None
@@ -257,6 +272,31 @@ class ComputeThread:
         self._scheduler.add(samples)
         if self.drop_reason is not None:
             self._fail_all(self.drop_reason)
+        if (adapters := self._executor.adapters) is not None:  # one may have been unloaded meanwhile
+            for name in {sample.request.adapter for sample in samples} - {"", *adapters.names}:
+                self._fail_adapter(name)
+
+    def _apply(self, staged: StagedUpdate) -> None:
+        for adapter in staged.adapters:
+            assert self._executor.adapters is not None, "an engine without adapters accepts none"
+            self._executor.adapters.load(adapter)
+        if staged.policy is not None:
+            return self._set_policy(staged.policy)
+        assert self.policy is not None, "an engine without a base model accepts no adapters"
+        self.policy = self.policy._replace(version=staged.version)
+        self._scheduler.set_version(staged.version, staged.names)
+
+    @between_ticks
+    def unload_adapter(self, name: str) -> None:
+        if self._executor.adapters is not None:
+            self._executor.adapters.unload(name)
+            self._scheduler.clear_adapter(name)
+            self._fail_adapter(name)
+
+    def _fail_adapter(self, name: str) -> None:
+        error = unloaded_adapter(self._name, name)
+        failed = self._scheduler.drop(lambda request: request.adapter == name)
+        self._outbox += [FailedRequest(request, error) for request in failed]
 
     def _set_policy(self, policy: Policy) -> None:
         self.policy = self._executor.to_devices(policy)  # frees the old weights, unless they are referenced elsewhere
@@ -285,7 +325,7 @@ class ComputeThread:
     @between_ticks
     def cancel_swap(self, version: int) -> None:
         """Cancel a swap that still waits for running samples."""
-        canceled = [swap for swap in self._pending_swaps if swap.policy.version == version]
+        canceled = [swap for swap in self._pending_swaps if swap.staged.version == version]
         self._pending_swaps = [swap for swap in self._pending_swaps if swap not in canceled]
         for swap in canceled:
             _fail(swap.done, UnknownVersion(f"version {version} was rolled back while its commit was waiting"))

@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import jax
 import numpy as np
 
 from slipstream.config import EmbeddedConfig
@@ -21,11 +22,13 @@ from slipstream.engines.embedded.assembly import (
     split_draft,
     tensors_and_parameters,
 )
-from slipstream.engines.embedded.compute.executor import Executor, Policy
+from slipstream.engines.embedded.compute.adapter_slots import AdapterSlots
+from slipstream.engines.embedded.compute.executor import Executor, Policy, StagedUpdate
 from slipstream.engines.embedded.compute.placement import is_backed_by
 from slipstream.engines.embedded.compute_thread import ComputeThread
 from slipstream.engines.embedded.scheduling.scheduler import Scheduler
 from slipstream.engines.frontend.checks import (
+    check_adapters,
     check_in_flight,
     check_sleep,
     check_tags,
@@ -66,9 +69,12 @@ from slipstream.types import (
     ParameterChecksums,
     StageReport,
 )
-from slipstream.weights.rank_image import num_bytes
+from slipstream.weights import adapters as layouts
+from slipstream.weights.transports.device import DEVICE_TRANSPORTS, LOCAL
 from slipstream.weights.transports.host.tcp import ListenConfig
 from slipstream.weights.transports.shared.host_memory import CUDA_NAME, NAME, is_shared
+from slipstream.weights.update.adapter_inboxes import AdapterInboxes
+from slipstream.weights.update.device_inbox import DeviceInbox
 from slipstream.weights.update.publisher import DRAFT
 from slipstream.weights.update.transfer import Inbox
 from slipstream.weights.update.transport_choice import TRANSPORTS, is_quick
@@ -113,20 +119,24 @@ class EmbeddedEngine(EngineFrontend):
         keep_freed_memory()
         shapes = shapes_for(model, options)
         programs = programs_for(model, options, shapes)
-        draft_programs = None if draft is None else programs_for(draft, options, shapes)
+        draft_programs = None if draft is None else programs_for(draft, options.replace(record_routes=False), shapes)
         check_memory([programs, draft_programs] if draft_programs else [programs], options)
         self._placement = programs.placement
         self._draft_placement = draft_programs.placement if draft_programs else None
         self._tensors, self._parameters = tensors_and_parameters(model, draft, options.tensor_parallel_size)
         listen = ListenConfig(options.listen, options.certificate, options.key)
-        self._inbox = Inbox(self._parameters, options.dtype, name, listen)
-        self._num_bytes = num_bytes(self._parameters, options.dtype)
+        self._host_inbox = Inbox(self._parameters, options.dtype, name, listen)
+        self._device_inbox = DeviceInbox(self._parameters, options.dtype, name, self._placement.devices)
+        self._inbox: Inbox | DeviceInbox = self._host_inbox
+        """The one that receives the current update, or received the last one."""
         self._is_small_update = False
         """The current update is too small to be worth a thread."""
-        self._staged: Policy | None = None
+        self._staged: StagedUpdate | None = None
         """A version that is staged and not committed."""
-        self._transport = ""
-        """Transport of the current update."""
+        self._offer = Offer(b"", "", "")
+        """That of the current update."""
+        self._slots = AdapterSlots(model, self._placement, options.adapters) if options.adapters else None
+        self._adapter_inboxes = AdapterInboxes(self._tensors, self._parameters, options.dtype, name, listen)
         self._shared_memory = ""
         """The transport that names a trainer's shared memory, if the serving policy is in it."""
         self._sharing_lock = asyncio.Lock()
@@ -143,7 +153,7 @@ class EmbeddedEngine(EngineFrontend):
                     )
                 drafted = self._draft_placement.place(draft_params)
             policy = Policy(self._placement.place(params), version or 0, drafted)
-        executor = Executor(programs, draft_programs)
+        executor = Executor(programs, draft_programs, self._slots)
         scheduler = Scheduler(shapes, options.max_num_seqs, options.enable_prefix_caching)
         self._compute = ComputeThread(executor, scheduler, policy, name)
         limits = SequenceLimits(shapes.max_length, shapes.page_size, shapes.num_pages)
@@ -180,11 +190,19 @@ class EmbeddedEngine(EngineFrontend):
             num_ranks=self._options.tensor_parallel_size,
             tensors=self._tensors,
             parameters=self._parameters,
-            transports=(*TRANSPORTS, *self._shared_transports),
+            transports=(*TRANSPORTS, LOCAL, *self._device_transports, *self._shared_transports),
             max_num_seqs=self._options.max_num_seqs,
             version=self._compute.version,
             devices=self._options.device_names,
+            adapters=None if self._slots is None else self._slots.support,
         )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return () if self._slots is None else self._slots.names
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._compute.unload_adapter(name)
 
     def _check_ready(self) -> None:
         if self._compute.version < 0:
@@ -198,13 +216,30 @@ class EmbeddedEngine(EngineFrontend):
             if is_shared(offer.transport):
                 self._check_shared(offer)
             overwrites = offer.transport == self._shared_memory
-            self._is_small_update = overwrites or is_quick(offer.transport, self._num_bytes)
-            destinations = await self._run(partial(self._inbox.begin, self._compute.version, version, offer))
-            self._transport = offer.transport
+            inbox = (
+                self._inbox if self._inbox.is_updating else self._inbox_for(offer)
+            )  # the one that is updating raises
+            self._is_small_update = overwrites or (
+                isinstance(inbox, Inbox) and is_quick(offer.transport, inbox.num_bytes)
+            )
+            destinations = await self._run(partial(inbox.begin, self._compute.version, version, offer))
+            self._inbox, self._offer = inbox, offer
             if overwrites:
                 self._overwriting = version
                 await self._compute.hold()
             return destinations
+
+    def _inbox_for(self, offer: Offer) -> Inbox | DeviceInbox:
+        """Return the inbox with the layout of an update; one of its own for the base model together with adapters."""
+        if not offer.adapters:
+            return self._device_inbox if offer.transport in (*DEVICE_TRANSPORTS, LOCAL) else self._host_inbox
+        check_adapters(self.describe(), offer, self.adapters)
+        return self._adapter_inboxes.choose(offer)
+
+    @property
+    def _device_transports(self) -> tuple[str, ...]:
+        """Transports from the GPU of another process."""
+        return ("cuda",) if self._options.device_weights and self._placement.platform == "gpu" else ()
 
     @property
     def _shared_transports(self) -> tuple[str, ...]:
@@ -221,7 +256,7 @@ class EmbeddedEngine(EngineFrontend):
                 f"{self._placement.platform}, tensor_parallel_size={self._options.tensor_parallel_size}, "
                 f"{'with' if self._draft_placement else 'without'} a draft model)"
             )
-        policy, addresses = self._compute.policy, self._inbox.addresses()
+        policy, addresses = self._compute.policy, self._host_inbox.addresses()
         is_served = (
             offer.transport == self._shared_memory and policy is not None and is_backed_by(policy.params, addresses)
         )
@@ -229,22 +264,31 @@ class EmbeddedEngine(EngineFrontend):
             raise FleetChanged(f"engine {self._name!r} does not serve from the memory that the trainer shares")
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
-        def receive() -> tuple[Policy, StageReport]:
-            arrays, report = self._inbox.receive(version, manifests)
-            if arrays and is_shared(self._transport):
-                return Policy(self._placement.adopt(self._inbox.foreign(arrays)), version), report
-            return self._assemble(arrays, version), report
+        def receive() -> tuple[StagedUpdate, StageReport]:
+            received, report = self._inbox.receive(version, manifests)
+            arrays = cast("Mapping[str, Sequence[np.ndarray | jax.Array]]", received)
+            if arrays and is_shared(self._offer.transport):
+                shared = Policy(self._placement.adopt(self._host_inbox.foreign(arrays)), version)
+                return StagedUpdate(version, shared), report
+            base, brought = layouts.split(arrays, self._offer.adapters)
+            adapters = [
+                self._slots.prepare(lora, np.asarray(packed))
+                for lora, (packed,) in brought.items()
+                if self._slots is not None
+            ]
+            policy = None if self._offer.only_adapters else self._assemble(base, version)
+            return StagedUpdate(version, policy, adapters), report
 
-        policy, report = await self._run(receive)
+        staged, report = await self._run(receive)
         self._inbox.check(version)  # raises if the version was rolled back meanwhile
-        self._staged = policy
+        self._staged = staged
         return report
 
-    def _assemble(self, arrays: Mapping[str, Sequence[np.ndarray]], version: int) -> Policy:
+    def _assemble(self, arrays: Mapping[str, Sequence[np.ndarray | jax.Array]], version: int) -> Policy:
         """Build a policy from the received arrays and, for the other tensors, the serving policy. If that is in memory that a
         trainer may write to, every tensor must be received."""
         serving = self._compute.policy
-        if serving is not None and self._shared_memory not in ("", self._transport):
+        if serving is not None and self._shared_memory not in ("", self._offer.transport):
             serving = serving._replace(params=None)
         policy, draft = split_draft(arrays)
         try:
@@ -270,14 +314,24 @@ class EmbeddedEngine(EngineFrontend):
             if self._staged is None or self._staged.version != version:
                 raise not_staged(self._name, version)
             report = await self._compute.swap(self._staged, in_flight)
-            self._shared_memory = self._transport if is_shared(self._transport) else ""
-            self._overwriting = None
-            if self._shared_memory:
-                self._placement.release_buffers()
+            if self._staged.policy is not None:
+                self._use_base()
         self._drop_staged(version)
         with contextlib.suppress(UnknownVersion):  # committed before, or ended by a rollback that came too late
             self._inbox.finish(version)
+            self._adapter_inboxes.close_passing()
         return report
+
+    def _use_base(self) -> None:
+        """Note where the base model is that was just committed."""
+        transport = self._offer.transport
+        self._shared_memory, self._overwriting = transport if is_shared(transport) else "", None
+        if self._shared_memory or self._inbox is not self._host_inbox:
+            self._placement.release_buffers()
+        # What the other inboxes have received is not in use any longer.
+        for inbox in (self._device_inbox, self._host_inbox):
+            if inbox is not self._inbox:
+                inbox.release()
 
     async def rollback(self, version: int) -> None:
         with contextlib.suppress(EngineLost):
@@ -296,7 +350,7 @@ class EmbeddedEngine(EngineFrontend):
                 with contextlib.suppress(EngineLost):
                     await self._compute.copy_policy()
                 self._shared_memory = ""
-                self._inbox.release()
+                self._host_inbox.release()
 
     def _drop_staged(self, version: int) -> None:
         if self._staged is not None and self._staged.version == version:
@@ -361,7 +415,8 @@ class EmbeddedEngine(EngineFrontend):
 
     async def close(self) -> None:
         await asyncio.to_thread(self._compute.close)
-        self._inbox.close()
+        for inbox in (self._host_inbox, self._device_inbox, self._adapter_inboxes):
+            inbox.close()
 
 
 def _checked(options: EmbeddedConfig | None) -> EmbeddedConfig:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from slipstream.errors import NotReady, UnknownVersion, Unsupported, UpdateInProgress
-from slipstream.types import InFlight, MemoryTag
+from slipstream.errors import (
+    NoAdapterSlot,
+    NotReady,
+    UnknownAdapter,
+    UnknownVersion,
+    Unsupported,
+    UpdateInProgress,
+)
+from slipstream.types import EngineInfo, InFlight, MemoryTag, Offer
+from slipstream.weights.adapters import check_supported
 
 
 def check_in_flight(in_flight: str) -> None:
@@ -46,6 +54,32 @@ def half_written(engine: str, version: int) -> NotReady:
 
 def not_staged(engine: str, version: int) -> UnknownVersion:
     return UnknownVersion(f"engine {engine!r} has not staged version {version}; begin and stage it first")
+
+
+def check_adapters(info: EngineInfo, offer: Offer, loaded: Sequence[str]) -> None:
+    """Raise unless an engine that has `loaded` these adapters can take those of an update."""
+    for lora in offer.adapters:
+        check_supported(info, lora)
+    assert info.adapters is not None, "checked above"
+    if offer.only_adapters and info.version < 0:
+        raise NotReady(f"engine {info.name!r} has no base model yet for an adapter; sync that first")
+    new = [lora.name for lora in offer.adapters if lora.name not in loaded]
+    if len(loaded) + len(new) > info.adapters.slots:
+        raise NoAdapterSlot(
+            f"engine {info.name!r} has {info.adapters.slots} slot(s) for adapters, which hold {', '.join(sorted(loaded))}; "
+            f"there is none for {', '.join(new)}: unload one (bridge.unload_adapter), or start the engine with more"
+        )
+
+
+def unknown_adapter(engine: str, name: str, loaded: Sequence[str]) -> UnknownAdapter:
+    known = f"it has {', '.join(sorted(loaded))}" if loaded else "it has none"
+    return UnknownAdapter(
+        f"engine {engine!r} has no adapter {name!r}: {known}; load it with bridge.sync(tree, adapter=Lora({name!r}, …))"
+    )
+
+
+def unloaded_adapter(engine: str, name: str) -> UnknownAdapter:
+    return UnknownAdapter(f"engine {engine!r} has unloaded adapter {name!r}; sync it again to use it")
 
 
 def never_finish(engine: str, is_paused: bool) -> Unsupported:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from slipstream.engines.frontend.checks import unknown_adapter
 from slipstream.engines.frontend.request_parser import (
     MIN_THREADED_BATCH,
     MIN_THREADED_CHARACTERS,
@@ -58,6 +59,15 @@ class EngineFrontend(ABC):
     def _check_ready(self) -> None:
         """Raise while the engine cannot take requests."""
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are loaded."""
+        return ()
+
+    async def unload_adapter(self, name: str) -> None:
+        """Free an adapter's slot and fail its requests. An engine without adapters has nothing to do."""
+        return None
+
     def _info(self, **fields: Any) -> EngineInfo:
         """`fields` are those of `EngineInfo` in which backends differ."""
         return EngineInfo(
@@ -81,6 +91,11 @@ class EngineFrontend(ABC):
             else:
                 loop = asyncio.get_running_loop()
                 accepted, failures = await loop.run_in_executor(self._threads, self._parser.parse, requests, sink)
+            if unknown := {request for request in accepted if request.adapter not in ("", *self.adapters)}:
+                failures += [
+                    Failure(r.request_id, unknown_adapter(self._name, r.adapter, self.adapters)) for r in unknown
+                ]
+                accepted = [request for request in accepted if request not in unknown]
             self._submit(accepted)
         except (NotReady, EngineLost) as error:
             yield [Failure(request.id, error) for request in requests]
@@ -97,11 +112,13 @@ class EngineFrontend(ABC):
                 with contextlib.suppress(EngineLost):
                     self._cancel(sink)
 
-    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, adapter: str = "") -> list[Score]:
         self._check_ready()
+        if adapter not in ("", *self.adapters):
+            raise unknown_adapter(self._name, adapter, self.adapters)
         sink = ResultSink()
-        loop = asyncio.get_running_loop()
-        requests = await loop.run_in_executor(self._threads, self._parser.parse_scoring, sequences, top_k, sink)
+        loop, parse = asyncio.get_running_loop(), self._parser.parse_scoring
+        requests = await loop.run_in_executor(self._threads, parse, sequences, top_k, adapter, sink)
         self._submit(requests)
         scores: dict[EngineRequest, Score] = {}
         try:
@@ -176,6 +193,8 @@ def _completion(sample: Sample, text: str, engine: str) -> Completion:
         spans=sample.spans,
         engine=engine,
         top_logprobs=tuple(sample.top_logprobs),
+        adapter=sample.request.adapter,
+        routes=sample.routes,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.engines.frontend.sequence import EngineRequest, ResultSink
-from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, SlipstreamError
+from slipstream.errors import InvalidPrompt, InvalidSampling, OutOfPages, SlipstreamError, Unsupported
 from slipstream.model.checkpoints.served_model import ServedModel
 from slipstream.model.config import ModelConfig
 from slipstream.types import MAX_STOPS, MAX_TOP_LOGPROBS, Failure, Request, SamplingParams
@@ -47,8 +47,13 @@ class RequestParser:
                 failures.append(Failure(request.id, error))
         return accepted, failures
 
-    def parse_scoring(self, sequences: Sequence[Sequence[int]], top_k: int, sink: ResultSink) -> list[EngineRequest]:
+    def parse_scoring(
+        self, sequences: Sequence[Sequence[int]], top_k: int, adapter: str, sink: ResultSink
+    ) -> list[EngineRequest]:
         """Return one engine request per sequence. Raises if any sequence is invalid."""
+        num_labels = self._model.num_labels
+        if top_k and num_labels:
+            raise Unsupported("a model for sequence classification has no likely tokens; score with top_k = 0")
         self._check_num_top(top_k, "top_k of a score")
         max_length = self._limits.max_length
         for index, tokens in enumerate(sequences):
@@ -57,11 +62,17 @@ class RequestParser:
                     f"sequence {index} has {len(tokens)} tokens; a score takes 2 to {max_length} (max_model_len)"
                 )
             self._check_tokens(tokens, f"sequence {index}")
+            if num_labels and tokens[-1] >= num_labels:
+                raise InvalidPrompt(
+                    f"sequence {index} ends with {tokens[-1]}, the label to score; this model has labels 0 to {num_labels - 1}"
+                )
             self._check_pages(len(tokens), f"sequence {index}, of {len(tokens)} tokens,")
         sampling = SamplingParams(max_tokens=1, top_logprobs=top_k)
         return [
-            EngineRequest(str(index), tuple(tokens), sampling, seed=0, max_new_tokens=0, stop_ids=(), sink=sink)
-            for index, tokens in enumerate(sequences)
+            EngineRequest(
+                str(i), tuple(row), sampling, seed=0, max_new_tokens=0, stop_ids=(), sink=sink, adapter=adapter
+            )
+            for i, row in enumerate(sequences)
         ]
 
     def _encode(self, texts: list[str]) -> Iterator[tuple[int, ...]]:
@@ -83,6 +94,10 @@ class RequestParser:
 
     def _parse(self, request: Request, prompt: tuple[int, ...], sink: ResultSink) -> EngineRequest:
         max_length = self._limits.max_length
+        if self._model.num_labels:
+            raise Unsupported(
+                f"engine {self.engine!r} serves a model for sequence classification, which generates nothing; use bridge.score"
+            )
         if len(prompt) >= max_length:
             raise InvalidPrompt(
                 f"the prompt has {len(prompt)} tokens, which leaves no room for a completion in "
@@ -112,6 +127,7 @@ class RequestParser:
             priority=request.priority,
             find_stop_string=self._stop_string_finder(sampling) if sampling.stop else None,
             streams=request.progress,
+            adapter=request.adapter,
         )
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import xxhash
 
 from slipstream.engines.frontend.sequence import EngineRequest, FailedRequest, ResultSink, Sample
+from slipstream.engines.frontend.waiting_queue import FairQueue
 from slipstream.errors import SlipstreamError
 from slipstream.types import SamplingParams
 
@@ -50,10 +53,51 @@ class Attempt:
         self.task.cancel()
 
 
-class SampleTasks(ABC):
-    """One task per sample, which makes attempts until one completes the sample."""
+class Slots:
+    """Lets a limited number of samples into the other server. The others wait: by priority, then fair between callers.
 
-    def __init__(self) -> None:
+    A commit need not touch a sample that waits here, while one that waits in the server must be taken back and sent again."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._waiting: FairQueue[Sample] = FairQueue()
+        self._admitted: dict[Sample, asyncio.Future[None]] = {}
+        self._held: Counter[ResultSink] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def slot(self, sample: Sample) -> AsyncIterator[None]:
+        sink = sample.request.sink
+        self._waiting.push(sample, sample.request.priority, sink)
+        admitted = self._admitted[sample] = asyncio.get_running_loop().create_future()
+        self._admit()
+        try:
+            await admitted
+            yield
+        finally:
+            del self._admitted[sample]
+            if sample in self._waiting:
+                self._waiting.remove(sample)
+            else:
+                self._free += 1
+                self._held -= Counter([sink])
+                self._admit()
+
+    def _admit(self) -> None:
+        for sample in self._waiting.candidates(self._held) if self._free else ():
+            self._waiting.remove(sample)
+            self._free -= 1
+            self._held[sample.request.sink] += 1
+            if not self._admitted[sample].done():  # cancelled: its task is about to leave
+                self._admitted[sample].set_result(None)
+            if not self._free:
+                return
+
+
+class SampleTasks(ABC):
+    """One task per sample, which makes attempts until one completes the sample. At most `limit` samples are in the server."""
+
+    def __init__(self, limit: int) -> None:
+        self._slots = Slots(limit)
         self.version = -1
         """Policy version under which new samples start."""
         self.gate = asyncio.Event()
@@ -76,11 +120,13 @@ class SampleTasks(ABC):
         for task in list(self._tasks.get(sink, ())):
             task.cancel()
 
-    def fail_all(self, error: SlipstreamError) -> None:
-        """End every unfinished sample with `error`."""
+    def fail_all(self, error: SlipstreamError, of: Callable[[EngineRequest], bool] = lambda request: True) -> None:
+        """End every unfinished sample with `error`, or those `of` certain requests."""
         for sink, tasks in list(self._tasks.items()):
-            sink.deliver([FailedRequest(sample.request, error) for sample in tasks.values()])
-            self.cancel(sink)
+            failed = {task: sample for task, sample in tasks.items() if of(sample.request)}
+            sink.deliver([FailedRequest(sample.request, error) for sample in failed.values()])
+            for task in failed:
+                task.cancel()
 
     async def drain(self, check: Callable[[], object]) -> None:
         """Return once no attempt is running. `check` is called meanwhile, and may raise."""
@@ -96,8 +142,9 @@ class SampleTasks(ABC):
     async def _run(self, sample: Sample) -> None:
         sink = sample.request.sink
         try:
-            while not await self._attempt(sample):
-                pass
+            async with self._slots.slot(sample):
+                while not await self._attempt(sample):
+                    pass
             sink.deliver([sample])
         except Exception as error:
             sink.deliver([FailedRequest(sample.request, self._failure(error))])

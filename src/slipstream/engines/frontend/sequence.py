@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from slipstream.errors import SlipstreamError
-from slipstream.types import FinishReason, Progress, SamplingParams, TopLogprobs, VersionSpan
+from slipstream.types import ExpertRoutes, FinishReason, Progress, SamplingParams, TopLogprobs, VersionSpan
 
 
 class ResultSink:
@@ -48,6 +48,8 @@ class EngineRequest:
     """Given a completion's tokens, returns how many of them complete the first stop string, or None if none does."""
     streams: bool = False
     """Deliver tokens to the sink as they are sampled."""
+    adapter: str = ""
+    """Name of the adapter to compute with; empty is the base model."""
 
     @property
     def is_scoring(self) -> bool:
@@ -70,6 +72,8 @@ class Sample:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     """`(version, start)` at every change of the policy version."""
+    routes: ExpertRoutes | None = None
+    """Set when the sample is finished, if they are recorded."""
     stopped: bool = False
     """The last token is a stop token or completes a stop string."""
     pages: list[int] = field(default_factory=list)

@@ -9,20 +9,18 @@ import asyncio
 from collections.abc import Callable
 
 from slipstream.engines.frontend.sample_tasks import Attempt, SampleTasks
-from slipstream.engines.frontend.sequence import Sample
 from slipstream.engines.remote.dialect import Dialect, ServerScore
 from slipstream.engines.remote.weight_label import WeightLabel
 from slipstream.errors import EngineFailure, EngineLost, SlipstreamError
 
 
 class RemoteSampleTasks(SampleTasks):
-    """At most `limit` requests are open at once. A request counts only if the server still has our weights when it ends.
+    """A request counts only if the server still has our weights when it ends.
     `on_lost` is called with the error when the server is lost."""
 
     def __init__(self, dialect: Dialect, limit: int, label: WeightLabel, on_lost: Callable[[EngineLost], None]) -> None:
-        super().__init__()
+        super().__init__(limit)
         self._dialect, self._label, self._on_lost = dialect, label, on_lost
-        self._slots = asyncio.Semaphore(limit)
 
     async def interrupt_all(self, keep_tokens: bool) -> None:
         """Return once the server has no request of ours. The gate must be closed."""
@@ -31,10 +29,6 @@ class RemoteSampleTasks(SampleTasks):
             attempt.interrupt(keep_tokens and not request.is_scoring and request.sampling.is_plain_or_greedy)
         while self.running:
             await asyncio.sleep(0.001)
-
-    async def _run(self, sample: Sample) -> None:
-        async with self._slots:
-            await super()._run(sample)
 
     async def _generate(self, attempt: Attempt) -> None:
         complete = self._score if attempt.sample.request.is_scoring else self._sample

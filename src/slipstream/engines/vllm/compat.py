@@ -27,7 +27,15 @@ _NEEDED = {
     "vllm.v1.outputs": "LogprobsLists",
     "vllm.v1.engine.exceptions": "EngineDeadError",
 }
-_METHODS = ("generate", "pause_generation", "resume_generation", "reset_prefix_cache", "collective_rpc", "shutdown")
+_METHODS = (
+    "generate",
+    "encode",
+    "pause_generation",
+    "resume_generation",
+    "reset_prefix_cache",
+    "collective_rpc",
+    "shutdown",
+)
 
 
 def check() -> str:
@@ -76,6 +84,24 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
+def pin_norms() -> None:
+    """In vLLM's batch-invariant mode, normalize every row alike. Its kernel that also adds the residual sums in another order
+    from 256 tokens on (vllm-project/vllm#48271; mended after 0.26)."""
+    if os.environ.get("VLLM_BATCH_INVARIANT") != "1":
+        return
+    from vllm.model_executor.layers import layernorm
+
+    norm = layernorm.rms_norm_batch_invariant
+
+    def add_then_norm(x: Any, weight: Any, eps: float = 1e-6, residual: Any = None) -> Any:
+        if residual is None:
+            return norm(x, weight, eps)
+        total = x + residual
+        return norm(total, weight, eps), total
+
+    layernorm.rms_norm_batch_invariant = add_then_norm
+
+
 def choose_runner(version: str) -> dict[str, str]:
     """Return the environment variables that select the model runner. On a GPU, vLLM defaults to its V2 runner for most
     models."""
@@ -97,6 +123,21 @@ async def stop_stepping(llm: Any) -> None:
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
     else:
         await llm.pause_generation(mode="keep", clear_cache=False)
+
+
+def lora_request(name: str, slot: int) -> Any:
+    """Return what tells vLLM that a request computes with the adapter of a slot. vLLM requires the path, and does not read it:
+    an adapter is there before its requests."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, slot, "in-memory")
+
+
+def rename_mapper(model: Any) -> Any:
+    """Return what maps names of a checkpoint to those of vLLM's modules, without fusing them; None if they are equal."""
+    if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
 
 def external_id(internal: str) -> str:

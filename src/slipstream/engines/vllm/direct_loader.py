@@ -10,21 +10,24 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slipstream.engines.frontend.checks import not_staged
+from slipstream.engines.frontend.draw_rate import Drawn
+from slipstream.engines.vllm.adapters import VllmAdapters
 from slipstream.engines.vllm.weight_loading import (
     WORKER_WAIT_SECONDS,
     CallWorkers,
+    Inboxes,
     MappedFiles,
     Place,
     WeightsPending,
     missing_tensors,
 )
 from slipstream.errors import ChecksumMismatch, EngineFailure, SlipstreamError, TransferError
-from slipstream.types import Destinations, Offer, Parameter, ParameterChecksums, StageReport
+from slipstream.types import Destinations, Offer, Parameter, ParameterChecksums, StageReport, TensorSpec
 from slipstream.weights.checksum import strip_manifest_header
 from slipstream.weights.plan import Plan
 from slipstream.weights.rank_image import num_bytes
 from slipstream.weights.transports.device import DEVICE_TRANSPORTS
-from slipstream.weights.update.transfer import Inbox, IncomingUpdate, UpdateReceiver
+from slipstream.weights.update.transfer import IncomingUpdate, UpdateReceiver
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class DirectLoader(UpdateReceiver):
     def __init__(
         self,
         engine: str,
+        tensors: Sequence[TensorSpec],
         parameters: tuple[Parameter, ...],
         reloaded: Collection[str],
         failed: Collection[str] | None,
@@ -48,17 +52,17 @@ class DirectLoader(UpdateReceiver):
         num_ranks: int,
         call_workers: CallWorkers,
         has_weights: bool,
+        adapters: VllmAdapters,
     ) -> None:
-        self._call_workers, self._has_weights = call_workers, has_weights
+        self._call_workers, self._has_weights, self._adapters = call_workers, has_weights, adapters
         self.parameters, self._reloaded = parameters, frozenset(reloaded)
         self._failed = None if failed is None else sorted(failed)
         # Several ranks may have to undo what one of them failed to load.
-        self.takes_all, self.is_single_call = bool(reloaded), not reloaded
+        self.takes_all = bool(reloaded)
         super().__init__(self.parameters, dtype, engine)
         self.num_ranks = num_ranks
-        self.num_bytes = num_bytes(self.parameters, dtype)
-        self._inbox = Inbox(self.parameters, dtype, engine)
-        """Receives weights that come through shared memory."""
+        self._inboxes = Inboxes(tensors, self.parameters, dtype, engine)
+        """Receive weights that come through shared memory."""
         self._links: tuple[tuple[bytes, ...], ...] = ()
         self._files = MappedFiles(engine, call_workers)
         self._places: dict[str, list[Place | None]] = {}
@@ -75,11 +79,11 @@ class DirectLoader(UpdateReceiver):
         if offer.transport not in DEVICE_TRANSPORTS:
             if self._update is not None:
                 self._admit(serving, version, offer)  # raises
-            destinations = await asyncio.to_thread(self._inbox.begin, serving, version, offer)
+            destinations = await asyncio.to_thread(self._inboxes.begin, serving, version, offer)
             self._transport = offer.transport
             return destinations
-        if self._inbox.is_updating:
-            self._inbox.begin(serving, version, offer)  # raises
+        if self._inboxes.is_updating:
+            self._inboxes.begin(serving, version, offer)  # raises
         with self._lock:
             plan = self._admit(serving, version, offer)
             # Checksums come with the pieces, and the ranks compare them.
@@ -97,7 +101,7 @@ class DirectLoader(UpdateReceiver):
         return Destinations(self._links, b"")
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
-        if self._inbox.is_updating:
+        if self._inboxes.is_updating:
             return await self._stage_shared_memory(version, manifests)
         start, receive_seconds = time.perf_counter(), 0.0
         with self._lock:
@@ -111,13 +115,14 @@ class DirectLoader(UpdateReceiver):
         return StageReport(announced, time.perf_counter() - start, receive_seconds)
 
     async def _stage_shared_memory(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
-        arrays, report = await asyncio.to_thread(self._inbox.receive, version, manifests)
-        self._check_all_tensors(arrays)
-        self._places = self._inbox.places(version, arrays)
+        inbox = self._inboxes.current
+        arrays, report = await asyncio.to_thread(inbox.receive, version, manifests)
+        self._places, brought = self._inboxes.places(version, arrays)
+        self._check_all_tensors(self._places)
         files = {place[0] for places in self._places.values() for place in places if place is not None}
-        files |= set(self._inbox.files())
-        await self._files.map(files)
-        self._inbox.check(version)
+        await self._files.map(files | self._inboxes.files())
+        await self._adapters.stage(brought)
+        inbox.check(version)
         self._staged = version
         return report
 
@@ -163,10 +168,12 @@ class DirectLoader(UpdateReceiver):
         if self._staged != version:
             raise not_staged(self._name, version)
 
-    async def load(self, version: int) -> tuple[dict[str, int], float]:
+    async def load(self, version: int) -> tuple[Drawn, float]:
         self.check_staged(version)
+        # Adapters first: writing the base model cannot be undone.
+        adapter_seconds = await self._adapters.load()
         self._is_torn = True
-        if self._inbox.is_updating:
+        if self._inboxes.is_updating:
             places = [
                 [name, [None if place is None else [*place[:2], list(place[2])] for place in by_rank]]
                 for name, by_rank in self._places.items()
@@ -181,13 +188,15 @@ class DirectLoader(UpdateReceiver):
                 raise WeightsPending(reasons[0], seconds)
             raise TransferError(reasons[0])
         self._has_weights, self._is_torn = True, False
+        self._adapters.committed()
         if self._reloaded:
             await self._call_workers("slipstream_settle")
-        return answers[-1][0], seconds  # the last stage of a pipeline draws the tokens
+        return answers[-1][0], adapter_seconds + seconds  # the last stage of a pipeline draws the tokens
 
     async def restore(self) -> None:
         """Undo what vLLM's loader has loaded. Parameters that are written directly have no second copy: staging has checked all
         that can be checked, so only a failing device gets here, and this raises if they may be torn."""
+        await self._adapters.undo()
         if self._reloaded:
             await self._call_workers("slipstream_undo")
             self._is_torn = False
@@ -196,8 +205,8 @@ class DirectLoader(UpdateReceiver):
 
     def finish(self, version: int) -> None:
         self._staged, self._places = -1, {}
-        if self._inbox.is_updating:
-            return self._inbox.finish(version)
+        if self._inboxes.is_updating:
+            return self._inboxes.finish(version)
         with self._lock:
             self._current(version)
             self._update = None
@@ -205,7 +214,8 @@ class DirectLoader(UpdateReceiver):
     async def rollback(self, version: int) -> None:
         if self._staged == version:
             self._staged, self._places = -1, {}
-        self._inbox.rollback(version)
+        self._adapters.drop()
+        self._inboxes.current.rollback(version)
         if self._update is not None and self._update.version == version:
             self._update, self._links = None, ()
             try:
@@ -244,6 +254,10 @@ class DirectLoader(UpdateReceiver):
         self._has_weights, self._is_torn = True, False
 
     @property
+    def is_single_call(self) -> bool:
+        return not self._reloaded and not self._adapters.is_staged
+
+    @property
     def writes_all(self) -> bool:
         """Whether every live parameter can be written in place, by one rank."""
         return self.num_ranks == 1 and not self._failed and not self._reloaded
@@ -255,10 +269,10 @@ class DirectLoader(UpdateReceiver):
 
     @property
     def is_updating(self) -> bool:
-        return self._update is not None or self._inbox.is_updating
+        return self._update is not None or self._inboxes.is_updating
 
     def close(self) -> None:
-        self._inbox.close()
+        self._inboxes.close()
 
 
 def last_line(error: Exception) -> str:

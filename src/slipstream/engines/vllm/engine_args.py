@@ -8,12 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Device, VllmConfig
+from slipstream.config import AdapterConfig, Device, VllmConfig
 from slipstream.engines.vllm import compat
 from slipstream.errors import ConfigError
+from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.checkpoints.served_model import ServedModel
+from slipstream.model.lora import adapter_support
 from slipstream.types import MAX_TOP_LOGPROBS
-from slipstream.vllm_arguments import check_known
+from slipstream.vllm_arguments import LORA_RANKS, check_known
 from slipstream.weights.rank_image import numpy_dtype
 
 _BLOCK_SIZE = {"cpu": 128, "gpu": 16}
@@ -30,6 +32,8 @@ def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weigh
     """Start vLLM's asynchronous engine. Raise `ConfigError` for settings it does not support."""
     set_defaults(ENVIRONMENT)
     version = compat.check()
+    if options.draft_model or options.adapters:
+        set_defaults({"VLLM_USE_V2_MODEL_RUNNER": "0"})  # where we know the places of draft and adapters
     set_defaults(compat.choose_runner(version))
     on_cpu = compat.is_cpu()
     if options.deterministic:
@@ -73,6 +77,8 @@ def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weigh
         arguments["enable_sleep_mode"] = not options.share_weights
         # With a KV cache of fixed size, vLLM only checks that this share is free when it starts.
         arguments["gpu_memory_utilization"] = 0.01 if options.kv_cache_tokens else options.gpu_memory_utilization
+    if options.adapters:
+        arguments |= _adapter_arguments(options.adapters, model, options.dtype)
     if options.max_num_batched_tokens:
         arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
     if not on_cpu and len(set(options.devices)) < len(options.devices):
@@ -84,6 +90,9 @@ def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weigh
     kind = _args_class(options.devices)
     check_known(options.vllm, [field.name for field in fields(kind)], version)
     arguments |= options.vllm
+    if options.draft_model:
+        draft = str(model_directory(options.draft_model))
+        arguments["speculative_config"] = {**options.vllm["speculative_config"], "model": draft}
     try:
         config = kind(**arguments).create_engine_config(context)
     except Exception as error:
@@ -91,7 +100,7 @@ def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weigh
             raise
         given = ", ".join(f"{name}={value!r:.80}" for name, value in options.vllm.items())
         raise ConfigError(f"vLLM {version} refuses its arguments ({given}): {error}") from None
-    if config.model_config.runner_type != "generate":
+    if config.model_config.runner_type != ("pooling" if model.num_labels else "generate"):
         named = config.model_config.architectures
         raise ConfigError(f"vLLM generates no tokens with this model; architectures in its config.json is {named}")
     head_dim = config.model_config.get_head_size()
@@ -99,8 +108,29 @@ def make_llm(directory: Path, model: ServedModel, options: VllmConfig, has_weigh
         raise ConfigError(f"head_dim of the model is {head_dim}; vLLM's attention on CPU needs a multiple of 32")
     if on_cpu or options.kv_cache_tokens:
         tokens = options.kv_cache_tokens or options.max_num_seqs * config.model_config.max_model_len
-        config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config.model_config, options, tokens, block)
+        models = [config.model_config]
+        if options.draft_model:
+            models.append(config.speculative_config.draft_model_config)
+        config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(models, options, tokens, block)
     return AsyncLLM.from_vllm_config(config, usage_context=context, disable_log_stats=arguments["disable_log_stats"])
+
+
+def _adapter_arguments(adapters: AdapterConfig, model: ServedModel, dtype: str) -> dict[str, Any]:
+    if model.num_labels:
+        raise ConfigError("adapters of a model for sequence classification have not been tried in vLLM; drop adapters")
+    if compat.is_cpu() and any(".experts." in tensor.name for tensor in model.tensors):
+        raise ConfigError("vLLM on CPU cannot compute experts while adapters are enabled: drop adapters, or use a GPU")
+    if dtype == "float32" and not compat.is_cpu():
+        raise ConfigError(
+            "dtype is 'float32'; on a GPU, vLLM computes adapters in 16 bits only: set dtype=\"bfloat16\""
+        )
+    return {
+        "enable_lora": True,
+        # On CPU, vLLM computes rows without an adapter with the last slot, if others have one: it stays zero.
+        "max_loras": adapters.slots + compat.is_cpu(),
+        "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= adapters.rank),
+        "lora_target_modules": list(adapter_support(adapters, model.tensors).targets),
+    }
 
 
 def _check_batch_invariance() -> None:
@@ -134,14 +164,16 @@ def _prepare_cpu(options: VllmConfig) -> None:
         raise ConfigError(f'dtype is {options.dtype!r}; vLLM on CPU is supported with dtype="float32" only')
 
 
-def _kv_cache_bytes(model: Any, options: VllmConfig, tokens: int, block: int) -> int:
-    """`model` is vLLM's config of the model."""
+def _kv_cache_bytes(models: Sequence[Any], options: VllmConfig, tokens: int, block: int) -> int:
+    """`models` are vLLM's configs of the models that share the cache."""
     # Every sequence may leave a block partly filled, and vLLM reserves one.
     num_blocks = -(-tokens // block) + options.max_num_seqs + 2
-    kv_heads = max(1, model.get_total_num_kv_heads() // options.tensor_parallel_size)
-    layers = -(-model.get_total_num_hidden_layers() // options.pipeline_parallel_size)
-    itemsize = numpy_dtype(options.dtype).itemsize
-    return int(num_blocks * block * 2 * layers * kv_heads * model.get_head_size() * itemsize)
+    itemsize, size = numpy_dtype(options.dtype).itemsize, 0
+    for model in models:
+        kv_heads = max(1, model.get_total_num_kv_heads() // options.tensor_parallel_size)
+        layers = -(-model.get_total_num_hidden_layers() // options.pipeline_parallel_size)
+        size += num_blocks * block * 2 * layers * kv_heads * model.get_head_size() * itemsize
+    return int(size)
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:

@@ -9,12 +9,14 @@ from functools import partial
 from typing import TypeVar
 
 from slipstream.engines.frontend.checks import not_staged
-from slipstream.engines.vllm.weight_loading import CallWorkers, MappedFiles, Place, missing_tensors
+from slipstream.engines.frontend.draw_rate import Drawn
+from slipstream.engines.vllm.adapters import VllmAdapters
+from slipstream.engines.vllm.weight_loading import CallWorkers, Inboxes, MappedFiles, Place, missing_tensors
 from slipstream.errors import Unsupported
 from slipstream.model.families import whole_parameters
 from slipstream.types import Destinations, Offer, ParameterChecksums, StageReport, TensorSpec
 from slipstream.weights.rank_image import num_bytes
-from slipstream.weights.update.transfer import Inbox
+from slipstream.weights.update.publisher import DRAFT
 from slipstream.weights.update.transport_choice import is_quick
 
 T = TypeVar("T")
@@ -38,14 +40,16 @@ class ReloadLoader:
         dtype: str,
         call_workers: CallWorkers,
         has_checkpoint: bool,
+        adapters: VllmAdapters,
     ) -> None:
-        self._engine, self._dtype, self._call_workers = engine, dtype, call_workers
+        self._engine, self._dtype, self._call_workers, self._adapters = engine, dtype, call_workers, adapters
         self._has_weights = self._has_checkpoint = has_checkpoint
-        self._names = {t.name for t in tensors}
+        self._names = {t.name for t in tensors if not t.name.startswith(DRAFT)}
+        """Names of the tensors that an engine without weights needs; a draft model always has its own."""
         # One rank: tensors arrive whole, and each worker takes its own part of them.
         self.parameters, self.num_ranks = whole_parameters(tensors), 1
         self.num_bytes = num_bytes(self.parameters, dtype)
-        self._inbox = Inbox(self.parameters, dtype, engine)
+        self._inboxes = Inboxes(tensors, self.parameters, dtype, engine)
         self._is_quick = False
         """The update in progress is too small to be worth a thread."""
         self._serving: dict[str, Place] = {}
@@ -55,18 +59,20 @@ class ReloadLoader:
 
     async def begin(self, serving: int, version: int, offer: Offer) -> Destinations:
         self._is_quick = is_quick(offer.transport, self.num_bytes)
-        return await self._run(partial(self._inbox.begin, serving, version, offer))
+        return await self._run(partial(self._inboxes.begin, serving, version, offer))
 
     async def stage(self, version: int, manifests: Sequence[Sequence[bytes]]) -> StageReport:
-        arrays, report = await self._run(partial(self._inbox.receive, version, manifests))
-        arrived = self._inbox.places(version, arrays).items()
-        places = self._serving | {name: place for name, (place, *_) in arrived if place is not None}
+        inbox = self._inboxes.current
+        arrays, report = await self._run(partial(inbox.receive, version, manifests))
+        arrived, brought = self._inboxes.places(version, arrays)
+        places = self._serving | {name: place for name, (place, *_) in arrived.items() if place is not None}
         in_use = {file for file, _, _ in (*places.values(), *self._serving.values())}
-        await self._files.map(in_use.union(self._inbox.files()))
+        await self._files.map(in_use | self._inboxes.files())
         missing = sorted(self._names - places.keys())
         if missing and not self._has_checkpoint:
             raise missing_tensors(self._engine, missing)
-        self._inbox.check(version)  # it may have been rolled back meanwhile
+        await self._adapters.stage(brought)
+        inbox.check(version)  # it may have been rolled back meanwhile
         self._staged = version, places
         return report
 
@@ -78,17 +84,20 @@ class ReloadLoader:
         if self._staged is None or self._staged[0] != version:
             raise not_staged(self._engine, version)
 
-    async def load(self, version: int) -> tuple[dict[str, int], float]:
-        """Make the workers compute with this version. Return the number of tokens each running sample had drawn, and the
+    async def load(self, version: int) -> tuple[Drawn, float]:
+        """Make the workers compute with this version. Return the tokens that requests had drawn, and the
         seconds the workers spent. Raise `WeightsPending` if the weights have not arrived yet."""
         self.check_staged(version)
         assert self._staged is not None
         places = self._staged[1]
         # The last stage of a pipeline draws the tokens.
-        counts: dict[str, int] = (await self._call_workers("slipstream_token_counts"))[-1]
-        seconds = await self._reload(places) if places != self._serving else 0.0
+        drawn: Drawn = (await self._call_workers("slipstream_drawn"))[-1]
+        seconds = await self._adapters.load()
+        if places != self._serving:
+            seconds += await self._reload(places)
         self._serving, self._has_weights = places, True
-        return counts, seconds
+        self._adapters.committed()
+        return drawn, seconds
 
     async def _reload(self, places: Mapping[str, Place]) -> float:
         tensors = [[name, file, offset, list(shape)] for name, (file, offset, shape) in places.items()]
@@ -97,16 +106,18 @@ class ReloadLoader:
     async def restore(self) -> None:
         """After `load` failed halfway: bring back what it may have overwritten, or raise. Here: load the serving weights again,
         if there are any."""
-        if self._has_weights:
+        await self._adapters.undo()
+        if self._has_weights and self._staged is not None and self._staged[1] != self._serving:
             await self._reload(self._serving)
 
     def finish(self, version: int) -> None:
         self._unstage(version)
-        self._inbox.finish(version)
+        self._inboxes.finish(version)
 
     async def rollback(self, version: int) -> None:
         self._unstage(version)
-        self._inbox.rollback(version)
+        self._adapters.drop()
+        self._inboxes.current.rollback(version)
 
     def _unstage(self, version: int) -> None:
         if self._staged is not None and self._staged[0] == version:
@@ -126,7 +137,7 @@ class ReloadLoader:
 
     @property
     def is_updating(self) -> bool:
-        return self._inbox.is_updating
+        return self._inboxes.is_updating
 
     def close(self) -> None:
-        self._inbox.close()
+        self._inboxes.close()

@@ -58,6 +58,13 @@ def scoring_params(sample: Sample) -> Any:
     )
 
 
+def pooling_params() -> Any:
+    """The outputs of a model for sequence classification as they are, without sigmoid or softmax."""
+    from vllm import PoolingParams
+
+    return PoolingParams(task="classify", use_activation=False)
+
+
 def take_tokens(sample: Sample, output: Any, versions: Sequence[tuple[int, int]]) -> None:
     """Append the new tokens of a cumulative `output`, each under the version that drew it."""
     before, columns, count = len(sample.tokens), output.logprobs, sample.request.sampling.top_logprobs

@@ -40,6 +40,7 @@ class DualLogprobSampler(Sampler):
         return sampler
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        self.batch.draw_rate.step(len(logits))  # with speculation, a step draws at least that
         count = sampling_metadata.max_num_logprobs
         if count is None or kwargs.get(
             "predict_bonus_token"
@@ -75,7 +76,7 @@ class DualLogprobRejectionSampler(RejectionSampler):
     """Reports the columns of `DualLogprobSampler` for the tokens of a speculative step."""
 
     _temperature: torch.Tensor | None
-    """Of each request of the step; None if all are greedy."""
+    """Temperature of each request of the step; None if all are greedy."""
 
     @classmethod
     def of(cls, original: RejectionSampler, sampler: DualLogprobSampler) -> Self:

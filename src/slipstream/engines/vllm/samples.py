@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
 from slipstream.engines.frontend.sample_tasks import Attempt, SampleTasks
 from slipstream.engines.vllm import request_format
+from slipstream.engines.vllm.adapters import VllmAdapters
 from slipstream.errors import EngineFailure, InvalidSampling, SlipstreamError
 
 
 class VllmSampleTasks(SampleTasks):
     """`explain` converts an error of vLLM's to one of ours."""
 
-    def __init__(self, llm: Any, explain: Callable[[str, Exception], SlipstreamError]) -> None:
-        super().__init__()
-        self._llm, self._explain = llm, explain
+    def __init__(
+        self, llm: Any, explain: Callable[[str, Exception], SlipstreamError], max_num_seqs: int, adapters: VllmAdapters
+    ) -> None:
+        # A few beyond those that vLLM runs, so that the next one is there when a sequence ends.
+        super().__init__(max_num_seqs + max(8, max_num_seqs // 8))
+        self._llm, self._explain, self._adapters = llm, explain, adapters
+        self._changed: dict[str, int] = {}
+        """The version at which each adapter, and the base model (""), last changed. The latter changes all."""
         self._can_read = asyncio.Event()
         self._can_read.set()
+
+    def set_version(self, version: int, changed: Collection[str] | None) -> None:
+        """Start samples under this version, in which these adapters have changed; None stands for the base model."""
+        self.version = version
+        self._changed = {"": version} if changed is None else self._changed | dict.fromkeys(changed, version)
 
     @contextlib.asynccontextmanager
     async def outputs_held(self) -> AsyncIterator[None]:
@@ -32,15 +43,19 @@ class VllmSampleTasks(SampleTasks):
 
     async def _generate(self, attempt: Attempt) -> None:
         sample, request = attempt.sample, attempt.sample.request
-        # A prompt only matches prefix-cache entries that were made with the same salt.
-        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {attempt.version}"}
-        sampling = request.sampling
+        if self._llm.vllm_config.model_config.runner_type == "pooling":
+            return await self._classify(attempt)
+        changed = self._changed.get(request.adapter, self._changed.get("", 0))
+        prompt, sampling = _prompt(request.prompt, changed), request.sampling
+        adapter = self._adapters.request(request.adapter)
         if (sampling.min_p or sampling.logit_bias) and self._llm.vllm_config.speculative_config is not None:
             raise InvalidSampling(
                 "this engine has a speculative_config, with which vLLM supports neither min_p nor logit_bias"
             )
         make_params = request_format.scoring_params if request.is_scoring else request_format.sampling_params
-        outputs = self._llm.generate(prompt, make_params(sample), attempt.id, priority=request.priority)
+        outputs = self._llm.generate(
+            prompt, make_params(sample), attempt.id, lora_request=adapter, priority=request.priority
+        )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 await self._can_read.wait()
@@ -53,5 +68,22 @@ class VllmSampleTasks(SampleTasks):
         if not request.is_scoring and sample.finish_reason is None:
             raise EngineFailure(f"vLLM ended a request after {len(sample.tokens)} of {request.max_new_tokens} tokens")
 
+    async def _classify(self, attempt: Attempt) -> None:
+        """Take the output of the label that ends the sequence, for the tokens before it."""
+        sample, request = attempt.sample, attempt.sample.request
+        *tokens, label = request.prompt
+        prompt, params = _prompt(tokens, attempt.version), request_format.pooling_params()
+        outputs = self._llm.encode(prompt, params, attempt.id, priority=request.priority)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                await self._can_read.wait()
+                sample.raw_logprobs, sample.versions = [float(output.outputs.data[label])], [(attempt.version, 0)]
+
     def _failure(self, error: Exception) -> SlipstreamError:
         return error if isinstance(error, SlipstreamError) else self._explain("generating", error)
+
+
+def _prompt(tokens: Sequence[int], version: int) -> dict[str, Any]:
+    """`version` is that at which what computes the prompt last changed."""
+    # A prompt only matches prefix-cache entries that were made with the same adapter and salt.
+    return {"prompt_token_ids": list(tokens), "cache_salt": f"version {version}"}

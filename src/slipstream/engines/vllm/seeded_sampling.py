@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.engines.frontend.draw_rate import DrawRate
 from slipstream.engines.frontend.sample_tasks import mixed_seed
 
 SEED = "slipstream_seed"
@@ -44,7 +45,7 @@ class SeededBatch:
     that stay constant while the batch is unchanged are looked up once."""
 
     def __init__(self, model_runner: Any) -> None:
-        self._runner = model_runner
+        self._runner, self.draw_rate = model_runner, DrawRate()
         self._request_ids: list[str] = []
         self._seeds: list[int] = []
         self._states: list[Any] = []

@@ -84,6 +84,18 @@ def abandon(model: torch.nn.Module) -> None:
     layerwise.LOADING_LAYERS.clear()
 
 
+def pack_tied(model: torch.nn.Module) -> None:
+    """On CPU, repack a head that is tied to the embedding: it loads no weight, so vLLM would keep the packed copy of the old
+    one."""
+    seen: set[int] = set()
+    for module in model.modules():
+        if (weight := getattr(module, "weight", None)) is None:
+            continue
+        if id(weight) in seen and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
+        seen.add(id(weight))
+
+
 def reset_scales(model: torch.nn.Module) -> None:
     """Set the scales of attention layers to 1, as they are without a checkpoint's. vLLM's dummy loader fills them with noise,
     and if its KV cache is not quantized, no later load sets them."""

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
+from slipstream.engines.frontend.draw_rate import DrawRate
 from slipstream.engines.vllm.seeded_sampling import PLAIN, SEED
 
 
@@ -26,6 +27,7 @@ class DualLogprobV2Sampler(Sampler):
     """Tokens drawn, by slot."""
     _plain: np.ndarray
     """By slot: whether the request samples the model's own distribution."""
+    draw_rate: DrawRate
     _preempted_counts: dict[str, int]
     """Tokens drawn by preempted requests, which have no slot until they are resumed."""
     _sampled: tuple[torch.Tensor, torch.Tensor]
@@ -38,7 +40,7 @@ class DualLogprobV2Sampler(Sampler):
         sampler.__dict__.update(runner.sampler.__dict__)
         sampler._counts = np.zeros(runner.max_num_reqs, np.int64)
         sampler._plain = np.zeros(runner.max_num_reqs, bool)
-        sampler._preempted_counts = {}
+        sampler._preempted_counts, sampler.draw_rate = {}, DrawRate()
         runner.sampler = sampler
         original = runner.finish_requests
 
@@ -79,7 +81,9 @@ class DualLogprobV2Sampler(Sampler):
         raw = logits.clone() if needs_raw else logits  # sampling changes the logits in place
         out = super().__call__(logits, input_batch)
         computed = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-        self._counts[slots] += computed >= input_batch.prefill_len_np  # a partial prefill draws nothing
+        draws = computed >= input_batch.prefill_len_np  # a partial prefill draws nothing
+        self._counts[slots] += draws
+        self.draw_rate.step(int(draws.sum()))
         if count != NO_LOGPROBS:
             is_greedy = None
             if needs_raw:

@@ -16,26 +16,40 @@ import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader import get_model_loader
 
+from slipstream.engines.frontend.draw_rate import Drawn, DrawRate
 from slipstream.engines.vllm import compat
+from slipstream.engines.vllm.draft import WorkerDraft
 from slipstream.engines.vllm.live_parameters import LiveParameters, NotYetReceived
 from slipstream.engines.vllm.mapping_check import check_mapping, module_siblings, random_tensors
 from slipstream.engines.vllm.sampler import DualLogprobSampler
 from slipstream.engines.vllm.shared_names import remove_names
-from slipstream.engines.vllm.undoable_reload import NothingWritten, UndoableReload, Weights, abandon, reset_scales
+from slipstream.engines.vllm.undoable_reload import (
+    NothingWritten,
+    UndoableReload,
+    Weights,
+    abandon,
+    pack_tied,
+    reset_scales,
+)
+from slipstream.engines.vllm.worker_adapters import AdapterExtension, without_adapters
 from slipstream.errors import ChecksumMismatch
 from slipstream.model import families
 from slipstream.model.checkpoints.hf_config import read_config
 from slipstream.model.families.vllm_parameters import vllm_parameters, written_parameters
+from slipstream.runtime.process_times import process_start_time
 from slipstream.types import Parameter, TensorSpec
+from slipstream.vllm_arguments import DRAFT_MODEL
 from slipstream.weights.plan import Plan
 from slipstream.weights.transports.cuda.driver import CudaDriver, NotExportable
-from slipstream.weights.transports.host import shm
 from slipstream.weights.transports.shared.engine_memory import export_parameters
+from slipstream.weights.update.publisher import DRAFT
 
 POLL_SECONDS = 0.5
 
+compat.pin_norms()  # here, because workers import this module before they capture CUDA graphs
 
-class WorkerExtension:
+
+class WorkerExtension(AdapterExtension):
     """`self` is a vLLM worker. vLLM calls these methods between two steps, never during one."""
 
     model_runner: Any
@@ -47,7 +61,7 @@ class WorkerExtension:
         """Set up this worker; called once, after the model is loaded. The worker exits when process `owner`, which hosts the
         engine, has ended. `tensors` are names and shapes of all tensors of the checkpoint. Return this process's pid and the
         bytes of its KV cache."""
-        self._slipstream_token_counts = self._slipstream_replace_sampler()
+        self._slipstream_token_counts, self._slipstream_draw_rate = self._slipstream_replace_sampler()
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
         self._slipstream_tensors = [TensorSpec(name, tuple(shape)) for name, shape in tensors]
@@ -55,27 +69,34 @@ class WorkerExtension:
             get_pp_group().rank_in_group * self._slipstream_split[0] + get_tensor_model_parallel_rank()
         )
         self._slipstream_prepare_stage()
+        self._slipstream_adapters = None
+        self._slipstream_draft: WorkerDraft | None = None
+        if getattr(self.vllm_config.speculative_config, "method", "") == DRAFT_MODEL:
+            self._slipstream_draft = WorkerDraft(self.vllm_config, self.model_runner, self._slipstream_split[0])
         if self.vllm_config.load_config.load_format == "dummy":
             reset_scales(self.model_runner.get_model())
         if not compat.is_cpu():
             model = self.model_runner.get_model()
             self._slipstream_reload = UndoableReload(model, self._slipstream_load, self.device)
-            live = {name: parameter.data for name, parameter in model.named_parameters()}
+            live = self._slipstream_named_parameters()
+            live |= self._slipstream_draft.live() if self._slipstream_draft else {}
             self._slipstream_live = LiveParameters(live, self._slipstream_reload, self._slipstream_rank, self.device)
         threading.Thread(target=_exit_with, args=(owner,), name="slipstream-lifeline", daemon=True).start()
         remove_names()
         return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
 
-    def _slipstream_replace_sampler(self) -> Callable[[], dict[str, int]]:
-        """Install our sampler. Return its function that counts the tokens each request has drawn. With the V2 runner, only the
-        last stage of a pipeline has a sampler."""
+    def _slipstream_replace_sampler(self) -> tuple[Callable[[], dict[str, int]], DrawRate]:
+        """Install our sampler. Return its function that counts the tokens each request has drawn, and their rate. With the V2
+        runner, only the last stage of a pipeline has a sampler."""
         if self.model_runner.sampler is None:
-            return dict
+            return dict, DrawRate()
         if getattr(self.vllm_config, "use_v2_model_runner", False):
             from slipstream.engines.vllm.v2_runner import DualLogprobV2Sampler
 
-            return DualLogprobV2Sampler.replace_sampler(self.model_runner).token_counts
-        return DualLogprobSampler.replace_sampler(self.model_runner).batch.token_counts
+            sampler = DualLogprobV2Sampler.replace_sampler(self.model_runner)
+            return sampler.token_counts, sampler.draw_rate
+        batch = DualLogprobSampler.replace_sampler(self.model_runner).batch
+        return batch.token_counts, batch.draw_rate
 
     def _slipstream_prepare_stage(self) -> None:
         """Allocate the buffers in which a later stage of a pipeline receives. vLLM allocates them in a profiling run, and makes
@@ -86,9 +107,9 @@ class WorkerExtension:
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
             )
 
-    def slipstream_token_counts(self) -> dict[str, int]:
-        """Return how many tokens each request has drawn, without requests that have drawn none."""
-        return {compat.external_id(name): count for name, count in self._slipstream_token_counts().items() if count}
+    def slipstream_drawn(self) -> Drawn:
+        counts = {compat.external_id(name): count for name, count in self._slipstream_token_counts().items() if count}
+        return counts, self._slipstream_draw_rate.tokens_per_second
 
     def slipstream_map_files(self, files: Sequence[str]) -> None:
         """Map these files of shared memory, and unmap all others."""
@@ -101,31 +122,28 @@ class WorkerExtension:
         Hugging Face names, in mapped files. Tensors that are not named are read from the engine's checkpoint."""
         start = time.perf_counter()
         self.slipstream_allocate_memory("weights")
-        self._slipstream_load(self._slipstream_weights(tensors, getattr(torch, dtype)))
-        self._slipstream_pack_tied()
+        policy = [tensor for tensor in tensors if not tensor[0].startswith(DRAFT)]
+        self._slipstream_load(self._slipstream_weights(policy, getattr(torch, dtype)))
+        draft = [[tensor[0].removeprefix(DRAFT), *tensor[1:]] for tensor in tensors if tensor[0].startswith(DRAFT)]
+        if draft and self._slipstream_draft is not None:
+            count = sum(t.name.startswith(DRAFT) for t in self._slipstream_tensors)
+            sent = dict(self._slipstream_mapped(draft, getattr(torch, dtype)))
+            self._slipstream_draft.update(sent, is_whole=len(sent) == count)
         return time.perf_counter() - start
 
-    def _slipstream_pack_tied(self) -> None:
-        """Repack a head that is tied to the embedding: it loads no weight, so vLLM would keep the packed copy of the old
-        one."""
-        seen: set[int] = set()
-        for module in self.model_runner.get_model().modules():
-            if (weight := getattr(module, "weight", None)) is None:
-                continue
-            if id(weight) in seen and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
-            seen.add(id(weight))
-
     def _slipstream_weights(self, tensors: Sequence[Sequence[Any]], dtype: torch.dtype) -> Weights:
-        for name, file, offset, shape in tensors:
-            yield name, self._slipstream_tensor(file, offset, shape, dtype)
+        yield from self._slipstream_mapped(tensors, dtype)
         sent = {name for name, _, _, _ in tensors}
-        if {t.name for t in self._slipstream_tensors} - sent:
+        if {t.name for t in self._slipstream_tensors if not t.name.startswith(DRAFT)} - sent:
             loader = get_model_loader(self.vllm_config.load_config)
             model = self.model_runner.get_model()
             for name, tensor in loader.get_all_weights(self.vllm_config.model_config, model):
                 if name not in sent:
                     yield name, tensor
+
+    def _slipstream_mapped(self, tensors: Sequence[Sequence[Any]], dtype: torch.dtype) -> Weights:
+        for name, file, offset, shape in tensors:
+            yield name, self._slipstream_tensor(file, offset, shape, dtype)
 
     def _slipstream_tensor(self, file: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)
@@ -134,11 +152,22 @@ class WorkerExtension:
 
     def _slipstream_load(self, weights: Weights) -> None:
         """Give weights to vLLM's own loader. If it fails, layers have the parameters of the old version or of the new one."""
-        try:
-            self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
-        except BaseException:
-            abandon(self.model_runner.get_model())
-            raise
+        model = self.model_runner.get_model()
+        with without_adapters(model):
+            try:
+                self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+            except BaseException:
+                abandon(model)
+                raise
+            pack_tied(model)
+        if self._slipstream_adapters is not None:  # vLLM may have removed them
+            self._slipstream_adapters.restore()
+
+    def _slipstream_named_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the live parameters, by the names that they have without adapters."""
+        model = self.model_runner.get_model()
+        with without_adapters(model):
+            return {name: parameter.data for name, parameter in model.named_parameters()}
 
     # --- on GPU: straight into the live parameters ---
 
@@ -147,7 +176,7 @@ class WorkerExtension:
         `slipstream_install`. Checks with the weights the engine was started with, or else with random ones."""
         model = self.model_runner.get_model()
         config = read_config(Path(directory))
-        live = {name: parameter.data for name, parameter in model.named_parameters()}
+        live = self._slipstream_named_parameters()
         self._slipstream_config = config
         own, dtype = self._slipstream_parameters(), next(iter(live.values())).dtype
         if has_weights:
@@ -158,7 +187,8 @@ class WorkerExtension:
             self._slipstream_load(random_tensors(specs, dtype, self.device))
             failed = check_mapping(live, own, random_tensors(specs, dtype, self.device))
         siblings = module_siblings(failed, live) - failed.keys()
-        return failed | dict.fromkeys(siblings, "another parameter of its module failed the check")
+        failed |= dict.fromkeys(siblings, "another parameter of its module failed the check")
+        return failed | (self._slipstream_draft.check_mapping(self._slipstream_rank) if self._slipstream_draft else {})
 
     @property
     def _slipstream_split(self) -> tuple[int, int, bool]:
@@ -168,7 +198,7 @@ class WorkerExtension:
         return tp, pp, bool(parallel.enable_expert_parallel)
 
     def _slipstream_parameters(self) -> list[Parameter]:
-        """The live parameters of this rank."""
+        """The live parameters of this rank, without those of a draft model."""
         parameters = vllm_parameters(self._slipstream_config, *self._slipstream_split)
         return [p for p in parameters if p.rank == self._slipstream_rank]
 
@@ -176,7 +206,7 @@ class WorkerExtension:
         """Return where the live parameters lie, for a trainer that writes them itself; or why it cannot. Nothing reads or
         writes them any more."""
         torch.cuda.synchronize(self.device)
-        live = {name: parameter.data for name, parameter in self.model_runner.get_model().named_parameters()}
+        live = self._slipstream_named_parameters()
         try:
             return export_parameters(live, CudaDriver(self.device.index or 0))
         except NotExportable as error:
@@ -191,6 +221,7 @@ class WorkerExtension:
             reloaded = frozenset(t.name for t in self._slipstream_tensors)
         else:
             parameters, reloaded = written_parameters(self._slipstream_config, tp, failed, pp, ep)
+            parameters += self._slipstream_draft.parameters() if self._slipstream_draft else ()
         return self._slipstream_live.connect(transport, Plan.from_bytes(plan), parameters, reloaded)
 
     def slipstream_expect(self, version: int) -> None:
@@ -206,25 +237,25 @@ class WorkerExtension:
 
     def slipstream_apply(
         self, version: int, indices: Sequence[Sequence[int]], timeout: float
-    ) -> tuple[dict[str, int], float, str, bool]:
+    ) -> tuple[Drawn, float, str, bool]:
         """Write these pieces, listed by rank, of a staged version, waiting for them at most `timeout` seconds.
 
-        Return the tokens each request has drawn, the seconds that writing took, why nothing was written ("" if it was), and
+        Return the tokens that requests have drawn, the seconds that writing took, why nothing was written ("" if it was), and
         whether a retry may succeed. Counting and writing are one call, so that no step runs between them."""
-        start, counts, reason, may_retry, seconds = time.perf_counter(), self.slipstream_token_counts(), "", False, 0.0
+        start, drawn, reason, may_retry, seconds = time.perf_counter(), self.slipstream_drawn(), "", False, 0.0
         try:
             if own := indices[self._slipstream_rank]:  # a stage of a pipeline may have nothing to write
                 seconds = self._slipstream_live.apply(version, own, timeout)
         except NothingWritten as error:
             reason, may_retry = str(error), isinstance(error, NotYetReceived)
-        return counts, max(seconds, time.perf_counter() - start), reason, may_retry
+        return drawn, max(seconds, time.perf_counter() - start), reason, may_retry
 
     def slipstream_write(
         self, places: Sequence[Any], dtype: str, reloaded: Sequence[str]
-    ) -> tuple[dict[str, int], float, str, bool]:
+    ) -> tuple[Drawn, float, str, bool]:
         """Like `slipstream_apply`, for parameters in mapped files: `(name, per rank (file, offset, shape))`, with None for
         ranks that do not have it."""
-        counts, torch_dtype, start = self.slipstream_token_counts(), getattr(torch, dtype), time.perf_counter()
+        drawn, torch_dtype, start = self.slipstream_drawn(), getattr(torch, dtype), time.perf_counter()
         reason = ""
         own = [(name, *place) for name, by_rank in places if (place := by_rank[self._slipstream_rank]) is not None]
         tensors = (
@@ -234,7 +265,7 @@ class WorkerExtension:
             self._slipstream_live.write(tensors, reloaded)
         except NothingWritten as error:
             reason = str(error)
-        return counts, time.perf_counter() - start, reason, False
+        return drawn, time.perf_counter() - start, reason, False
 
     def slipstream_settle(self) -> None:
         """Drop the copy of what vLLM's loader has replaced: all workers have loaded the version."""
@@ -246,8 +277,10 @@ class WorkerExtension:
 
     def slipstream_checksums(self, names: Sequence[str]) -> list[tuple[str, list[int]]]:
         """Return a checksum for each part of these parameters."""
-        wanted = set(names)
-        return self._slipstream_live.checksums([p for p in self._slipstream_parameters() if p.name in wanted])
+        wanted, parameters = set(names), self._slipstream_parameters()
+        if self._slipstream_draft is not None:
+            parameters += [p for p in self._slipstream_draft.parameters() if p.rank == self._slipstream_rank]
+        return self._slipstream_live.checksums([p for p in parameters if p.name in wanted])
 
     def slipstream_discard(self) -> None:
         """Drop the update in progress."""
@@ -282,6 +315,8 @@ class WorkerExtension:
         finally:
             if "weights" not in tags:
                 self._sleep_saved_buffers = buffers
+        if "weights" in tags and self._slipstream_adapters is not None:  # level 2 has dropped them on the device
+            self._slipstream_adapters.restore()
 
     def slipstream_memory_in_use(self) -> int:
         """Return the bytes of device memory that back the weights and the KV cache."""
@@ -299,9 +334,11 @@ class WorkerExtension:
                 self._slipstream_sizes[storage._cdata] = storage.nbytes()
                 storage.resize_(0)
         if "weights" in tags:
-            for module in self.model_runner.get_model().modules():
-                if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = None  # a packed copy of the weight; loading packs it again
+            model = self.model_runner.get_model()
+            with without_adapters(model):
+                for module in model.modules():
+                    if hasattr(module, "cpu_linear"):
+                        module.cpu_linear = None  # a packed copy of the weight; loading packs it again
 
     def slipstream_allocate_memory(self, tag: str) -> None:
         """Undo `slipstream_free_memory`. The memory is zeroed: uninitialized memory may hold NaN, and zero times NaN is NaN."""
@@ -335,7 +372,7 @@ def _map_file(file: str) -> mmap.mmap:
 
 def _exit_with(owner: int) -> None:
     """Exit this process when process `owner` has ended."""
-    started = shm.process_start_time(owner)
-    while started and shm.process_start_time(owner) == started:
+    started = process_start_time(owner)
+    while started and process_start_time(owner) == started:
         time.sleep(POLL_SECONDS)
     os._exit(1)

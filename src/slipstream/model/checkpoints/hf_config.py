@@ -29,6 +29,8 @@ _SPECIAL = {
 }
 """Settings that change the result, allowed only for families that list them in `Family.settings`."""
 
+_LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+"""Ends of the names of classes in `transformers`."""
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
 
@@ -100,6 +102,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             attn_softcap=_number(hf, family, "attn_logit_softcapping", float),
             final_softcap=_number(hf, family, "final_logit_softcapping", float),
             moe=_moe(hf, family, num_layers) if family.has_experts else None,
+            num_labels=num_labels(hf),
             eos_token_ids=token_ids(hf.get("eos_token_id")),
             bos_token_id=hf.get("bos_token_id"),
             pad_token_id=hf.get("pad_token_id"),
@@ -137,6 +140,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "pad_token_id": config.pad_token_id,
         "torch_dtype": config.dtype,
     }
+    if config.num_labels:
+        hf["architectures"] = [family.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER)]
+        hf["id2label"] = {str(label): f"LABEL_{label}" for label in range(config.num_labels)}
     if activation != "silu":
         hf["hidden_activation"] = activation
     scalar = config.query_pre_attn_scalar or config.head_dim
@@ -216,6 +222,13 @@ def _layer_types(hf: Mapping[str, Any], family: Family, num_layers: int) -> tupl
             f"config.json: layer_types is {found}, but all layers of a {family.name} model must have the same type"
         )
     return ()
+
+
+def num_labels(hf: Mapping[str, Any]) -> int:
+    """Return the outputs of a `…ForSequenceClassification`, 0 of other architectures."""
+    if not any(str(name).endswith(_CLASSIFIER) for name in hf.get("architectures") or ()):
+        return 0
+    return int(hf.get("num_labels") or len(hf.get("id2label") or (0, 1)))
 
 
 def _moe(hf: Mapping[str, Any], family: Family, num_layers: int) -> MoeConfig:

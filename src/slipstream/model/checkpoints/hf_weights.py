@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from slipstream.errors import ConfigError, MappingError
 from slipstream.model.checkpoints.hf_config import read_config, to_hf
@@ -19,7 +16,17 @@ from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import family_of, tensors
 from slipstream.model.tree import flatten, unflatten
-from slipstream.tensors.safetensors_dir import EMBED, HEAD, INDEX, SINGLE, is_buffer, open_file, weight_files
+from slipstream.tensors.safetensors_dir import (
+    EMBED,
+    HEAD,
+    INDEX,
+    SINGLE,
+    is_buffer,
+    open_file,
+    weight_files,
+    write_arrays,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -43,14 +50,9 @@ def save(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) 
     dtypes = sorted({str(array.dtype) for array in arrays.values()})
     hf = to_hf(config) | {"torch_dtype": dtypes[0]} if len(dtypes) == 1 else to_hf(config)
 
-    temporary = directory / f".{SINGLE}.{os.getpid()}"
-    # safetensors writes raw memory, so transposed views must be made contiguous.
-    save_file({n: np.ascontiguousarray(a) for n, a in arrays.items()}, temporary, metadata={"format": "pt"})
-    temporary.replace(directory / SINGLE)
+    write_arrays(directory / SINGLE, arrays)
     (directory / INDEX).unlink(missing_ok=True)  # the index of an older sharded checkpoint would take precedence
-    temporary = directory / f".config.json.{os.getpid()}"
-    temporary.write_text(json.dumps(hf, indent=2) + "\n")
-    temporary.replace(directory / "config.json")
+    write_json(directory / "config.json", hf)
 
 
 def has_weights(directory: str | Path) -> bool:

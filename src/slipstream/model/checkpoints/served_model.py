@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, UnknownArchitecture
 from slipstream.model import families
-from slipstream.model.checkpoints.hf_config import read_config, read_json, token_ids, with_generation_ends
+from slipstream.model.checkpoints.hf_config import num_labels, read_config, read_json, token_ids, with_generation_ends
 from slipstream.model.config import ModelConfig
 from slipstream.tensors.safetensors_dir import stored_tensors
 from slipstream.types import TensorSpec
@@ -35,6 +35,8 @@ class ServedModel:
     """Dtype of the checkpoint's weights."""
     config: ModelConfig | None = None
     """What our decoder would compute it with; None if it does not know the architecture."""
+    num_labels: int = 0
+    """Outputs of a model for sequence classification, such as a reward model; 0 for a language model."""
 
     def fingerprint(self) -> str:
         """Return a hash that is equal for models with interchangeable weights."""
@@ -51,7 +53,8 @@ def served_model(directory: str | Path) -> ServedModel:
     except UnknownArchitecture as unknown:
         return _by_tensors(Path(directory), unknown)
     tensors = families.tensors(config)
-    return ServedModel(config.family, tensors, config.vocab_size, config.eos_token_ids, config.dtype, config)
+    ends, labels = config.eos_token_ids, config.num_labels
+    return ServedModel(config.family, tensors, config.vocab_size, ends, config.dtype, config, labels)
 
 
 def _by_tensors(directory: Path, unknown: UnknownArchitecture) -> ServedModel:
@@ -75,6 +78,7 @@ def _by_tensors(directory: Path, unknown: UnknownArchitecture) -> ServedModel:
         vocab_size=int(settings.get("vocab_size") or 0),
         eos_token_ids=with_generation_ends(directory, token_ids(settings.get("eos_token_id"))),
         dtype=str(settings.get("dtype") or settings.get("torch_dtype") or dtype).removeprefix("torch."),
+        num_labels=num_labels(hf),
     )
 
 

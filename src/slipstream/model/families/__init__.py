@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import entry_points
 
@@ -141,6 +142,14 @@ def whole_parameters(tensors: Sequence[TensorSpec], num_ranks: int = 1) -> tuple
         Parameter(t.name, rank, t.shape, (ParameterPart(t.name, full_box(t.shape), full_box(t.shape)),))
         for rank in range(num_ranks)
         for t in tensors
+    )
+
+
+def prefixed(parameters: Iterable[Parameter], prefix: str) -> tuple[Parameter, ...]:
+    """Return parameters of tensors whose names, like their own, have this prefix."""
+    return tuple(
+        replace(p, name=prefix + p.name, parts=tuple(replace(part, tensor=prefix + part.tensor) for part in p.parts))
+        for p in parameters
     )
 
 

@@ -25,7 +25,9 @@ def decoder(config: ModelConfig, feed_forward: Callable[[str, int], Iterator[Fam
         yield FamilyTensor(at + "post_attention_layernorm.weight", (hidden,))
         yield from feed_forward(at, i)
     yield FamilyTensor("model.norm.weight", (hidden,))
-    if not config.tie_word_embeddings:
+    if config.num_labels:
+        yield FamilyTensor("score.weight", (config.num_labels, hidden))
+    elif not config.tie_word_embeddings:
         yield FamilyTensor("lm_head.weight", (vocab, hidden), split_dim=0, units=vocab)
 
 

@@ -22,7 +22,7 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemm
 
 def has_layout(config: ModelConfig) -> bool:
     """Return whether the layout of vLLM's parameters is known."""
-    return config.family in _FAMILIES
+    return config.family in _FAMILIES and not config.num_labels
 
 
 def vllm_parameters(config: ModelConfig, tp: int = 1, pp: int = 1, ep: bool = False) -> tuple[Parameter, ...]:

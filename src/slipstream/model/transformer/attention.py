@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from slipstream.model.config import LayerAttention, LinearRopeScaling, ModelConfig
-from slipstream.model.transformer.layers import PRECISION
+from slipstream.model.transformer.layers import PRECISION, wide_einsum
 
 Attention: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, Any, LayerAttention], tuple[jax.Array, Any]]
 """`attention(q, k, v, cache_layer, layer) -> (out, cache_layer)`. q and out are `[batch, time, heads, head_dim]`; k and v
@@ -25,8 +25,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, layer: Lay
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, precision=PRECISION, preferred_element_type=jnp.float32)
-    scores = scores * layer.scale
+    scores = wide_einsum("btkgd,bskd->bkgts", grouped, k) * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * jnp.tanh(scores / layer.softcap)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)

@@ -10,7 +10,7 @@ Biases, q/k norms and experts are used if the tree has them; the `Family` define
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,14 @@ import numpy as np
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import family_of, tensors
 from slipstream.model.transformer.attention import Attention, causal_attention, packed_attention, rotary_angles, rotate
-from slipstream.model.transformer.layers import PRECISION, Params, feed_forward, linear, rms_norm
+from slipstream.model.transformer.experts import feed_forward
+from slipstream.model.transformer.layers import Params, linear, rms_norm, wide_einsum
 from slipstream.model.tree import unflatten
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
+
+RotaryTables: TypeAlias = dict[bool, tuple[jax.Array, jax.Array]]
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -93,44 +96,78 @@ def apply_layers(
     positions: jax.Array,
     attention: Attention,
     cache: Sequence[Any] | None,
-) -> tuple[jax.Array, list[Any]]:
-    """Return the final hidden states `[batch, time, hidden]`, normalized for `unembed`, and the new cache of each layer.
+) -> tuple[jax.Array, list[Any], list[jax.Array]]:
+    """Return the final hidden states `[batch, time, hidden]`, normalized for `unembed`, the new cache of each layer, and those
+    chosen in each layer with experts, `[batch, time, experts_per_token]`.
 
     `positions`, `[batch, time]` or `[1, time]`, affect rotary embeddings only; masking is up to `attention`."""
-    model, norms = params["model"], family_of(config).norms
-    x = embed(params, config, tokens)
-    local = [config.has_local_rope(index) for index in range(config.num_layers)]
-    angles = {which: rotary_angles(config, positions, which) for which in set(local)}
-    new_cache = []
+    model = params["model"]
+    x, angles = embed(params, config, tokens), rotary_tables(config, positions)
+    new_cache, routes = [], []
     for index, layer in enumerate(model["layers"]):
-        q, k, v = _project_qkv(layer["self_attn"], config, _norm(x, layer, norms.before_attention, config))
-        q, k = (rotate(heads, *angles[local[index]]) for heads in (q, k))
-        out, entry = attention(q, k, v, cache[index] if cache is not None else None, config.attention(index))
+        old = cache[index] if cache is not None else None
+        x, entry, chosen = apply_layer(layer, config, index, x, angles, attention, old)
         new_cache.append(entry)
-        out = linear(out.reshape(*out.shape[:2], -1), layer["self_attn"]["o_proj"])
-        x = x + _norm(out, layer, norms.after_attention, config)
-        out = feed_forward(layer, config, _norm(x, layer, norms.before_mlp, config))
-        x = x + _norm(out, layer, norms.after_mlp, config)
-    return rms_norm(x, model["norm"], config), new_cache
+        if chosen is not None:
+            routes.append(chosen)
+    return rms_norm(x, model["norm"], config), new_cache, routes
 
 
-def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    """Return the input of the first layer."""
+def rotary_tables(config: ModelConfig, positions: jax.Array) -> RotaryTables:
+    """Return cosines and sines for layers with the global rotary base (False) and with the local one (True)."""
+    kinds = {config.has_local_rope(index) for index in range(config.num_layers)}
+    return {is_local: rotary_angles(config, positions, is_local) for is_local in kinds}
+
+
+def apply_layer(
+    layer: Params,
+    config: ModelConfig,
+    index: int,
+    x: jax.Array,
+    angles: RotaryTables,
+    attention: Attention,
+    cache_layer: Any = None,
+    routes: jax.Array | None = None,
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """Return the output of layer `index`, `[batch, time, hidden]`, its new cache, and the experts that its router chooses.
+    `routes` are as for `feed_forward`."""
+    norms = family_of(config).norms
+    q, k, v = _project_qkv(layer["self_attn"], config, _norm(x, layer, norms.before_attention, config))
+    q, k = (rotate(heads, *angles[config.has_local_rope(index)]) for heads in (q, k))
+    out, entry = attention(q, k, v, cache_layer, config.attention(index))
+    out = linear(out.reshape(*out.shape[:2], -1), layer["self_attn"]["o_proj"])
+    x = x + _norm(out, layer, norms.after_attention, config)
+    out, chosen = feed_forward(layer, config, _norm(x, layer, norms.before_mlp, config), routes)
+    return x + _norm(out, layer, norms.after_mlp, config), entry, chosen
+
+
+def embed(params: Params, config: ModelConfig, tokens: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """Return the input of the first layer, in the dtype of the weights or in `dtype`."""
     x = params["model"]["embed_tokens"]["weight"][tokens]
+    if dtype is not None:
+        x = x.astype(dtype)
     if not family_of(config).scale_embedding:
         return x
-    # The factor is rounded to the weights' dtype, as in training: in bfloat16 the root of 3072 is 55.5, not 55.4256.
+    # The factor is rounded to this dtype, as in training: in bfloat16 the root of 3072 is 55.5, not 55.4256.
     return x * jnp.asarray(np.sqrt(np.float32(config.hidden_size)), x.dtype)
 
 
 def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Return logits, in float32 for weights of any dtype."""
-    head = params["model"]["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    logits = jnp.einsum(
-        "...i,vi->...v", hidden, head["weight"], precision=PRECISION, preferred_element_type=jnp.float32
-    )
+    """Return logits, in float32 for hidden states of any dtype; those of the labels, if the model classifies sequences."""
+    logits = wide_einsum("...i,vi->...v", hidden, head_weight(params, config).astype(hidden.dtype))
     cap = config.final_softcap
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    return logits if cap is None or config.num_labels else cap * jnp.tanh(logits / cap)
+
+
+def head_weight(params: Params, config: ModelConfig) -> jax.Array:
+    """Return the matrix `[vocab, hidden]` that hidden states are multiplied with: the embedding's, if they share it, or that of
+    the labels."""
+    if config.num_labels:
+        head: Params = params["score"]
+    else:
+        head = params["model"]["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    weight: jax.Array = head["weight"]
+    return weight
 
 
 def _norm(x: jax.Array, layer: Params, name: str | None, config: ModelConfig) -> jax.Array:

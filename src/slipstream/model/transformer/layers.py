@@ -1,15 +1,16 @@
-"""Token-wise parts of a layer: linear maps, norms, MLP, experts."""
+"""Token-wise parts of a layer: linear maps, norms, the MLP. Experts are in `experts.py`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from slipstream.model.config import ModelConfig, MoeConfig
+from slipstream.model.config import ModelConfig
 from slipstream.model.families import family_of
 
 Params: TypeAlias = dict[str, Any]
@@ -43,9 +44,79 @@ def row_sum(x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, cpu=by_product, default=lambda x: x.sum(axis=-1, keepdims=True))
 
 
+def row_max(x: jax.Array) -> jax.Array:
+    """Maximum over the last dimension; the result is `[..., 1]`.
+
+    On CPU in pairs: with many rows, XLA gives a reduction and the exponential after it to a library (YNNPACK) whose exponential
+    differs in the last bit."""
+
+    def in_pairs(x: jax.Array) -> jax.Array:
+        while x.shape[-1] > 1:
+            half = (x.shape[-1] + 1) // 2
+            x = jnp.maximum(x[..., :half], x[..., -half:])
+        return x
+
+    return jax.lax.platform_dependent(x, cpu=in_pairs, default=lambda x: x.max(axis=-1, keepdims=True))
+
+
+def wide_einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Einsum with a result in float32. The gradient's products are in the dtype of the operands: JAX's own would multiply the
+    float32 gradient with them, which on GPUs takes many times as long."""
+    if a.dtype == jnp.float32:
+        return jnp.einsum(subscripts, a, b, precision=PRECISION, preferred_element_type=jnp.float32)
+    return _wide_einsum(subscripts, a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wide_einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, precision=PRECISION, preferred_element_type=jnp.float32)
+
+
+def _wide_einsum_forward(subscripts: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _wide_einsum(subscripts, a, b), (a, b)
+
+
+def _wide_einsum_backward(
+    subscripts: str, operands: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    _, pullback = jax.vjp(functools.partial(jnp.einsum, subscripts, precision=PRECISION), *operands)
+    return pullback(gradient.astype(operands[0].dtype))
+
+
+_wide_einsum.defvjp(_wide_einsum_forward, _wide_einsum_backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The change of a projection by a LoRA adapter, `scale * b @ a`: the entry "lora" of its part of the tree."""
+
+    a: Any
+    """`[rank, in]`; or transposed, with another one for each row of the batch: `[rows, in, rank]`."""
+    b: Any
+    """`[out, rank]`, or `[rows, rank, out]`."""
+    scale: float = field(default=1.0, metadata={"static": True})
+
+
 def linear(x: jax.Array, layer: Params) -> jax.Array:
     y = jnp.einsum("...i,oi->...o", x, layer["weight"], precision=PRECISION)
+    if "lora" in layer:
+        y = y + low_rank(x, layer["lora"])
     return y + layer["bias"] if "bias" in layer else y
+
+
+def low_rank(x: jax.Array, change: LowRank) -> jax.Array:
+    """Return what an adapter adds to a projection of `x` `[rows, time, in]`.
+
+    Where each row has its own matrices, one token is computed as several equal ones: XLA on CPU would use its matrix-vector
+    product, which adds in another order."""
+    if change.a.ndim == 2:
+        down = jnp.einsum("...i,ri->...r", x, change.a, precision=PRECISION)
+        return jnp.einsum("...r,or->...o", down, change.b, precision=PRECISION) * change.scale
+    time = x.shape[1]
+    x = jnp.broadcast_to(x, (x.shape[0], _LANES, x.shape[2])) if time == 1 else x
+    down = jnp.einsum("bti,bir->btr", x, change.a, precision=PRECISION)
+    return jnp.einsum("btr,bro->bto", down, change.b, precision=PRECISION)[:, :time] * change.scale
 
 
 def rms_norm(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
@@ -58,30 +129,6 @@ def rms_norm(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
     return wide.astype(x.dtype) * layer["weight"]
 
 
-def feed_forward(layer: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Apply the MLP of a layer, or its experts."""
-    block = layer[family_of(config).mlp.block]
-    if "experts" not in block:
-        return _mlp(block, config, x)
-    assert config.moe is not None, "family_of refuses experts without moe"
-    # Every expert computes every token, and most outputs are multiplied by zero. This is exact, never drops tokens, and shapes
-    # do not depend on routing. It costs num_experts / experts_per_token times the arithmetic, and the program grows with the
-    # number of experts.
-    shares = route(linear(x, block["gate"]), config.moe).astype(x.dtype)
-    parts = (shares[..., i, None] * _mlp(expert, config, x) for i, expert in enumerate(block["experts"]))
-    return functools.reduce(jnp.add, parts)
-
-
-def route(logits: jax.Array, moe: MoeConfig) -> jax.Array:
-    """Return the weight of each expert for each token, `[..., num_experts]` in float32; zero unless chosen."""
-    logits = logits.astype(jnp.float32)
-    weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))
-    shares, chosen = jax.lax.top_k(weights / row_sum(weights), moe.experts_per_token)
-    if moe.normalize:
-        shares = shares / row_sum(shares)
-    return (shares[..., None] * jax.nn.one_hot(chosen, moe.num_experts)).sum(axis=-2)
-
-
-def _mlp(mlp: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+def mlp(block: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     names, activation = family_of(config).mlp, _ACTIVATIONS[family_of(config).activation]
-    return linear(activation(linear(x, mlp[names.gate])) * linear(x, mlp[names.up]), mlp[names.down])
+    return linear(activation(linear(x, block[names.gate])) * linear(x, block[names.up]), block[names.down])

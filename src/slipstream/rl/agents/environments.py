@@ -12,21 +12,25 @@ class Guess:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
-
-import numpy as np
 
 from slipstream.errors import EnvironmentFailed
 from slipstream.rl.rewards.functions import RewardProblem, finite_number, short_repr
 
+Message: TypeAlias = Mapping[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The environment's message to the policy: only the new text, not the conversation so far."""
+    """The environment's message to the policy: only what is new, not the conversation so far."""
 
     text: str
+    messages: tuple[Message, ...] = ()
+    """Chat messages instead of a text: `({"role": "tool", "content": "7"},)`. They need a chat template."""
+    tools: tuple[Message, ...] = ()
+    """In the first observation: JSON schemas of tools, as in OpenAI's API, for the chat template."""
 
 
 Step: TypeAlias = tuple[Observation, float, bool]
@@ -69,17 +73,17 @@ class Markers:
 NO_MARKERS = Markers()
 
 
-def checked_observation(observation: Any, where: str) -> str:
-    """Validate an observation and return its text; `where` prefixes the error."""
+def checked_observation(observation: Any, where: str) -> Observation:
+    """Validate an observation; `where` prefixes the error."""
     if not isinstance(observation, Observation) or not isinstance(observation.text, str):
         raise EnvironmentFailed(
             f"{where} must return an Observation(text), got {short_repr(observation)} ({type(observation).__name__})"
         )
-    return observation.text
+    return observation
 
 
-def checked_step(stepped: Any, where: str) -> tuple[str, float, bool]:
-    """Validate the return value of `step`; the observation becomes its text."""
+def checked_step(stepped: Any, where: str) -> Step:
+    """Validate the return value of `step`."""
     if not isinstance(stepped, tuple) or len(stepped) != 3:
         size = f" of {len(stepped)}" if isinstance(stepped, tuple) else ""
         raise EnvironmentFailed(
@@ -89,6 +93,6 @@ def checked_step(stepped: Any, where: str) -> tuple[str, float, bool]:
     number = finite_number(reward)
     if isinstance(number, RewardProblem):
         raise EnvironmentFailed(f"{where}: as a reward it {number.what}; {number.fix}")
-    if not isinstance(done, (bool, np.bool_)):
+    if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):  # numpy's
         raise EnvironmentFailed(f"{where}: done must be True or False, got {short_repr(done)} ({type(done).__name__})")
     return checked_observation(observation, where), number, bool(done)

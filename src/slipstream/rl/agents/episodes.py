@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from slipstream.errors import EpisodeError
 from slipstream.rl.algorithm import advantages as estimators
 from slipstream.rl.algorithm.batch import Batch, padded_length
-from slipstream.types import FinishReason, VersionSpan
-
-EndReason: TypeAlias = Literal["done", "max_turns", "too_long"]
-"""`done`: the environment ended it. `max_turns`: the policy used all its turns. `too_long`: the last observation would have
-left no room for an answer, and is not part of the episode."""
+from slipstream.types import EndReason, ExpertRoutes, FinishReason, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +32,8 @@ class Turn:
     action: str
     """The text passed to the environment: the tokens without special tokens."""
     reward: float
+    routes: ExpertRoutes | None = None
+    """As `Completion.routes`: of everything before the turn's last token."""
 
     @property
     def stop(self) -> int:
@@ -101,6 +99,12 @@ class Episode:
         """The oldest policy version that sampled a token."""
         return min(span.version for span in self.spans)
 
+    @property
+    def routes(self) -> ExpertRoutes | None:
+        """As `Completion.routes`, each token's from the turn that read it first; None unless all turns have them."""
+        routes = [turn.routes for turn in self.turns if turn.routes is not None]
+        return functools.reduce(ExpertRoutes.followed_by, routes) if len(routes) == len(self.turns) else None
+
     def _spread(self, rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
         values = [0.0] * len(self.token_ids)
         for turn, row in zip(self.turns, rows):
@@ -113,14 +117,14 @@ class Episodes:
     """The result of `run_episodes`."""
 
     episodes: tuple[Episode, ...]
-    """In the order of their environments, without the failed ones."""
+    """In the order of their environments, without the failed ones. An agent's session has one for each of its branches."""
     errors: tuple[EpisodeError, ...]
     num_environments: int
 
     @property
     def num_dropped(self) -> int:
         """Episodes that failed, and episodes of groups that were left with too few."""
-        return self.num_environments - len(self.episodes)
+        return self.num_environments - len({episode.environment for episode in self.episodes})
 
 
 def episode_advantages(episodes: Sequence[Episode]) -> np.ndarray:

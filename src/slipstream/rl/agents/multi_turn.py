@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -28,25 +29,28 @@ from slipstream.errors import (
     EnvironmentFailed,
     EnvironmentTimeout,
     EpisodeError,
+    InvalidPrompt,
     InvalidSampling,
     NotReady,
     SlipstreamError,
     UnknownEngine,
 )
+from slipstream.rl.agents.api_agent import ApiAgent, play_episodes
+from slipstream.rl.agents.dialogue import Dialogue, MarkedText
 from slipstream.rl.agents.environments import NO_MARKERS, Environment, Markers, checked_observation, checked_step
-from slipstream.rl.agents.episodes import EndReason, Episode, Episodes, Turn
+from slipstream.rl.agents.episodes import Episode, Episodes, Turn
+from slipstream.rl.agents.hosts import Host, InProcessHost
 from slipstream.rl.data.tokens import Codec
-from slipstream.rl.rewards import callbacks
 from slipstream.rl.rewards.callbacks import Raised, TimedOut, gather_or_cancel
 from slipstream.rl.rewards.groups import OnError, survivors
 from slipstream.runtime import event_loop
-from slipstream.types import Completion, SamplingParams
+from slipstream.types import Completion, EndReason, SamplingParams
 
 
 def run_episodes(
     bridge: Bridge,
     codec: Codec,
-    environments: Sequence[Environment],
+    environments: Sequence[Environment | ApiAgent],
     sampling_params: SamplingParams | None = None,
     *,
     max_turns: int = 8,
@@ -76,7 +80,7 @@ def run_episodes(
 async def arun_episodes(
     bridge: Bridge,
     codec: Codec,
-    environments: Sequence[Environment],
+    environments: Sequence[Environment | ApiAgent],
     sampling_params: SamplingParams | None = None,
     **options: Any,
 ) -> Episodes:
@@ -88,7 +92,7 @@ async def arun_episodes(
 def _runner(
     bridge: Bridge,
     codec: Codec,
-    environments: Sequence[Environment],
+    environments: Sequence[Environment | ApiAgent],
     sampling_params: SamplingParams | None,
     **options: Any,
 ) -> _EpisodeRunner:
@@ -118,7 +122,7 @@ class _EpisodeRunner:
     on_error: OnError = "raise"
     concurrency: int = 256
 
-    def check(self, environments: Sequence[Environment]) -> None:
+    def check(self, environments: Sequence[Environment | ApiAgent]) -> None:
         for name, low in (("max_turns", 1), ("seed", 0), ("group", 1), ("max_length", 0), ("concurrency", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
@@ -138,96 +142,131 @@ class _EpisodeRunner:
             if (other := first.setdefault(id(environment), index)) != index:
                 raise ConfigError(f"environments {other} and {index} are the same object; each episode needs its own")
 
-    async def run(self, environments: Sequence[Environment]) -> Episodes:
+    async def run(self, environments: Sequence[Environment | ApiAgent]) -> Episodes:
         slots = asyncio.Semaphore(self.concurrency)
         results = await gather_or_cancel(
-            self._run_one(_EpisodeLoop(self, index, environment), slots)
-            for index, environment in enumerate(environments)
+            self._run_one(index, environment, slots) for index, environment in enumerate(environments)
         )
         errors = tuple(result for result in results if isinstance(result, EpisodeError))
         failed = {index for index, result in enumerate(results) if isinstance(result, EpisodeError)}
         kept = survivors([index // self.group for index in range(len(results))], failed)
         if errors and not kept:
             raise type(errors[0])(f"none of {len(results)} episodes is left; the first error: {errors[0]}")
-        episodes = tuple(result for index in kept if isinstance(result := results[index], Episode))
+        episodes = tuple(e for index in kept if not isinstance(result := results[index], EpisodeError) for e in result)
         return Episodes(episodes, errors, len(environments))
 
-    async def _run_one(self, loop: _EpisodeLoop, slots: asyncio.Semaphore) -> Episode | EpisodeError:
+    async def _run_one(
+        self, index: int, environment: Environment | ApiAgent, slots: asyncio.Semaphore
+    ) -> list[Episode] | EpisodeError:
+        group = index // self.group
+        seed, sampling = derive_seed(self.seed, group), self.sampling
+        if sampling.seed is not None:  # equal prompts with equal seeds would give equal samples
+            sampling = dataclasses.replace(sampling, seed=derive_seed(sampling.seed, index))
+        name = f"environment {index} ({type(environment).__name__}, seed {seed})"
         async with slots:
             try:
-                return await loop.episode()
+                if isinstance(environment, ApiAgent):
+                    place = index, group, seed, f"{name}: play"
+                    return await play_episodes(self.bridge, environment, sampling, *place)
+                loop = EpisodeLoop(
+                    *(
+                        self.bridge,
+                        self.codec,
+                        InProcessHost(environment),
+                        MarkedText(self.codec, self.markers),
+                        sampling,
+                    ),
+                    *(name, seed),
+                    max_turns=self.max_turns,
+                    max_length=self.max_length,
+                    step_timeout=self.step_timeout,
+                    turn_timeout=self.turn_timeout,
+                )
+                return [Episode(index, group, seed, *await loop.run())]
             except EpisodeError as error:
                 if self.on_error == "raise":
                     raise
                 return error
 
 
-class _EpisodeLoop:
-    """The episode of one environment."""
+class EpisodeLoop:
+    """One episode: the environment's observations and the policy's turns."""
 
-    def __init__(self, runner: _EpisodeRunner, index: int, environment: Environment) -> None:
-        self._runner, self._index, self._environment = runner, index, environment
-        self._group = index // runner.group
-        self._seed = _derive_seed(runner.seed, self._group)
-        sampling = runner.sampling
-        if sampling.seed is not None:  # equal prompts with equal seeds would give equal samples
-            sampling = dataclasses.replace(sampling, seed=_derive_seed(sampling.seed, index))
-        self._sampling = sampling
+    def __init__(
+        self,
+        bridge: Bridge,
+        codec: Codec,
+        host: Host,
+        dialogue: Dialogue,
+        sampling: SamplingParams,
+        name: str,
+        seed: int,
+        *,
+        max_turns: int,
+        max_length: int,
+        step_timeout: float,
+        turn_timeout: float,
+        adapter: str = "",
+    ) -> None:
+        """`sampling` applies to each turn. `name` is the environment's, for errors."""
+        self._adapter = adapter
+        self._bridge, self._codec, self._host, self._dialogue = bridge, codec, host, dialogue
+        self._sampling, self._name, self._seed = sampling, name, seed
+        self._max_turns, self._max_length = max_turns, max_length
+        self._step_timeout, self._turn_timeout = step_timeout, turn_timeout
 
-    async def episode(self) -> Episode:
-        runner, markers, turns = self._runner, self._runner.markers, list[Turn]()
-        text = checked_observation(await self._call("reset", self._seed), f"{self._where(0)}: reset")
-        first = markers.before if markers.first is None else markers.first
-        (tokens,) = runner.codec.prompts([first + text + markers.after])
-        if len(tokens) >= runner.max_length:
+    async def run(self) -> tuple[tuple[int, ...], tuple[Turn, ...], EndReason]:
+        """Return the tokens, the policy's turns, and why the episode ended."""
+        turns = list[Turn]()
+        observation = checked_observation(await self._call("reset", self._seed, 0), f"{self._where(0)}: reset")
+        tokens = self._encoded(0, self._dialogue.first, observation)
+        if len(tokens) >= self._max_length:
             raise EnvironmentFailed(
                 f"{self._where(0)}: the first observation has {len(tokens)} tokens, which leaves no room for an answer in "
-                f"{runner.max_length} (max_length, or the engines' max_model_len); make it shorter"
+                f"{self._max_length} (max_length, or the engines' max_model_len); make it shorter"
             )
-        end: EndReason | None = None
-        while end is None:
+        while True:
             completion = await self._generate(tokens, turns)
-            (action,) = runner.codec.decode([completion.token_ids])
-            stepped = await self._call("step", action, turn=len(turns))
-            text, reward, done = checked_step(stepped, f"{self._where(len(turns))}: step")
+            (action,) = self._codec.decode([completion.token_ids])
+            stepped = await self._call("step", action, len(turns))
+            observation, reward, done = checked_step(stepped, f"{self._where(len(turns))}: step")
             turns.append(_turn(completion, action, reward))
             tokens += completion.token_ids
-            observation = self._encode(text, is_truncated=completion.finish_reason == "length")
             if done:
-                end = "done"
-            elif len(turns) == runner.max_turns:
-                end = "max_turns"
-            elif len(tokens) + len(observation) >= runner.max_length:
-                end = "too_long"
-            else:
-                tokens += observation
-        return Episode(self._index, self._group, self._seed, tokens, tuple(turns), end)
+                return tokens, tuple(turns), "done"
+            if len(turns) == self._max_turns:
+                return tokens, tuple(turns), "max_turns"
+            more = self._encoded(len(turns), self._dialogue.next, observation, completion)
+            if len(tokens) + len(more) >= self._max_length:
+                return tokens, tuple(turns), "too_long"
+            tokens += more
 
     async def _generate(self, tokens: tuple[int, ...], turns: Sequence[Turn]) -> Completion:
         """Generate on the engine of the turn before, whose prefix cache has the context; on any other if it is gone."""
-        where, room, sampling = self._where(len(turns)), self._runner.max_length - len(tokens), self._sampling
+        where, room, sampling = self._where(len(turns)), self._max_length - len(tokens), self._sampling
         if room < sampling.max_tokens:
             sampling = dataclasses.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+        generate = functools.partial(self._bridge.agenerate, [tokens], sampling, adapter=self._adapter)
         try:
-            async with asyncio.timeout(self._runner.turn_timeout):
+            async with asyncio.timeout(self._turn_timeout):
                 if turns:
                     with contextlib.suppress(EngineLost, NotReady, UnknownEngine):
-                        return (await self._runner.bridge.agenerate([tokens], sampling, engine=turns[-1].engine))[0]
-                return (await self._runner.bridge.agenerate([tokens], sampling))[0]
+                        return (await generate(engine=turns[-1].engine))[0]
+                return (await generate())[0]
         except SlipstreamError as error:  # before TimeoutError: DeadlineExceeded is both
             raise type(error)(f"{where}: {error}") from None
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{where}: the policy's turn took longer than {self._runner.turn_timeout:g} s; increase turn_timeout, or "
+                f"{where}: the policy's turn took longer than {self._turn_timeout:g} s; increase turn_timeout, or "
                 "reduce sampling_params.max_tokens"
             ) from None
 
-    async def _call(self, method: str, argument: Any, turn: int = 0) -> Any:
-        where, seconds = f"{self._where(turn)}: {method}", self._runner.step_timeout
-        function: Callable[..., Any] | None = getattr(self._environment, method, None)
-        if not callable(function):
-            raise EnvironmentFailed(f"{where} is missing; an environment has reset(seed) and step(action)")
-        outcome = await callbacks.shared().call(function, (argument,), timeout=seconds)
+    async def _call(self, method: str, argument: Any, turn: int) -> Any:
+        where, seconds = f"{self._where(turn)}: {method}", self._step_timeout
+        try:
+            outcome = await self._host.call(method, argument, seconds)
+        except EnvironmentFailed as error:
+            raise EnvironmentFailed(f"{where}: {error}") from None
         if isinstance(outcome, TimedOut):
             raise EnvironmentTimeout(
                 f"{where} did not return within {seconds:g} s; increase step_timeout if it needs longer"
@@ -236,14 +275,14 @@ class _EpisodeLoop:
             raise EnvironmentFailed(f"{where} raised {outcome.what}\n{outcome.trace}")
         return outcome.value
 
-    def _encode(self, text: str, is_truncated: bool) -> tuple[int, ...]:
-        """Encode the environment's new text alone, without the tokenizer's beginning-of-sequence token."""
-        markers = self._runner.markers
-        marked = (markers.unfinished if is_truncated else "") + markers.before + text + markers.after
-        return self._runner.codec.answers([marked])[0]
+    def _encoded(self, turn: int, encode: Callable[..., tuple[int, ...]], *observed: Any) -> tuple[int, ...]:
+        try:
+            return encode(*observed)
+        except (EnvironmentFailed, InvalidPrompt) as error:  # the template rejects the messages
+            raise EnvironmentFailed(f"{self._where(turn)}: {error}") from None
 
     def _where(self, turn: int) -> str:
-        return f"environment {self._index} ({type(self._environment).__name__}, seed {self._seed}), turn {turn}"
+        return f"{self._name}, turn {turn}"
 
 
 def _turn(completion: Completion, action: str, reward: float) -> Turn:
@@ -257,8 +296,9 @@ def _turn(completion: Completion, action: str, reward: float) -> Turn:
         engine=completion.engine,
         action=action,
         reward=reward,
+        routes=completion.routes,
     )
 
 
-def _derive_seed(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -37,12 +38,18 @@ class Batch(NamedTuple):
     old: np.ndarray | None = None
     """[B, T − 1] the trainer's logprobs before the first of several updates; None for a single update, which computes them
     in its own forward pass."""
+    exact: np.ndarray | None = None
+    """[B, T − 1] the trainer's logprobs before this update, computed as engines do (`TrainConfig.deterministic`). They replace
+    the values of the forward pass, whose gradient is kept."""
     reference: np.ndarray | None = None
     """[B, T − 1] logprobs under the KL reference policy."""
     values: np.ndarray | None = None
     """[B, T − 1] the critic's value before each token."""
     returns: np.ndarray | None = None
     """[B, T − 1] the returns that the critic is fitted to."""
+    routes: np.ndarray | None = None
+    """[B, T − 1, layers with experts, experts per token]: the experts to which the engine sent `tokens[:, t]`, for the forward
+    pass to use; `unknown_expert(dtype)` where they are not known."""
     segments: np.ndarray | None = None
     """[B, T] for packed rows: number of the sequence in its row, from 1; 0 is padding."""
     positions: np.ndarray | None = None
@@ -54,6 +61,11 @@ def chosen(batch: Batch, rows: np.ndarray) -> Batch:
     return Batch(*(None if column is None else column[rows] for column in batch))  # type: ignore[arg-type]
 
 
+def unknown_expert(dtype: np.dtype) -> int:
+    """The number in `Batch.routes` that stands for an expert that is not known."""
+    return int(np.iinfo(dtype).max)
+
+
 def make_batch(
     completions: Sequence[Completion],
     *,
@@ -62,13 +74,14 @@ def make_batch(
     advantages: np.ndarray | None = None,
     pad_id: int = 0,
     vocab_size: int = 0,
+    replay_routes: bool = False,
 ) -> Batch:
     """Build a batch from completions. `version` is the trainer's policy version, or one per completion if they were taken at
     different versions.
 
     `advantages` has one number per completion, in any shape; the default is zeros. T depends on the longest prompt and on
     `max_tokens`, not on the samples, so that steps share one compiled program. With a `vocab_size`, tokens outside of it are
-    refused, which a compiled program would read as others."""
+    refused, which a compiled program would read as others. With `replay_routes`, the update uses the engine's experts."""
     if not completions:
         raise ConfigError("a batch needs at least one completion, got 0")
     num_rows = len(completions)
@@ -89,20 +102,32 @@ def make_batch(
         sampled = slice(start - 1, start - 1 + count)
         tokens[row, :start] = completion.prompt_token_ids
         tokens[row, start : start + count] = completion.token_ids
-        mask[row, sampled] = 1
+        mask[row, sampled] = policy_tokens(completion)
         logprobs[row, sampled] = completion.logprobs
-        per_token[row, sampled] = given[row]
+        per_token[row, sampled] = given[row] * mask[row, sampled]
         ages[row, sampled] = token_ages(completion, versions[row])
-    return Batch(tokens, mask, logprobs, per_token, ages)
+    routes = _routes(completions, length - 1) if replay_routes else None
+    return Batch(tokens, mask, logprobs, per_token, ages, routes=routes)
 
 
 def padded_length(longest: int) -> int:
     return -(-longest // LENGTH_STEP) * LENGTH_STEP
 
 
+def policy_tokens(completion: Completion) -> np.ndarray:
+    """For each token of a completion, 1 if the policy sampled it, 0 if it is an environment's text."""
+    sampled = np.ones(len(completion.token_ids), np.float32)
+    if completion.episode is not None:
+        sampled[:] = 0
+        for span in completion.spans:
+            sampled[span.start : span.stop] = 1
+    return sampled
+
+
 def token_ages(completion: Completion, version: int) -> np.ndarray:
-    """For each token of a completion, how many versions its weights are behind `version`: 0 is on-policy."""
-    ages = np.full(len(completion.token_ids), -1, np.int32)
+    """For each token of a completion, how many versions its weights are behind `version`: 0 is on-policy, and an environment's
+    text."""
+    ages = np.full(len(completion.token_ids), -1 if completion.episode is None else 0, np.int32)
     for span in completion.spans:
         if span.version > version:
             raise VersionError(
@@ -129,6 +154,32 @@ def at_tokens(sums: jax.Array, batch: Batch) -> jax.Array:
     if batch.segments is None:
         return jnp.broadcast_to(sums, batch.mask.shape)
     return jnp.take_along_axis(sums, jnp.asarray(batch.segments)[:, :-1], axis=1)
+
+
+def _routes(completions: Sequence[Completion], length: int) -> np.ndarray:
+    first = next((c.routes for c in completions if c.routes is not None), None)
+    if first is None:
+        raise ConfigError(
+            "replay_routes needs engines that record routes: set record_routes=True in their EmbeddedConfig"
+        )
+    dtype = np.dtype(f"<u{first.item_size}")
+    routes = np.full((len(completions), length, first.num_layers, first.num_chosen), unknown_expert(dtype), dtype)
+    for row, completion in enumerate(completions):
+        given, count = completion.routes, len(completion.prompt_token_ids) + len(completion.token_ids) - 1
+        if given is None and not completion.token_ids:  # an episode that failed
+            continue
+        if given is None or given.num_tokens != count or replace(given, experts=b"") != replace(first, experts=b""):
+            found = "no routes"
+            if given is not None:
+                found = (
+                    f"routes of {given.num_tokens} tokens in {given.num_layers} layers of {given.num_chosen} experts"
+                )
+            raise EngineFailure(
+                f"completion {row} of the batch came from engine {completion.engine!r} with {found}; expected those of {count} "
+                f"tokens in {first.num_layers} layers of {first.num_chosen} experts"
+            )
+        routes[row, :count] = np.frombuffer(given.experts, dtype).reshape(count, *routes.shape[2:])
+    return routes
 
 
 def _check(completion: Completion, row: int, max_tokens: int, vocab_size: int) -> None:

@@ -47,7 +47,8 @@ def prepare(
             raise ConfigError(
                 "kl.weight is set, which needs a reference policy: the weights that training started from"
             )
-        logprobs = apply_score(partial(forward.logprob_fn(model, config.temperature), reference), batch)
+        score = partial(forward.logprob_fn(model, config.temperature, config.compute), reference)
+        logprobs = apply_score(score, batch._replace(routes=None))  # another policy, with routes of its own
         batch = batch._replace(reference=logprobs * batch.mask)
     recipe = config.recipe
     total = rewards if bonus is None else rewards + bonus
@@ -106,6 +107,8 @@ def _token_advantages(
     token_rewards = advantages.token_rewards(rewards.reshape(-1), batch.mask, penalty)
     if params.critic is None:
         return batch._replace(advantages=advantages.batch(token_rewards, batch.mask))
-    values = apply_score(partial(forward.value_fn(model), params.policy, params.critic), batch) * batch.mask
+    values = (
+        apply_score(partial(forward.value_fn(model, config.compute), params.policy, params.critic), batch) * batch.mask
+    )
     estimates, returns = advantages.gae(token_rewards, values, batch.mask, config.value.gamma, config.value.lam)
     return batch._replace(advantages=advantages.normalize(estimates, batch.mask), values=values, returns=returns)

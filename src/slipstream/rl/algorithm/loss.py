@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from slipstream.errors import ConfigError
 from slipstream.rl.algorithm import correction
-from slipstream.rl.algorithm.batch import Batch, sequence_sums
+from slipstream.rl.algorithm.batch import Batch, sequence_sums, unknown_expert
 from slipstream.rl.algorithm.forward import Forward
 from slipstream.rl.config import Aggregation, AlgorithmConfig
 
@@ -36,6 +36,8 @@ class Totals(NamedTuple):
 
     tokens: jax.Array
     sequences: jax.Array
+    routed: jax.Array
+    """Tokens of prompts and completions whose experts are known."""
 
 
 class Objective(NamedTuple):
@@ -52,6 +54,8 @@ class Objective(NamedTuple):
     """Nats per token. Without an entropy bonus, estimated as the mean of −log π_θ over the sampled tokens."""
     gap: jax.Array
     """Mean |log π_θ − log μ| between trainer and engine. 0 if both compute the same policy identically."""
+    equal_share: jax.Array
+    """Share of tokens for which log π_θ and log μ are equal to the bit."""
     reference_kl: jax.Array
     """KL(θ ‖ reference), the k3 estimate; 0 without a reference."""
     value_loss: jax.Array
@@ -60,13 +64,17 @@ class Objective(NamedTuple):
     """Mean w: 1 when trainer and engine agree."""
     dropped: jax.Array
     """Share of tokens with w = 0."""
+    route_agreement: jax.Array
+    """Share of the tokens and layers in which the policy's own router chooses the engine's experts, which the update uses in
+    any case; 0 without recorded routes."""
 
 
 def totals(batch: Batch) -> Totals:
     """The numbers of tokens with mask 1, and of sequences that have one."""
     mask = jnp.asarray(batch.mask)
     sequences = jnp.sum(sequence_sums(mask, batch) > 0, dtype=jnp.float32)
-    return Totals(jnp.maximum(jnp.sum(mask), 1.0), jnp.maximum(sequences, 1.0))
+    counts = jnp.sum(mask), sequences, jnp.sum(_routed(batch), dtype=jnp.float32)
+    return Totals(*(jnp.maximum(count, 1.0) for count in counts))
 
 
 def aggregate(values: jax.Array, batch: Batch, how: Aggregation, total: Totals, length: int) -> jax.Array:
@@ -138,6 +146,9 @@ def objective(outputs: Forward, batch: Batch, config: AlgorithmConfig, total: To
     value_loss = average(_value_loss(outputs, batch, config)) if recipe.critic else jnp.zeros(())
     if recipe.critic:
         loss += config.value.weight * value_loss
+    route_agreement = jnp.zeros(())
+    if outputs.same_routes is not None:
+        route_agreement = jnp.sum(outputs.same_routes * _routed(batch)) / total.routed
     reference_kl = jnp.zeros(())
     if batch.reference is not None:
         reference_kl = token_mean(kl_estimate(sampled, _reference(batch), "k3"))
@@ -148,11 +159,20 @@ def objective(outputs: Forward, batch: Batch, config: AlgorithmConfig, total: To
         kl=token_mean(kl_estimate(engine, sampled, "k3")),
         entropy=token_mean(-sampled if outputs.entropies is None else outputs.entropies),
         gap=token_mean(jnp.abs(sampled - engine)),
+        equal_share=token_mean(sampled == engine),
         reference_kl=reference_kl,
         value_loss=value_loss,
         correction=token_mean(weight),
         dropped=token_mean(weight == 0),
+        route_agreement=route_agreement,
     )
+
+
+def _routed(batch: Batch) -> jax.Array:
+    """[B, T − 1]: whether the engine's experts of a token are known."""
+    if batch.routes is None:
+        return jnp.zeros(())
+    return jnp.asarray(batch.routes)[:, :, 0, 0] != unknown_expert(batch.routes.dtype)
 
 
 def _old_policy(

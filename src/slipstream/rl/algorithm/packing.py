@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slipstream.errors import ConfigError
-from slipstream.rl.algorithm.batch import Batch
+from slipstream.rl.algorithm.batch import Batch, unknown_expert
 
 
 def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -60,7 +60,11 @@ def pack(batch: Batch, lengths: Sequence[int], row_tokens: int, rows_multiple: i
     tokens = np.zeros((num_rows, row_tokens), np.int32)
     segments, positions = np.zeros_like(tokens), np.zeros_like(tokens)
     columns = {
-        name: np.zeros((num_rows, row_tokens - 1), value.dtype)
+        name: np.full(
+            (num_rows, row_tokens - 1, *value.shape[2:]),
+            unknown_expert(value.dtype) if name == "routes" else 0,
+            value.dtype,
+        )
         for name, value in batch._asdict().items()
         if name != "tokens" and value is not None
     }
@@ -76,3 +80,15 @@ def pack(batch: Batch, lengths: Sequence[int], row_tokens: int, rows_multiple: i
                 column[row, start : start + length - 1] = getattr(batch, name)[index, : length - 1]
             start += length
     return batch._replace(tokens=tokens, segments=segments, positions=positions, **columns)
+
+
+def unpack(column: np.ndarray, lengths: Sequence[int], row_tokens: int) -> np.ndarray:
+    """[B, row_tokens − 1]: a column of the packed batch in the rows that it had before `pack`, with zeros behind each."""
+    unpacked = np.zeros((len(lengths), row_tokens - 1), column.dtype)
+    for row, members in enumerate(plan_rows(lengths, row_tokens)):
+        start = 0
+        for index in members:
+            length = lengths[index]
+            unpacked[index, : length - 1] = column[row, start : start + length - 1]
+            start += length
+    return unpacked

@@ -5,6 +5,8 @@ arXiv:1910.02054)."""
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slipstream.errors import ConfigError
+from slipstream.model.transformer.layers import Params
+from slipstream.model.transformer.stacked_layers import StackedLayers
 from slipstream.rl.algorithm.batch import Batch
 
 AXIS = "fsdp"
@@ -59,6 +63,29 @@ def shard(tree: T, mesh: Mesh) -> T:
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
     place = jax.lax.with_sharding_constraint if is_traced else jax.device_put
     return place(tree, shardings(tree, mesh))
+
+
+def shard_prepared(policy: Params, mesh: Mesh) -> Params:
+    """Shard a prepared policy (`compute.prepare`) in a compiled program. Layers stay sharded, and each is gathered when its
+    turn comes; embedding and head, which are used again for every chunk of logits, are gathered once."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    sharded = {name: jax.lax.with_sharding_constraint(tree, whole) for name, tree in policy.items() if name != "model"}
+    layers = policy["model"]["layers"]
+    rest = {name: tree for name, tree in policy["model"].items() if name != "layers"}
+    rest = jax.lax.with_sharding_constraint(rest, whole)
+    if not isinstance(layers, StackedLayers):
+        return {**sharded, "model": {**rest, "layers": shard(layers, mesh)}}
+
+    def place(leaf: jax.Array, repeats: int) -> jax.Array:
+        lead = (None,) if repeats > 1 else ()
+        spec = PartitionSpec(*lead, *leaf_spec(leaf.shape[len(lead) :], mesh.shape[AXIS]))
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    parts = [
+        [jax.tree.map(partial(place, repeats=group.repeats), part) for part in parts]
+        for group, parts in zip(layers.groups, layers.parts)
+    ]
+    return {**sharded, "model": {**rest, "layers": dataclasses.replace(layers, parts=parts)}}
 
 
 def shard_rows(batch: Batch, mesh: Mesh, parts: int = 1) -> Batch:

@@ -6,6 +6,7 @@ takes one batch, or more with `resample`."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,9 +14,10 @@ import numpy as np
 from slipstream.bridge.rollouts import Rollouts
 from slipstream.errors import ConfigError
 from slipstream.rl.config import TrainConfig
+from slipstream.rl.data.curriculum import Curriculum
 from slipstream.rl.data.tasks import Task
 from slipstream.rl.data.tokens import Codec
-from slipstream.types import SamplingParams
+from slipstream.types import Prompt, SamplingParams
 
 KEPT_BATCHES = 64
 """Batches kept in memory; older ones are drawn again when needed."""
@@ -28,13 +30,23 @@ WARMUP_STREAM, PROMPT_STREAM, SAMPLE_STREAM, EVAL_PROMPT_STREAM, EVAL_SAMPLE_STR
 class PromptBatch:
     ids: tuple[str, ...]
     texts: tuple[str, ...]
-    token_ids: tuple[tuple[int, ...], ...]
+    prompts: tuple[Prompt, ...]
+    """What is generated from: token ids, or the seed of an environment."""
     sampling: tuple[SamplingParams, ...]
 
 
 class PromptSource:
-    def __init__(self, config: TrainConfig, task: Task, codec: Codec, max_prompt_tokens: int) -> None:
-        """`max_prompt_tokens` is the longest prompt that leaves room for a completion."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        codec: Codec,
+        max_prompt_tokens: int,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        """`max_prompt_tokens` is the longest prompt that leaves room for a completion. `curriculum` has the prompts of each
+        batch; otherwise the task draws them."""
+        self._curriculum = curriculum
         self._config, self._task, self._codec, self._max_prompt_tokens = config, task, codec, max_prompt_tokens
         self._batches: OrderedDict[int, PromptBatch] = OrderedDict()
         self._submitted = 0
@@ -55,26 +67,35 @@ class PromptSource:
         """Submit the batches `first` to `last` that have not been submitted yet."""
         for number in range(max(first, self._submitted + 1), last + 1):
             batch = self.batch(number)
-            rollouts.submit(batch.ids, batch.token_ids, batch.sampling)
+            rollouts.submit(batch.ids, batch.prompts, batch.sampling)
             self._submitted = number
 
     def _draw(self, number: int) -> PromptBatch:
         seed, config = self._config.seed, self._config.algorithm
-        texts = self._task.prompts(np.random.default_rng([seed, PROMPT_STREAM, number]), config.prompts)
+        if self._curriculum is not None:
+            texts = self._curriculum.batch(number)
+        else:
+            texts = self._task.prompts(np.random.default_rng([seed, PROMPT_STREAM, number]), config.prompts)
         if len(texts) != config.prompts:
             raise ConfigError(
                 f"task {self._task.name!r} returned {len(texts)} prompts, but a step needs {config.prompts}; is its "
                 "training split empty? Reduce task.holdout"
             )
-        token_ids = tuple(tuple(ids) for ids in self._codec.prompts(texts))
+        rng = np.random.default_rng([seed, SAMPLE_STREAM, number])
+        shared = SamplingParams(config.max_tokens, config.temperature, n=config.group, stop_token_ids=self._codec.stops)
+        sampling = tuple(replace(shared, seed=int(rng.integers(2**63))) for _ in texts)
+        ids = tuple(f"{number}/{i}" for i in range(len(texts)))
+        return PromptBatch(ids, tuple(texts), self._encoded(texts, number), sampling)
+
+    def _encoded(self, texts: Sequence[str], number: int) -> tuple[Prompt, ...]:
+        if self._config.environment.name:
+            return tuple(texts)
+        token_ids = tuple(map(tuple, self._codec.prompts(texts)))
         for text, ids in zip(texts, token_ids):
             if len(ids) > self._max_prompt_tokens:
                 raise ConfigError(
                     f"a prompt of batch {number} has {len(ids)} tokens, but at most {self._max_prompt_tokens} leave room for "
-                    f"{config.max_tokens} tokens of completion: {text!r:.80}; use shorter prompts, a model with a longer "
-                    "context, or a larger engine.max_model_len or algorithm.row_tokens if they are set"
+                    f"{self._config.algorithm.max_tokens} tokens of completion: {text!r:.80}; use shorter prompts, a model "
+                    "with a longer context, or a larger engine.max_model_len or algorithm.row_tokens if they are set"
                 )
-        rng = np.random.default_rng([seed, SAMPLE_STREAM, number])
-        shared = SamplingParams(config.max_tokens, config.temperature, n=config.group, stop_token_ids=self._codec.stops)
-        sampling = tuple(replace(shared, seed=int(rng.integers(2**63))) for _ in texts)
-        return PromptBatch(tuple(f"{number}/{i}" for i in range(len(texts))), tuple(texts), token_ids, sampling)
+        return token_ids

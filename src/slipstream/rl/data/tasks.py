@@ -42,6 +42,22 @@ class Task(Protocol):
         ...
 
 
+class EnvironmentTask:
+    """The starts of an environment's episodes: a prompt is the seed of `reset`. The environment gives the rewards."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def prompts(self, rng: np.random.Generator, count: int, split: Split = "train") -> list[str]:
+        return [str(seed) for seed in rng.integers(2**31, size=count)] if split == "train" else []
+
+    def answer(self, prompt: str) -> str:
+        raise ConfigError(f"environment {self.name!r} has no right answers")
+
+    def reward(self, prompt: str, text: str) -> float:
+        raise ConfigError(f"environment {self.name!r} scores episodes, not texts")
+
+
 def task_named(config: TaskConfig, size: int = _POOL) -> Task:
     """The task that a config names; a `ConfigError` suggests the closest names."""
     kind, colon, rest = config.name.partition(":")

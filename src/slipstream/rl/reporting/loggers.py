@@ -152,6 +152,8 @@ def scalars(record: Record) -> dict[str, float]:
                 "rollout/dropped": float(record.num_dropped),
                 "rollout/resampled": float(record.num_resampled),
                 **{f"train/{name}": float(value) for name, value in dataclasses.asdict(record.metrics).items()},
+                **({} if record.mfu is None else {"train/mfu": record.mfu}),
+                **({} if (kl := record.kl_without_replay) is None else {"train/kl_without_replay": kl}),
                 **{f"seconds/{name}": float(value) for name, value in dataclasses.asdict(record.seconds).items()},
                 "seconds/step": record.seconds.total,
                 "sync/seconds": record.sync.total_seconds,

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from slipstream.errors import ConfigError
+from slipstream.observe.recorder.run_recorder import Phase
+from slipstream.runtime.clock import unix_time
 from slipstream.types import SyncReport
 
 
@@ -61,10 +63,12 @@ class UpdateMetrics:
     entropy: float
     gap: float
     gradient_norm: float
+    equal_share: float = 0.0
     reference_kl: float = 0.0
     value_loss: float = 0.0
     correction: float = 1.0
     dropped: float = 0.0
+    route_agreement: float = 0.0
     num_skipped: int = 0
     """Updates that changed nothing because their loss or gradient is not finite. The other fields are of the rest, if any."""
 
@@ -74,18 +78,21 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
+        self.phases: list[Phase] = []
+        """Each lap with its start and end."""
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
         """End a lap. Laps of the same name add up."""
         now = time.perf_counter()
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self.phases.append(Phase(name, unix_time(self._last), unix_time(now)))
         self._last = now
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One RL step. In `sync` mode, all but `seconds` and `sync` are determined by config and seed."""
+    """One RL step. In `sync` mode, all but `seconds`, `sync` and `mfu` are determined by config and seed."""
 
     step: int
     """From 1."""
@@ -104,12 +111,17 @@ class StepRecord:
     """Tokens by age in versions: `{"0": 1200, "1": 300}`."""
     mismatch: str = ""
     """Diagnosis of the gap between trainer and engine logprobs, in a sentence; empty if not diagnosed in this step."""
+    kl_without_replay: float | None = None
+    """With `replay_routes`, in steps with a diagnosis: KL(engine ‖ θ) at temperature 1 if the trainer chose the experts."""
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     """With `take_turns`: bytes in use by engines at each phase of the step."""
     num_dropped: int = 0
     """Completions left out because they, or too many of their group, could not be scored."""
     num_resampled: int = 0
     """Groups sampled in addition, to replace uninformative ones."""
+    mfu: float | None = None
+    """Model FLOPs utilization of the phase `train` (`algorithm/utilization.py`); None if the device's peak is not known, as on
+    CPU."""
 
     @property
     def tokens_per_second(self) -> float:

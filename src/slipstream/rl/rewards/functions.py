@@ -54,13 +54,16 @@ class RewardRequest:
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if taken := [f.name for f in dataclasses.fields(self) if f.name in self.extra]:
+        if taken := [name for name in FACTS if name in self.extra]:
             raise ConfigError(f"extra facts cannot be named {', '.join(taken)}: a request already has these fields")
 
     def facts(self) -> dict[str, Any]:
         """Everything but the two texts, by name."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {k: v for k, v in fields.items() if k not in ("prompt", "completion", "extra")} | dict(self.extra)
+
+
+FACTS = tuple(field.name for field in dataclasses.fields(RewardRequest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,28 +151,28 @@ def short_repr(value: Any) -> str:
 # --- import by name ---------------------------------------------------------------------------------------------------
 
 
-def import_function(name: str) -> RewardFunction:
-    """Import the function named `"my_module:my_reward"`; a `ConfigError` suggests the closest names.
+def import_function(name: str, kind: str = "reward") -> Callable[..., Any]:
+    """Import the function or class named `"my_module:my_reward"`, of this `kind`; a `ConfigError` suggests the closest names.
 
     Modules are found as `import` finds them, and in the working directory."""
     module, colon, attribute = name.partition(":")
     if not colon or not module or not attribute:
         parent, dot, last = name.rpartition(".")
         hint = f"did you mean {f'{parent}:{last}'!r}?" if dot and not colon else 'write it as "my_module:my_reward"'
-        raise ConfigError(f"reward {name!r} does not name a module and a function; {hint}")
+        raise ConfigError(f"{kind} {name!r} does not name a module and a function; {hint}")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    function: Any = _import_module(module, name)
+    function: Any = _import_module(module, f"{kind} {name!r}")
     for part in attribute.split("."):
         if not hasattr(function, part):
             known = [n for n in dir(function) if not n.startswith("_") and callable(getattr(function, n, None))]
             hint = _suggestion(part, known) or f"it has {', '.join(known[:20]) or 'no functions'}"
-            raise ConfigError(f"reward {name!r}: {module} has no {part!r}; {hint}")
+            raise ConfigError(f"{kind} {name!r}: {module} has no {part!r}; {hint}")
         function = getattr(function, part)
     if not callable(function):
         raise ConfigError(
-            f"reward {name!r} is not a function but {function!r:.80} ({type(function).__name__}); "
-            "name a callable that takes a prompt and a completion"
+            f"{kind} {name!r} is not a function but {function!r:.80} ({type(function).__name__}); "
+            "name something that can be called"
         )
     return function
 
@@ -189,7 +192,7 @@ def import_name(function: RewardFunction) -> str:
     return f"{module}:{path}"
 
 
-def _import_module(module: str, name: str) -> Any:
+def _import_module(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -198,11 +201,11 @@ def _import_module(module: str, name: str) -> Any:
             path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
             known = [m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_")]
             hint = _suggestion(last, known) or "is its directory on PYTHONPATH?"
-            raise ConfigError(f"reward {name!r}: there is no module {error.name!r}; {hint}") from None
+            raise ConfigError(f"{what}: there is no module {error.name!r}; {hint}") from None
         trace = traceback.format_exc().strip()
     except Exception:
         trace = traceback.format_exc().strip()
-    raise ConfigError(f"reward {name!r}: importing {module} failed:\n{trace}")
+    raise ConfigError(f"{what}: importing {module} failed:\n{trace}")
 
 
 def _suggestion(name: str, known: list[str]) -> str:

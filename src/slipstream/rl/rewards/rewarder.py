@@ -16,13 +16,14 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from slipstream.errors import ConfigError, RequestError, RewardError, RewardFailed, RewardTimeout
 from slipstream.rl.config import RewardConfig
 from slipstream.rl.data.tokens import Codec
 from slipstream.rl.rewards.callbacks import Callbacks, TimedOut, gather_or_cancel
 from slipstream.rl.rewards.functions import (
+    FACTS,
     Reward,
     RewardFunction,
     RewardOutcome,
@@ -48,11 +49,14 @@ def reward_requests(
     prompts: Sequence[str],
     completions: Sequence[Completion],
     codec: Codec,
-    answer: Callable[[str], str] | None = None,
+    answer: Callable[[str], str | None] | None = None,
+    facts: Callable[[str], Mapping[str, Any]] | None = None,
 ) -> list[RewardRequest]:
-    """A request for each completion. `answer` returns a right answer to a prompt."""
+    """A request for each completion. `answer` returns a right answer to a prompt, `facts` returns additional facts; those that
+    a request has already are left out."""
     texts = codec.decode([c.token_ids for c in completions])
     answers = [answer(prompt) if answer else None for prompt in prompts]
+    extras = [{k: v for k, v in facts(prompt).items() if k not in FACTS} if facts else {} for prompt in prompts]
     return [
         RewardRequest(
             prompt=prompts[c.prompt_index],
@@ -63,6 +67,7 @@ def reward_requests(
             answer=answers[c.prompt_index],
             prompt_index=c.prompt_index,
             sample_index=c.sample_index,
+            extra=extras[c.prompt_index],
         )
         for c, text in zip(completions, texts)
     ]
@@ -122,7 +127,13 @@ class Rewarder:
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> Rewarder:
-        return cls(**dict(config))
+        return cls(
+            config.weights,
+            timeout=config.timeout,
+            workers=config.workers,
+            on_error=config.on_error,
+            memory_limit=config.memory_limit,
+        )
 
     def score(self, requests: Sequence[RewardRequest]) -> Rewards:
         """Score a batch, in order. Raises the first error with `on_error="raise"`, or if no sample is left."""

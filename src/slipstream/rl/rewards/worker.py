@@ -23,33 +23,39 @@ from slipstream.rl.rewards.functions import RewardRequest, accepted_facts, impor
 
 
 def main(settings: dict[str, Any]) -> None:
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as empty:
-        os.dup2(empty.fileno(), 0)
-    os.dup2(2, 1)
-    _die_with(settings["owner"])
+    requests, replies = open_pipes()
+    die_with(settings["owner"])
     _limit_memory(settings["memory_limit"])
     try:
         function = import_function(settings["function"])
     except ConfigError as error:
-        _reply(replies, {"refused": str(error)})
+        reply(replies, {"refused": str(error)})
         os._exit(1)
-    _reply(replies, {"ready": True})
+    reply(replies, {"ready": True})
     loop = asyncio.new_event_loop()  # one for all calls, so that the function can keep connections open
     for line in requests:
         request = RewardRequest(**json.loads(line))
-        _reply(replies, {"began": True})
+        reply(replies, {"began": True})
         outcome: Returned | Raised
         try:
             value = function(request.prompt, request.completion, **accepted_facts(function, request))
             outcome = Returned(loop.run_until_complete(awaited(value)) if inspect.isawaitable(value) else value)
         except BaseException as error:  # SystemExit too: it fails the call, and the worker continues
             outcome = raised(error)
-        _reply(replies, dataclasses.asdict(to_reward(outcome)))
+        reply(replies, dataclasses.asdict(to_reward(outcome)))
     os._exit(0)  # do not wait for threads of the function
 
 
-def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
+def open_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes of the protocol. Standard input and output are then the user's code's: empty, and the trainer's log."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as empty:
+        os.dup2(empty.fileno(), 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def reply(replies: BinaryIO, message: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -57,7 +63,7 @@ def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
     replies.flush()
 
 
-def _die_with(owner: int) -> None:
+def die_with(owner: int) -> None:
     """End this process with the trainer, however it dies. On Linux the kernel does so, even while the function holds the GIL:
     the death signal follows the thread that started the worker, the trainer's event loop, which lives as long as its
     process. A thread polls as well, for other systems."""

@@ -1,93 +1,35 @@
 """Reward functions in worker processes: the trainer's side. `worker.py` is the process.
 
-The protocol is JSON lines over two pipes; nothing is pickled (docs/decisions/0019-reward-workers.md). The process is started
-with the function's name:
+Messages are those of `worker_process.py`. The process is started with the function's name:
 
     worker    {"ready": true}                       or {"refused": why}, then exit
     trainer   {"prompt": …, "completion": …, …}     one call
     worker    {"began": true}                       a death after this is the function's fault
-    worker    {"value": 0.5, "parts": {…}}          or {"what": …, "fix": …, "detail": …}
-
-A worker leads a process group, so that processes started by the function are killed with it."""
+    worker    {"value": 0.5, "parts": {…}}          or {"what": …, "fix": …, "detail": …}"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
-import os
-import signal
-import sys
 from typing import Any
 
-from slipstream.errors import ConfigError, DeadlineExceeded, RequestError, RewardFailed
+from slipstream.errors import RewardFailed
 from slipstream.rl.rewards.callbacks import Returned, TimedOut
 from slipstream.rl.rewards.functions import Reward, RewardOutcome, RewardProblem, RewardRequest, to_reward
+from slipstream.rl.rewards.worker_process import WorkerProcess
 
-MAX_LINE = 8 << 20
-MAX_OUTPUT = 4000
-EXIT_SECONDS = 5.0
 MAX_STARTS = 3
 """Attempts of a call whose worker was dead before the call began."""
 
-_PROGRAM = (
-    "import json, sys; a = json.loads(sys.argv[1]); sys.path[:] = a['path']; "
-    "from slipstream.rl.rewards.worker import main; main(a)"
-)
 
-
-class RewardWorker:
-    """One process that runs one call at a time. Started when needed, and again after it was killed. Not thread-safe: use it on
-    one event loop."""
+class RewardWorker(WorkerProcess):
+    """One process that runs one call at a time."""
 
     def __init__(self, function: str, start_timeout: float, memory_limit: int = 0) -> None:
-        self._function, self._start_timeout, self._memory_limit = function, start_timeout, memory_limit
-        self._process: asyncio.subprocess.Process | None = None
-        self._closed = False
-        self._output = bytearray()
-        self._reading: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Start the process. `ConfigError` if it cannot import the function, `DeadlineExceeded` if that takes too long."""
-        if self._closed:
-            raise RequestError(f"the rewarder of {self._function!r} is closed; create another")
-        settings = {
-            "function": self._function,
-            "path": sys.path,
-            "owner": os.getpid(),
-            "memory_limit": self._memory_limit,
-        }
-        pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _PROGRAM, json.dumps(settings)),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            limit=MAX_LINE,
-            start_new_session=True,
-            # A function that imports JAX must not reserve the trainer's GPU memory.
-            env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
-        )
-        self._output.clear()
-        self._reading = asyncio.create_task(self._read_output(process))
-        try:
-            message = await asyncio.wait_for(_receive(process), self._start_timeout)
-        except TimeoutError:
-            await self.kill()
-            raise DeadlineExceeded(
-                f"a worker process did not import reward {self._function!r} within {self._start_timeout:g} s; does its "
-                f"module do work when imported? Its output:\n{self._output_tail()}"
-            ) from None
-        except BaseException:
-            await self.kill()
-            raise
-        if "ready" not in message:
-            ended = await self.kill(patience=1.0)
-            raise ConfigError(
-                message.get("refused")
-                or f"reward {self._function!r}: its worker process {ended} while importing it:\n{self._output_tail()}"
-            )
+        settings = {"function": function, "memory_limit": memory_limit}
+        super().__init__("slipstream.rl.rewards.worker", f"reward {function!r}", settings, start_timeout)
+        self._function = function
 
     async def evaluate(self, request: RewardRequest, timeout: float) -> RewardOutcome:
         """Run one call. A process that times out or dies is killed with everything it started, and the next call starts a
@@ -105,7 +47,7 @@ class RewardWorker:
                     await self.start()
                 assert self._process is not None
                 try:
-                    reply = await asyncio.wait_for(_call(self._process, line), timeout)
+                    reply = await asyncio.wait_for(self._call(self._process, line), timeout)
                 except TimeoutError:
                     await self.kill()
                     return TimedOut()
@@ -117,31 +59,6 @@ class RewardWorker:
             raise
         problem = f"could not run: {MAX_STARTS} worker processes died before the call"
         return RewardProblem(problem, "find out what kills them", self._output_tail())
-
-    async def kill(self, patience: float = 0.0) -> str:
-        """Kill the process group and return how the process ended. A dying process gets `patience` seconds to exit first, so
-        that its own exit status is seen. May be called twice."""
-        process, self._process = self._process, None
-        if process is None:
-            return "was not running"
-        try:
-            if patience:
-                await _wait(process, patience)
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await _wait(process, EXIT_SECONDS)
-        if self._reading is not None:
-            await asyncio.wait([self._reading], timeout=0.2)
-            self._reading.cancel()
-        transport = getattr(process, "_transport", None)
-        if transport is not None:
-            transport.close()  # a child of the process may hold the descriptors open
-        return _ended(process.returncode)
-
-    async def close(self) -> None:
-        self._closed = True
-        await self.kill()
 
     async def _outcome(self, reply: dict[str, Any]) -> RewardOutcome:
         outcome = parse_reply(reply)
@@ -156,40 +73,14 @@ class RewardWorker:
         )
         return RewardProblem(f"ended its worker process, which {ended}", fix, self._output_tail())
 
-    async def _read_output(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
-        while chunk := await process.stderr.read(1 << 16):
-            self._output += chunk
-            del self._output[:-MAX_OUTPUT]
-
-    def _output_tail(self) -> str:
-        return self._output.decode(errors="replace").strip()
-
-
-async def _call(process: asyncio.subprocess.Process, line: bytes) -> dict[str, Any]:
-    """The worker's reply; empty if it died before the call; `{"died": true}` if it died during the call."""
-    assert process.stdin is not None
-    try:
-        process.stdin.write(line)
-        await process.stdin.drain()
-    except (BrokenPipeError, ConnectionResetError):
-        return {}
-    began = await _receive(process)
-    if "began" not in began:
-        return began
-    return await _receive(process) or {"died": True}
-
-
-async def _receive(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    """The worker's next message; empty at the end of the stream."""
-    assert process.stdout is not None
-    try:
-        message = json.loads(await process.stdout.readline() or b"{}")
-    except (ValueError, RecursionError):
-        message = None
-    except ConnectionResetError:
-        return {}
-    return message if isinstance(message, dict) else {"invalid": True}
+    async def _call(self, process: asyncio.subprocess.Process, line: bytes) -> dict[str, Any]:
+        """The worker's reply; empty if it died before the call; `{"died": true}` if it died during the call."""
+        if not await self._send(process, line):
+            return {}
+        began = await self._receive(process)
+        if "began" not in began:
+            return began
+        return await self._receive(process) or {"died": True}
 
 
 def parse_reply(reply: dict[str, Any]) -> Reward | RewardProblem | None:
@@ -200,20 +91,6 @@ def parse_reply(reply: dict[str, Any]) -> Reward | RewardProblem | None:
     if reply.keys() == {"what", "fix", "detail"} and all(isinstance(text, str) for text in reply.values()):
         return RewardProblem(**reply)
     return None
-
-
-async def _wait(process: asyncio.subprocess.Process, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), seconds)
-
-
-def _ended(code: int | None) -> str:
-    if code is None:
-        return "could not be killed"
-    if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"ended by {names.get(-code, f'signal {-code}')}"
-    return f"ended with exit code {code}"
 
 
 class WorkerPool:

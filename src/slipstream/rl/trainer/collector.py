@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -11,11 +12,12 @@ from slipstream.errors import RewardError
 from slipstream.rl.config import TrainConfig
 from slipstream.rl.data.prompts import PromptSource
 from slipstream.rl.reporting.records import Stopwatch
-from slipstream.rl.rewards.scoring import Scorer
+from slipstream.rl.rewards.scoring import Scored, Scorer, group_rewards
 from slipstream.rl.trainer.batch_log import BatchLog
 from slipstream.rl.trainer.evaluation import require_versions
 from slipstream.rl.trainer.recovery import RecoveringBridge
 from slipstream.rl.trainer.step_batch import StepBatch
+from slipstream.runtime import tracing
 from slipstream.types import RolloutGroup
 
 
@@ -44,7 +46,7 @@ class RolloutCollector:
         algorithm, log = self._config.algorithm, self._batch_log
         log.record(step, 1)
         groups = self._take(steps_left, clock)
-        collected, num_batches = StepBatch(groups, self._rewards(groups, clock)), 1
+        collected, num_batches = StepBatch(groups, *self._rewards(groups, clock)), 1
         while num_batches <= algorithm.recipe.resample:
             is_enough = np.count_nonzero(collected.informative) >= algorithm.prompts
             if log.num_batches(step) <= num_batches and (is_enough or log.is_complete(step)):
@@ -55,12 +57,13 @@ class RolloutCollector:
             log.record(step, num_batches)
             groups = self._take(steps_left, clock, more=True)
             try:
-                rewards = self._rewards(groups, clock)
+                scored = self._rewards(groups, clock)
             except RewardError:
                 if self._config.reward.on_error == "raise":
                     raise
                 rewards = np.full((len(groups), algorithm.group), np.nan, np.float32)  # earlier batches have rewards
-            collected += StepBatch(groups, rewards)
+                scored = Scored(rewards, (None,) * rewards.size)
+            collected += StepBatch(groups, *scored)
         return collected
 
     def _take(self, steps_left: int, clock: Stopwatch, more: bool = False) -> list[RolloutGroup]:
@@ -78,7 +81,12 @@ class RolloutCollector:
         clock.lap("generate")
         return groups
 
-    def _rewards(self, groups: list[RolloutGroup], clock: Stopwatch) -> np.ndarray:
-        rewards = self._score(groups, [self._prompts.text(group.id) for group in groups])
+    def texts(self, groups: Sequence[RolloutGroup]) -> list[str]:
+        """The task's prompts of groups."""
+        return [self._prompts.text(group.id) for group in groups]
+
+    def _rewards(self, groups: list[RolloutGroup], clock: Stopwatch) -> Scored:
+        with tracing.span_each("train.reward", [group.traceparent for group in groups]):
+            scored = group_rewards(self._score, groups, self.texts(groups))
         clock.lap("reward")
-        return rewards
+        return scored

@@ -21,7 +21,8 @@ from slipstream.errors import (
     TransferError,
     UpdateInProgress,
 )
-from slipstream.types import InFlight, RolloutGroup, SyncReport
+from slipstream.runtime.waiting import waiting_for
+from slipstream.types import InFlight, Lora, RolloutGroup, SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +37,12 @@ that were damaged, or found no room, are sent again to other memory."""
 
 
 class RecoveringBridge:
-    def __init__(self, bridge: Bridge, patience: float, in_flight: InFlight = "keep") -> None:
+    def __init__(
+        self, bridge: Bridge, patience: float, in_flight: InFlight = "keep", adapter: Lora | None = None
+    ) -> None:
         """`patience` is how many seconds the fleet may be unavailable; 0 raises at once. `in_flight` says what a sync does
-        with running requests."""
-        self._bridge, self._patience, self._in_flight = bridge, patience, in_flight
+        with running requests. With an `adapter`, syncs are of its weights."""
+        self._bridge, self._patience, self._in_flight, self._adapter = bridge, patience, in_flight, adapter
         self._pending: tuple[Any, Future[SyncReport]] | None = None
         """A started sync and its weights."""
         self.last_sync: SyncReport
@@ -47,13 +50,20 @@ class RecoveringBridge:
 
     def sync(self, params: Any) -> SyncReport:
         self.finish_sync()
-        self.last_sync = self._retry(lambda: self._bridge.sync(params, in_flight=self._in_flight))
+        sync = partial(self._bridge.sync, params, in_flight=self._in_flight, adapter=self._adapter)
+        self.last_sync = self._retry(sync)
         return self.last_sync
 
-    def start_sync(self, params: Any) -> None:
+    def sync_base(self, params: Any) -> None:
+        """Sync the model that the adapter belongs to."""
+        self._retry(partial(self._bridge.sync, params, in_flight=self._in_flight))
+
+    def start_sync(self, params: Any) -> Future[SyncReport]:
         """Start a sync without waiting for its end. A sync that was started before is finished first."""
         self.finish_sync()
-        self._pending = params, self._bridge.start_sync(params, in_flight=self._in_flight)
+        future = self._bridge.start_sync(params, in_flight=self._in_flight, adapter=self._adapter)
+        self._pending = params, future
+        return future
 
     def finish_sync(self) -> SyncReport | None:
         """Wait for the started sync. None if none was started."""
@@ -61,7 +71,8 @@ class RecoveringBridge:
             return None
         (params, pending), self._pending = self._pending, None
         try:
-            self.last_sync = pending.result()
+            with waiting_for("the started sync to end"):
+                self.last_sync = pending.result()
         except TRANSIENT as error:
             log.warning("%s; retrying", error)
             return self.sync(params)

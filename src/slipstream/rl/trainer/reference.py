@@ -19,9 +19,11 @@ from slipstream.rl.trainer.recovery import RecoveringBridge
 class Reference:
     """Engines that serve one fixed policy. Engines that die are waited for and get their weights again."""
 
-    def __init__(self, bridge: Bridge, policy: Params, patience: float) -> None:
+    def __init__(self, bridge: Bridge, policy: Params | None, patience: float) -> None:
+        """`policy` is None for engines that serve it already: as the base model of the adapter that is trained."""
         self._bridge, self._fleet = bridge, RecoveringBridge(bridge, patience)
-        self._fleet.sync(policy)
+        if policy is not None:
+            self._fleet.sync(policy)
 
     def add_logprobs(self, batch: Batch) -> Batch:
         """Set `reference` of an unpacked batch to the engines' raw logprobs (temperature 1)."""

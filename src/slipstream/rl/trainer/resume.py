@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "save_every",
     "keep_checkpoints",
     "logging",
+    "record",
     "generate_timeout",
     "patience",
     "diagnose_every",

@@ -5,21 +5,31 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from slipstream.bridge.bridge import Bridge
-from slipstream.errors import SlipstreamError, UpdateNotFinite
+from slipstream.engines.embedded.sequence_logprobs import SequenceLogprobs
+from slipstream.errors import ConfigError, SlipstreamError, UpdateNotFinite
+from slipstream.model.checkpoints.peft import load_adapter
 from slipstream.model.config import ModelConfig
 from slipstream.model.transformer import decoder
-from slipstream.observe.mismatch import disagreeing_engines, engine_logprobs
+from slipstream.model.transformer.adapters import init_adapter
+from slipstream.observe.mismatch import TOLERANCE, disagreeing_engines, engine_logprobs, kl_per_token
 from slipstream.observe.mismatch_watch import MismatchWatch
+from slipstream.rl.agents.player import EpisodePlayer
 from slipstream.rl.algorithm.batch import Batch, make_batch
+from slipstream.rl.algorithm.utilization import mfu
 from slipstream.rl.config import TrainConfig
+from slipstream.rl.data.curriculum import Curriculum
+from slipstream.rl.data.data_task import DataTask
 from slipstream.rl.data.prompts import PromptSource
-from slipstream.rl.data.tasks import Task
+from slipstream.rl.data.tasks import DigitTask, ReasoningGymTask, Task
 from slipstream.rl.data.tokens import Codec
 from slipstream.rl.reporting.records import Evaluation, PhaseSeconds, StepRecord, Stopwatch, UpdateMetrics
 from slipstream.rl.rewards.scoring import Scorer
@@ -28,16 +38,21 @@ from slipstream.rl.trainer.batch_log import BatchLog
 from slipstream.rl.trainer.collector import RolloutCollector
 from slipstream.rl.trainer.evaluation import evaluate
 from slipstream.rl.trainer.learner import Learner
+from slipstream.rl.trainer.recording import Recording
 from slipstream.rl.trainer.recovery import RecoveringBridge
 from slipstream.rl.trainer.reference import Reference
 from slipstream.rl.trainer.step_batch import StepBatch
-from slipstream.runtime import failpoints
-from slipstream.types import MemoryReport, SyncReport
+from slipstream.runtime import failpoints, tracing
+from slipstream.runtime.private_files import private_file
+from slipstream.runtime.waiting import waiting_for
+from slipstream.types import Lora, MemoryReport, SyncReport
 
 log = logging.getLogger(__name__)
 
 MAX_STEPS_LOST = 10
 """Steps in a row without a finite update after which a run ends."""
+EPISODE_JOURNAL = "episodes.sqlite"
+"""File of the run directory: the rollout journal of episodes, whose queue is in the trainer's process."""
 WORST = 3
 """Completions that are named when an update is not finite."""
 
@@ -55,12 +70,21 @@ class TrainingRun:
         start: resume.ResumePoint,
         run_dir: Path,
         reference: Reference | None = None,
+        player: EpisodePlayer | None = None,
+        recording: Recording | None = None,
     ) -> None:
-        """`params` is the policy after the warm-up, and the KL reference. A resumed run loads its weights from the
-        checkpoint; its KL reference is still `params`."""
+        """`params` is the policy after the warm-up, and the KL reference; with LoRA, the frozen model. A resumed run loads its
+        weights from the checkpoint; its KL reference is still `params`. `player` plays the episodes of an environment."""
+        self._score, self._player = score, player
         self._config, self._bridge, self._codec, self._task, self._model = config, bridge, codec, task, model
-        self._reference = reference
-        self.learner = Learner(config.algorithm, model, params, config.seed, config.devices)
+        self._reference, self._recording = reference, recording or Recording(None)
+        exact = None
+        if config.deterministic:
+            assert config.engine.kind == "embedded", "TrainConfig checks it"
+            exact = SequenceLogprobs(model, config.engine)
+        lora = config.lora.adapter
+        adapter = None if lora is None else (lora, initial_adapter(config, model, lora))
+        self.learner = Learner(config.algorithm, model, params, config.seed, config.devices, exact, adapter)
         self.step = start.step
         """Steps done."""
         self._last = config.steps
@@ -75,7 +99,7 @@ class TrainingRun:
             self._recent.extend(progress.recent)
             if resume.finished(config, start.step, self._recent):
                 self._last = start.step
-        self._fleet = RecoveringBridge(bridge, config.patience, config.in_flight)
+        self._fleet = RecoveringBridge(bridge, config.patience, config.in_flight, lora)
         self._rollouts = bridge.rollouts(
             config.bound,
             config.algorithm.prompts,
@@ -83,15 +107,25 @@ class TrainingRun:
             surplus=config.surplus,
             position=position,
             patience=0.0,  # `_fleet` waits instead, and repairs the fleet meanwhile
+            generate=None if player is None else player.generate,
+            journal=None if player is None else private_file(run_dir / EPISODE_JOURNAL),
+            adapter=config.adapter,
         )
-        prompts = PromptSource(config, task, codec, _max_prompt_tokens(config, model))
+        max_prompt_tokens = _max_prompt_tokens(config, model)
+        self._curriculum = None
+        if isinstance(task, DataTask):
+            task.fit(codec.prompts, max_prompt_tokens)
+            self._curriculum = Curriculum(task, config.seed, config.algorithm.prompts, run_dir, start.step)
+        self._prompts = prompts = PromptSource(config, task, codec, max_prompt_tokens, self._curriculum)
         batch_log = BatchLog(run_dir if config.algorithm.recipe.resample else None)
         self._collector = RolloutCollector(config, self._fleet, self._rollouts, prompts, score, batch_log, cursor)
         self._saved: deque[int] = deque(maxlen=config.keep_checkpoints)
         """Journal positions of the checkpoints on disk."""
         statuses = self._fleet.retry(bridge.status).engines
-        self._dtype = next((engine.info.dtype for engine in statuses), model.dtype)
-        self._watch = MismatchWatch(lambda: bridge.verify(self.learner.policy), dtype=self._dtype)
+        engine_dtype = next((engine.info.dtype for engine in statuses), model.dtype)
+        self._dtype = max((engine_dtype, self.learner.dtype), key=TOLERANCE.__getitem__)
+        """The coarser of engines' and trainer's, for diagnoses."""
+        self._watch = MismatchWatch(lambda: bridge.verify(self.learner.model_weights), dtype=self._dtype)
 
     @property
     def done(self) -> bool:
@@ -104,7 +138,10 @@ class TrainingRun:
 
     def begin(self) -> None:
         """Sync the policy to the fleet, as its next version; the number in the checkpoint does not matter."""
+        if self.learner.base is not None:
+            self._fleet.sync_base(self.learner.base)
         self._fleet.sync(self.learner.policy)
+        self._recording.sync(self._fleet.last_sync, self.step)
 
     def take_step(self) -> StepRecord:
         """Prompts → completions → rewards → advantages → update → sync."""
@@ -116,31 +153,40 @@ class TrainingRun:
         batch = make_batch(
             chosen.completions,
             version=chosen.versions,
-            max_tokens=config.max_tokens,
+            max_tokens=self._config.max_completion,
             vocab_size=self._model.vocab_size,
+            replay_routes=self._config.replay_routes,
         )
         if self._reference is not None:
             batch = self._reference.add_logprobs(batch)
         batch = self.learner.prepare(batch, chosen.rewards, chosen.overlong_penalty(config))  # advantages
         clock.lap("reward")
 
-        mismatch, batch = self._diagnose(step, batch, chosen, clock)
+        mismatch, kl_without_replay, batch = self._diagnose(step, batch, chosen, clock)
         rewards = collected.known_rewards
-        accuracy = float((rewards >= 1).mean())
+        accuracy = float((rewards >= self._config.reward.solved).mean())
+        if self._curriculum is not None:
+            self._curriculum.record(step, self._pass_rates(collected))
         self._recent.append(accuracy)
         if resume.finished(self._config, step, self._recent):
             self._last = step
 
         memory = self._sleep_engines(clock)
         failpoints.step("train.update", train_step=step, ids=[group.id for group in chosen.groups])
-        metrics = self.learner.update(step, batch)
+        traces = [group.traceparent for group in chosen.groups]
+        hint = "a shape's first update compiles its programs"
+        with (
+            waiting_for(f"the update of step {step}", lambda: hint),
+            tracing.span_each("train.update", traces, step=step),
+        ):
+            metrics = self.learner.update(step, batch)
         self._check_finite(step, metrics, batch, chosen)
         failpoints.step("train.updated", train_step=step)
         clock.lap("train")
-        sync = self._sync(step, memory, clock)
+        sync = self._sync(step, memory, traces, clock)
 
         self.step = step
-        return StepRecord(
+        record = StepRecord(
             step=step,
             version=max(chosen.versions),
             reward=float(rewards.mean()),
@@ -151,15 +197,34 @@ class TrainingRun:
             sync=sync,
             staleness=_tokens_by_age(batch),
             mismatch=mismatch,
+            kl_without_replay=kl_without_replay,
             memory=memory,
             num_dropped=collected.rewards.size - rewards.size,
             num_resampled=len(collected.groups) - len(chosen.groups),
+            mfu=mfu(self._model, batch, config.epochs, clock.laps["train"], self.learner.num_devices),
         )
+        prompts = self._collector.texts(collected.groups)
+        self._recording.step(record, clock, collected, chosen, prompts, batch, self.learner.logprobs_in_update)
+        return record
 
     def evaluate(self) -> Evaluation:
         self._fleet.finish_sync()
         self._evaluated = self.step
-        return self._fleet.retry(partial(evaluate, self._config, self._bridge, self._task, self._codec, self.step))
+        score = None if isinstance(self._task, DigitTask | ReasoningGymTask) else self._score
+        sample = None if self._player is None else self._player.sample
+        work = partial(evaluate, self._config, self._bridge, self._task, self._codec, self.step, score, sample)
+        with self._recording.phase("evaluate", self.step):
+            record = self._fleet.retry(work)
+        self._recording.evaluation(record)
+        return record
+
+    def _pass_rates(self, collected: StepBatch) -> dict[str, float]:
+        """By prompt: the share of the samples that are solved, of those that have a reward."""
+        rates = {}
+        for group, rewards in zip(collected.groups, collected.rewards):
+            if (known := rewards[~np.isnan(rewards)]).size:
+                rates[self._prompts.text(group.id)] = float((known >= self._config.reward.solved).mean())
+        return rates
 
     def state(self) -> checkpoint.RunState:
         self._fleet.finish_sync()
@@ -214,11 +279,13 @@ class TrainingRun:
         ]
         return f"Trainer and engine differ most about {'; '.join(rows)}."
 
-    def _diagnose(self, step: int, batch: Batch, chosen: StepBatch, clock: Stopwatch) -> tuple[str, Batch]:
-        """Compare the trainer's logprobs with the engines', every `diagnose_every` steps; empty in the others. Have engines
-        that stand out quarantined, and return the batch without their completions."""
+    def _diagnose(
+        self, step: int, batch: Batch, chosen: StepBatch, clock: Stopwatch
+    ) -> tuple[str, float | None, Batch]:
+        """Compare the trainer's logprobs with the engines', every `diagnose_every` steps; empty in the others. Return the KL
+        without routing replay, too. Have engines that stand out quarantined, and return the batch without their completions."""
         if not self._config.diagnose_every or step % self._config.diagnose_every:
-            return "", batch
+            return "", None, batch
         self._fleet.finish_sync()
         trainer = self.learner.logprobs(batch, temperature=1.0)
         engine = engine_logprobs(chosen.completions, max(chosen.versions), trainer.shape[1])
@@ -228,8 +295,20 @@ class TrainingRun:
             is_kept = np.array([[other != name] for other in names], np.float32)
             batch = batch._replace(mask=batch.mask * is_kept, advantages=batch.advantages * is_kept)
         diagnosis = self._watch.see(trainer, engine.processed, engine.raw, np.asarray(batch.ages), engine.mask)
+        if self._config.deterministic and diagnosis.evidence.baseline:
+            log.warning(
+                "step %d: deterministic is set, but the trainer's logprobs of tokens of its own version differ from the "
+                "engines' by %.1e nats on average; docs/on-policy.md says what must be equal on both sides",
+                step,
+                diagnosis.evidence.baseline,
+            )
+        sentence, kl_without = diagnosis.sentence, None
+        if batch.routes is not None:
+            own = self.learner.logprobs(batch._replace(routes=None), temperature=1.0)
+            kl, kl_without = (kl_per_token(each, engine.raw, engine.mask) for each in (trainer, own))
+            sentence += f" KL with routing replay {kl:.2g}, without {kl_without:.2g} nats per token."
         clock.lap("diagnose")
-        return diagnosis.sentence, batch
+        return sentence, kl_without, batch
 
     def _report(self, engine: str, reason: str, since: int) -> None:
         """Have an engine quarantined. Best effort: its completions of this step are left out in any case."""
@@ -246,7 +325,7 @@ class TrainingRun:
         clock.lap("sleep")
         return memory
 
-    def _sync(self, step: int, memory: dict[str, int], clock: Stopwatch) -> SyncReport:
+    def _sync(self, step: int, memory: dict[str, int], traces: list[str], clock: Stopwatch) -> SyncReport:
         """Send the new weights to every engine. Sleeping engines wake for it, their KV cache last. Modes that run ahead do
         not wait for the sync to finish; the report is then of the sync before."""
         config, has_next = self._config, step < self._last
@@ -256,15 +335,34 @@ class TrainingRun:
         self._fleet.finish_sync()
         if config.steps_ahead and has_next:
             self._rollouts.expect(self._bridge.version + 1)
+        spans = tracing.begin_each("train.sync", traces, step=step)
         if config.syncs_meanwhile and has_next:
-            self._fleet.start_sync(self.learner.policy)
+            self._fleet.start_sync(self.learner.policy).add_done_callback(partial(_end_spans, spans))
         else:
-            self._fleet.sync(self.learner.policy)
+            tracing.end_each(spans, version=self._fleet.sync(self.learner.policy).version)
         clock.lap("sync")
         if config.take_turns:
             memory["woken"] = _in_use(self._bridge.wake())
             clock.lap("wake")
         return self._fleet.last_sync
+
+
+def initial_adapter(config: TrainConfig, model: ModelConfig, lora: Lora) -> decoder.Params:
+    """Return the weights that training an adapter starts from."""
+    if not config.lora.path:
+        return init_adapter(model, lora, jax.random.key(config.seed))
+    weights, stored = load_adapter(config.lora.path, model, lora.name)
+    if stored != lora:
+        raise ConfigError(
+            f"lora.path has an adapter of rank {stored.rank}, alpha {stored.alpha:g} and targets {', '.join(stored.targets)}; "
+            f"the config says rank {lora.rank}, alpha {lora.alpha:g} and targets {', '.join(lora.targets)}"
+        )
+    return jax.tree.map(jnp.asarray, weights)
+
+
+def _end_spans(spans: list[tracing.TraceSpan], sync: Future[SyncReport]) -> None:
+    has_result = not sync.cancelled() and sync.exception() is None
+    tracing.end_each(spans, **({"version": sync.result().version} if has_result else {"failed": True}))
 
 
 def _max_prompt_tokens(config: TrainConfig, model: ModelConfig) -> int:

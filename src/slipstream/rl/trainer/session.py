@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Self
 
 from slipstream.bridge.bridge import Bridge
-from slipstream.config import EmbeddedConfig, Snapshot
+from slipstream.config import EmbeddedConfig, GatewayConfig, Snapshot
 from slipstream.deploy import fleet
 from slipstream.errors import ConfigError
 from slipstream.model.checkpoints.hub import model_directory
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from slipstream.rl.config import TrainConfig
+from slipstream.rl.data.data_task import DataTask
 from slipstream.rl.data.tasks import task_named
 from slipstream.rl.reporting import loggers
 from slipstream.rl.reporting.records import Evaluation, Record, Saved, StepRecord
+from slipstream.rl.rewards.reward_model import check_reward_model
 from slipstream.rl.trainer import resume
 from slipstream.runtime.private_files import private_directory
 
@@ -87,7 +89,9 @@ class TrainSession:
         self._model_dir = model_directory(config.model) if config.model else self.result.run_dir / "model"
         self._bridges = ExitStack()
         loggers.check(config.logging)
-        task_named(config.task, size=1)  # raises if there is no such task
+        check_subject(config)
+        if config.reward.model:
+            check_reward_model(config.reward)
         private_directory(self.result.run_dir, "run_dir")
         for record in resume.earlier(config, self.result.run_dir):
             self.result.add(record)
@@ -107,6 +111,7 @@ class TrainSession:
             self._bridge = opened.enter_context(_open_bridge(self._config, self._model_dir, run_dir))
             reference = open_reference(self._config, self._model_dir, run_dir / "reference")
             self._reference = opened.enter_context(reference)
+            self._reward = opened.enter_context(open_reward_model(self._config, run_dir / "reward"))
             self._bridges = opened.pop_all()
         return self
 
@@ -118,10 +123,20 @@ class TrainSession:
         from slipstream.rl.trainer.loop import training_loop
 
         run_dir = self.result.run_dir
-        for record in training_loop(self._config, self._bridge, self._model_dir, run_dir, self._reference):
+        for record in training_loop(
+            self._config, self._bridge, self._model_dir, run_dir, self._reference, self._reward
+        ):
             self.result.add(record)
             self.result.seconds = self.seconds
             yield record
+
+
+def check_subject(config: TrainConfig) -> None:
+    """Raise `ConfigError` unless the task, the data or the environment can be found, before processes start."""
+    if config.data.path:
+        DataTask.read(config.data, config.seed)
+    elif not config.environment.name:
+        task_named(config.task, size=1)
 
 
 def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path, snapshot: Snapshot = "reference") -> Bridge:
@@ -135,6 +150,7 @@ def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path, snapshot: 
         devices=config.engine_devices,
         trainer_devices=config.trainer_devices,
         share_gpus=config.share_gpus,
+        gateway=GatewayConfig(record=config.record.enabled),
         run_dir=run_dir,
         snapshot=snapshot,
         keep_alive=config.patience > 0,
@@ -142,14 +158,30 @@ def _open_bridge(config: TrainConfig, model_dir: Path, run_dir: Path, snapshot: 
     )
 
 
+def open_reward_model(config: TrainConfig, run_dir: Path) -> AbstractContextManager[Bridge | None]:
+    """Start the engines of the reward model, if there is one. They load its weights themselves, and get no others."""
+    reward = config.reward
+    if not reward.model:
+        return nullcontext()
+    alone = config.replace(
+        engines=reward.model_engines,
+        engine=reward.model_engine,
+        engine_devices=None,
+        record=config.record.replace(enabled=False),
+        deterministic=config.deterministic and reward.model_engine.kind == "embedded",
+    )
+    return _open_bridge(alone, model_directory(reward.model), run_dir)
+
+
 def open_reference(config: TrainConfig, model_dir: Path, run_dir: Path) -> AbstractContextManager[Bridge | None]:
     """Start an engine for the KL reference policy, if engines are to score it."""
-    if not config.algorithm.kl.by_engine:
+    if not config.algorithm.kl.by_engine or config.adapter:  # then the policy's engines have it as their base model
         return nullcontext()
     if config.engine.kind == "remote":
         raise ConfigError(
             f"kl.scored_by = 'engine' needs a second fleet, but {config.engine.url} is one server, which serves the policy; "
             "use 'trainer', or call `training_loop` with a bridge to another server as `reference`"
         )
-    alone = config.replace(engines=min(config.engines, 1), engine_devices=None)  # beside the trainer
+    unrecorded = config.record.replace(enabled=False)
+    alone = config.replace(engines=min(config.engines, 1), engine_devices=None, record=unrecorded)  # beside the trainer
     return _open_bridge(alone, model_dir, run_dir, snapshot="copy")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,12 @@ class StepBatch:
     groups: Sequence[RolloutGroup]
     rewards: np.ndarray
     """[groups, samples]; NaN where a sample has no reward."""
+    parts: Sequence[Mapping[str, float] | None] = ()
+    """For each sample, its rewards by function; empty if the reward has no parts."""
 
     def __add__(self, other: StepBatch) -> StepBatch:
-        return StepBatch([*self.groups, *other.groups], np.concatenate([self.rewards, other.rewards]))
+        groups, rewards = [*self.groups, *other.groups], np.concatenate([self.rewards, other.rewards])
+        return StepBatch(groups, rewards, (*self.parts, *other.parts))
 
     @property
     def known_rewards(self) -> np.ndarray:
@@ -33,7 +36,7 @@ class StepBatch:
         return np.asarray(by_group(advantages.informative, self.rewards).any(axis=1))
 
     def choose(self, count: int) -> StepBatch:
-        """The `count` groups to train on, informative ones first."""
+        """The `count` groups to train on, informative ones first. `parts` stay behind."""
         if len(self.groups) == count:
             return self
         rows = advantages.chosen(self.informative, count)

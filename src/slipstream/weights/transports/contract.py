@@ -5,6 +5,7 @@ reaches the trainer through the gateway. Each trainer rank opens the link as a `
 
     engine    receiver.expect(version, pieces)
     trainer   sender.begin(version), sender.send(index, array) → checksum and more   …   sender.flush()
+              or sender.send_delta(index, data, encoding), if transport and engine take it
     engine    receiver.checksums(expected)                  waits for the pieces and returns their checksums
 
 A piece is a box of a parameter; its index is its position among the plan's moves to this rank. Each half is used by one
@@ -22,7 +23,12 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import TransferError
+from slipstream.weights import delta
 from slipstream.weights.checksum import PieceScan
+from slipstream.weights.delta import DeltaError, Encoding
+
+REFUSED = -1
+"""Takes the place of a checksum that no piece has."""
 
 
 class HostReceiver:
@@ -35,11 +41,26 @@ class HostReceiver:
         """The image as bytes."""
         self._pieces: Mapping[int, np.ndarray] = {}
         self._version, self._hashed = -1, True
+        self.bases: Mapping[int, np.ndarray] = {}
+        """By index, the values that serve, which deltas are applied to. Set before `expect`."""
+        self.deltas: dict[int, str] = {}
+        """By index, the pieces of this version that came as deltas; with the reason, if it could not be applied."""
 
     def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
         """Begin an update. `pieces` are views of `buffer`, by index. Unless `hashed`, all checksums are 0. Bytes of
         this version may have arrived already, since a sender with an open link does not wait."""
-        self._version, self._pieces, self._hashed = version, pieces, hashed
+        self._version, self._pieces, self._hashed, self.deltas = version, pieces, hashed, {}
+
+    def _apply(self, index: int, data: bytes | bytearray, encoding: Encoding) -> int:
+        """Write a piece that came as a delta; return its checksum, `REFUSED` if that is impossible."""
+        self.deltas[index] = ""
+        try:
+            if index not in self.bases:
+                raise DeltaError("the engine holds no earlier version of it")
+            return delta.apply(data, self.bases[index], self._pieces[index], encoding)
+        except DeltaError as error:
+            self.deltas[index] = str(error)
+            return REFUSED
 
     def checksums(self, expected: Mapping[int, int]) -> dict[int, int]:
         """Wait for the pieces that were sent and return their checksums. `expected` has the sender's checksums. Raise
@@ -64,6 +85,10 @@ class HostSender:
 
     def send(self, index: int, array: np.ndarray) -> PieceScan:
         """Transfer a piece, cast to the engine's dtype, and return what a scan of the bytes has shown."""
+        raise NotImplementedError
+
+    def send_delta(self, index: int, data: bytes, encoding: Encoding) -> None:
+        """Transfer a piece as its difference to the version that serves, if the transport can."""
         raise NotImplementedError
 
     def flush(self) -> None:

@@ -1,5 +1,5 @@
-"""The contract of transports between accelerators (`cuda`, `nccl`): pieces of device arrays that never pass through the
-host.
+"""The contract of transports between accelerators (`cuda`, `nccl`, `device`): pieces of device arrays that never pass
+through the host.
 
 Unlike `contract.py`, the sender has no memory to write into. The halves work as follows:
 
@@ -11,7 +11,8 @@ Unlike `contract.py`, the sender has no memory to write into. The halves work as
               DeviceReceiver.done(version, copied)    all pieces are copied, or will be when `copied` returns
     trainer   DeviceSender.released()                 the arrays may be donated and freed again
 
-A piece is written into the live parameter when the version is committed."""
+vLLM's ranks write a piece into the live parameter when the version is committed. The embedded engine copies it when it
+arrives, and commits the copy."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ from slipstream.weights.sources.transforms import View
 from slipstream.weights.sources.tree_mapping import MappedTensor, Origin
 
 DEVICE_TRANSPORTS = ("cuda", "nccl")
+LOCAL = "device"
+"""The transport between devices in one process (`device_copy.py`)."""
 
 ArrayFinder: TypeAlias = Callable[[Any], Any]
 """Returns, for the current value of a tensor, the single-device array that holds a given box."""
@@ -115,7 +118,7 @@ class DeviceReceiver(Protocol):
         `TransferError` after the transport's deadline, whatever the patience, or `ChecksumMismatch`."""
 
     def source(self, index: int) -> Any:
-        """Return a piece after `wait`, as a torch tensor on the rank's device."""
+        """Return a piece after `wait`, as a torch tensor or JAX array on the rank's device."""
 
     def done(self, version: int, copied: Callable[[], float]) -> float:
         """End the version. `copied` waits for the copies and returns their seconds; after it the pieces are no longer

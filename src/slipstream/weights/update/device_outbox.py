@@ -15,6 +15,7 @@ from slipstream.weights.sources.torch_shards import is_torch
 from slipstream.weights.transports.contract import unpack_link
 from slipstream.weights.transports.device import (
     DEVICE_TRANSPORTS,
+    LOCAL,
     ArrayFinder,
     DevicePiece,
     DeviceSender,
@@ -23,7 +24,7 @@ from slipstream.weights.transports.device import (
     locate,
 )
 from slipstream.weights.update.device_scan import DeviceScanner
-from slipstream.weights.update.transfer import CannotRelay
+from slipstream.weights.update.transfer import CannotRelay, Sent
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +45,8 @@ class DeviceOutbox:
         options: ScanOptions,
     ) -> None:
         self._plan, self._rank, self._engine, self._options = plan, rank, engine, options
-        self._casts = transport != "cuda"
-        """Over `cuda` the engine reads the trainer's bytes and casts them."""
+        self._casts = transport == "nccl"
+        """Otherwise the engine reads the trainer's bytes and casts them."""
         self._scanner: DeviceScanner | TorchScanner | None = None
         self._streams = [plan.stream(rank, r) for r in range(1 + max(p.rank for p in parameters))]
         self._sizes = [{i: plan.size_of(move) for i, move in stream.items()} for stream in self._streams]
@@ -74,10 +75,10 @@ class DeviceOutbox:
     def note(self) -> str:
         return ", ".join(sorted({sender.note for sender in self._senders.values()} - {""}))
 
-    def promise(self, unchanged: Set[str], version: int) -> tuple[list[bytes], int]:
+    def promise(self, unchanged: Set[str], version: int) -> Sent:
         """Return what `send` will return."""
         _, rows, num_bytes = self._choose(unchanged)
-        return [add_manifest_header(version, packed) for packed in rows], num_bytes
+        return Sent([add_manifest_header(version, packed) for packed in rows], num_bytes)
 
     def _choose(self, unchanged: Set[str]) -> tuple[list[list[int]], list[bytes], int]:
         if self._chosen is None or self._chosen[0] != unchanged:
@@ -95,7 +96,7 @@ class DeviceOutbox:
         version: int,
         is_computed: bool = False,
         replicas: Sequence[DeviceOutbox] = (),
-    ) -> tuple[list[bytes], int]:
+    ) -> Sent:
         """Send what changed, once computed. Afterwards each rank has its pieces or knows where to read them.
 
         The engines of `replicas` get the same pieces, by broadcasts. Raise `CannotRelay` if NCCL cannot do that."""
@@ -205,7 +206,11 @@ def open_device_sender(
             from slipstream.weights.transports.nccl.transport import NcclSender
 
             return NcclSender(link, plan, moves, peer, device=device)
+        case name if name == LOCAL:
+            from slipstream.weights.transports.device_copy import LocalSender
+
+            return LocalSender(link, peer)
         case other:
             raise TransferError(
-                f"engine {peer}: {other!r} is not a transport between devices; known: {', '.join(DEVICE_TRANSPORTS)}"
+                f"engine {peer}: {other!r} is not a transport between devices; known: {', '.join((*DEVICE_TRANSPORTS, LOCAL))}"
             )

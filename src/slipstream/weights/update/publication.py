@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from slipstream.config import SyncOptions
 from slipstream.errors import ChecksumMismatch, DeadlineExceeded, TransferError, Unsupported
@@ -22,6 +22,7 @@ from slipstream.types import (
     CommitReport,
     EngineInfo,
     InFlight,
+    Lora,
     Offer,
     StageReport,
     UpdateReports,
@@ -30,18 +31,35 @@ from slipstream.types import (
 from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Plan
 from slipstream.weights.sources.named_tensors import Tensor
-from slipstream.weights.transports.device import DEVICE_TRANSPORTS, are_ready
+from slipstream.weights.transports.device import DEVICE_TRANSPORTS, LOCAL, are_ready
 from slipstream.weights.update import transport_choice
+from slipstream.weights.update.delta_choice import DeltaChoice
 from slipstream.weights.update.device_outbox import DeviceOutbox
-from slipstream.weights.update.transfer import CannotRelay, Outbox
+from slipstream.weights.update.sent_pieces import SentPieces
+from slipstream.weights.update.transfer import CannotRelay, Outbox, Sent
 from slipstream.weights.update.unchanged import HeldTensors
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_Sent: TypeAlias = Mapping[str, tuple[list[bytes], int]]
-"""By engine: the manifest for each of its ranks, and the number of bytes sent."""
+_Sent: TypeAlias = Mapping[str, Sent]
+"""By engine."""
+
+
+class AdapterOffer(NamedTuple):
+    """What an update brings besides tensors of the base model, or instead of them."""
+
+    adapters: tuple[Lora, ...] = ()
+    only_adapters: bool = False
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What the layout of the update depends on."""
+        return self.only_adapters, *((lora.rank, lora.targets) for lora in self.adapters)
+
+
+NO_ADAPTERS = AdapterOffer()
 
 
 class UpdateClient(Protocol):
@@ -65,16 +83,17 @@ class UpdateClient(Protocol):
 class Route:
     """What the trainer keeps for one engine: the plan, the senders to its ranks, and the tensors it holds."""
 
-    def __init__(self, engine: EngineInfo, plan: Plan, transport: str, options: SyncOptions) -> None:
+    def __init__(self, engine: EngineInfo, plan: Plan, transport: str, options: SyncOptions, sent: SentPieces) -> None:
         self.engine, self.plan, self.transport, self._hashed = engine, plan, transport, options.checksums
         self.outbox: Outbox | DeviceOutbox
         scan, rank = ScanOptions(options.checksums, options.check_finite), options.process_index
-        if transport in DEVICE_TRANSPORTS:
+        if transport in (*DEVICE_TRANSPORTS, LOCAL):
             self.outbox = DeviceOutbox(plan, engine.parameters, rank, engine.name, transport, scan)
         else:
-            self.outbox = Outbox(plan, engine.parameters, rank, scan)
+            self.outbox = Outbox(plan, engine.parameters, rank, scan, sent)
+        self._choice, self._sent = DeltaChoice(engine, plan, transport, options), sent
         self._held = self._held_after = HeldTensors()
-        self.is_quick = transport_choice.is_quick(transport, plan.num_bytes)
+        self._is_one_process = options.process_count == 1
         self._is_connected = False
         """The engine has the plan, and the trainer has links to it."""
         self.is_alone = False
@@ -98,6 +117,19 @@ class Route:
     def is_checksummed(self) -> bool:
         """Whether the engine compares checksums. A server that is not ours has none to compare with."""
         return self._hashed and self.engine.kind != "remote"
+
+    def choose_encoding(self) -> bool:
+        """Decide for deltas or whole weights. Return whether it is deltas."""
+        is_delta = self._choice.wants_deltas(self._sent.bytes_per_second)
+        if isinstance(self.outbox, Outbox):
+            self.outbox.sends_deltas = is_delta
+        return is_delta
+
+    def is_quick(self, unchanged: set[str]) -> bool:
+        """Whether sending what changed takes next to no time. The processes of a trainer have to agree on it, so with several
+        of them it is about the whole model."""
+        num_bytes = self.plan.changed_bytes(unchanged) if self._is_one_process else self.plan.num_bytes
+        return transport_choice.is_quick(self.transport, num_bytes)
 
     def offer(self) -> Offer:
         plan = b"" if self._is_connected else self.plan.to_bytes()
@@ -125,10 +157,12 @@ class Route:
         """Compute what the engine will hold, while the engine is busy and the trainer waits."""
         self._held_after = self._held.after(tensors)
 
-    def committed(self, unchanged: set[str]) -> None:
+    def committed(self, unchanged: set[str], sent: Sent, stage: StageReport, seconds: float) -> None:
+        """Note what the engine was sent, and that it had received and verified it after `seconds`."""
         self._is_connected = True
         self.outbox.committed(unchanged)
         self._held = self._held_after
+        self._choice.note(sent, stage.num_bytes, seconds)
 
 
 class Publication:
@@ -143,22 +177,35 @@ class Publication:
         in_flight: InFlight,
         drop_failed: bool,
         timeout: float,
+        adapters: AdapterOffer = NO_ADAPTERS,
     ) -> None:
-        self._client, self._tensors, self._version = client, tensors, version
+        self._client, self._tensors, self._version, self._adapters = client, tensors, version, adapters
         self._in_flight, self._drop_failed, self._timeout = in_flight, drop_failed, timeout
         self.routes = dict(routes)
         """Engines that take part; with `drop_failed`, those that are left."""
-        self.unchanged = {name: route.unchanged(tensors) for name, route in routes.items()}
+        # What a route has sent before may be another adapter's.
+        self.unchanged = {
+            name: set() if adapters.adapters else route.unchanged(tensors) for name, route in routes.items()
+        }
         self._are_destinations_known = not drop_failed and all(
             r.outbox.destinations is not None for r in routes.values()
         )
+        self._is_quick = all(route.is_quick(self.unchanged[name]) for name, route in routes.items())
         self.num_bytes, self._counting = 0, threading.Lock()
+        self.sent: _Sent = {}
         self.stages: dict[str, StageReport] = {}
         self.commits: dict[str, CommitReport] = {}
         self.sent_at = self.staged_at = 0.0
 
+    @property
+    def phase(self) -> str:
+        """What the update is at, in words."""
+        if not self.sent_at:
+            return "sending the weights"
+        return "engines commit" if self.staged_at else "engines check what they received"
+
     async def run(self) -> None:
-        if self._are_destinations_known and all(route.is_quick for route in self.routes.values()):
+        if self._are_destinations_known and self._is_quick:
             await self._send_bundled()
         else:
             await self._send_stepwise()
@@ -209,7 +256,7 @@ class Publication:
         if not self._are_destinations_known:
             self._keep(await self._client.receive_reports())
         try:
-            is_computed = all(route.is_quick for route in self.routes.values()) and are_ready(self._tensors.values())
+            is_computed = self._is_quick and are_ready(self._tensors.values())
             sent = await self._send_bytes(is_computed)
         except TransferError:
             if self._are_destinations_known:  # a restarted engine has other links; its answer to begin says so
@@ -228,9 +275,9 @@ class Publication:
         steps = {
             name: UpdateSteps(
                 version=self._version,
-                offer=route.offer() if begin else None,
+                offer=replace(route.offer(), **self._adapters._asdict()) if begin else None,
                 expected=route.outbox.destinations if begin and self._are_destinations_known else None,
-                manifests=None if sent is None else [[manifest] for manifest in sent[name][0]],
+                manifests=None if sent is None else [[manifest] for manifest in sent[name].manifests],
                 in_flight=self._in_flight if commit else None,
             )
             for name, route in self.routes.items()
@@ -278,6 +325,7 @@ class Publication:
             sent = {name: of_engine for of_group in groups.values() for name, of_engine in of_group.items()}
         else:
             sent = {name: self._send([name], is_computed) for name in self.routes}
+        self.sent = sent
         step("sync.sent", version=self._version)
         return sent
 
@@ -302,13 +350,13 @@ class Publication:
             groups = await self._for_each({name: self._send_group([name], is_computed) for name in names})
             return {name: sent for group in groups.values() for name, sent in group.items()}
 
-    def _send(self, names: Sequence[str], is_computed: bool) -> tuple[list[bytes], int]:
+    def _send(self, names: Sequence[str], is_computed: bool) -> Sent:
         """Send to the first engine, and through it to the others."""
         first, *replicas = (self.routes[name].outbox for name in names)
         unchanged = self.unchanged[names[0]]
         sent = first.send(self._tensors, unchanged, self._version, is_computed, replicas)  # type: ignore[arg-type]
         with self._counting:
-            self.num_bytes += sent[1]
+            self.num_bytes += sent.num_bytes
         return sent
 
     async def _confirm(self) -> None:

@@ -6,32 +6,40 @@ have, or, with `drop_failed`, the others continue without it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from slipstream.config import SyncOptions
-from slipstream.errors import MappingError, Unsupported
+from slipstream.errors import DeltaMismatch, MappingError, Unsupported
 from slipstream.runtime import gpus
+from slipstream.runtime.clock import unix_time
 from slipstream.tensors.boxes import full_box
-from slipstream.types import Checksums, EngineInfo, EngineSync, InFlight, SyncReport, Unchecked, VerifyReport
+from slipstream.types import Checksums, EngineInfo, EngineSync, InFlight, Lora, SyncReport, Unchecked, VerifyReport
+from slipstream.weights import adapters as layouts
+from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Plan, SourceTensor, make_plan
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.sources.named_tensors import Tensor
 from slipstream.weights.transports.device import gpu_ordinals, on_accelerator
 from slipstream.weights.update import snapshot, transport_choice
-from slipstream.weights.update.publication import Publication, Route, UpdateClient
+from slipstream.weights.update.publication import AdapterOffer, Publication, Route, UpdateClient
+from slipstream.weights.update.sent_pieces import SentPieces
 from slipstream.weights.update.verify import compare
+
+log = logging.getLogger(__name__)
 
 DRAFT = "draft."
 """Prefix of a draft model's tensor names. The draft belongs to the policy's version and is updated in the same transaction."""
 
 
-def _named(params: Any, draft: Any) -> dict[str, Tensor]:
-    tensors = named_tensors.named_tensors(params)
+def _named(params: Any, draft: Any, adapters: Mapping[Lora, Tensor] | None = None) -> dict[str, Tensor]:
+    tensors = {} if params is None and adapters else named_tensors.named_tensors(params)
     if draft is not None:
         tensors |= {DRAFT + name: tensor for name, tensor in named_tensors.named_tensors(draft).items()}
+    tensors |= {f"{layouts.PREFIX}{index}": packed for index, packed in enumerate((adapters or {}).values())}
     named_tensors.check_not_deleted(tensors)
     return tensors
 
@@ -50,6 +58,9 @@ class Publisher:
         self.kept: snapshot.KeptWeights | None = None
         """The weights of the last update, if they could be kept. A trainer of several processes keeps none: all of them
         would have to send at the same time."""
+        options = self._options
+        scan = ScanOptions(options.checksums, options.check_finite)
+        self._sent = SentPieces(scan, options.delta_bytes, on_device=options.delta == "device")
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._routes: dict[str, Route] = {}
         self._describe = named_tensors.DescriptionCache(self._options.process_index)
@@ -57,6 +68,14 @@ class Publisher:
         self._sources: dict[str, SourceTensor] = {}
         self._engines: Sequence[EngineInfo] = ()
         self._partial = False
+        self._update: Publication | None = None
+        self._extended: tuple[Sequence[EngineInfo], tuple[object, ...], Sequence[EngineInfo]] = (), (), ()
+        """Engines, layouts of adapters, and the engines as targets of an update with these."""
+
+    @property
+    def phase(self) -> str:
+        """What the update in progress is at, in words."""
+        return "planning" if self._update is None else self._update.phase
 
     async def publish(
         self,
@@ -67,29 +86,44 @@ class Publisher:
         partial: bool = False,
         drop_failed: bool = False,
         draft: Any = None,
+        adapters: Mapping[Lora, Tensor] | None = None,
     ) -> SyncReport:
         """Make `params` the policy of every engine as `version`, or raise and leave every engine as it was.
 
         With `partial`, tensors that are not in `params` stay as they are. `draft` is the tree of a draft model, for engines
-        that decode speculatively; without it the draft stays as it is."""
+        that decode speculatively; without it the draft stays as it is. `adapters` are packed (`weights/adapters.py`) and
+        always sent whole; with them, `params` may be None, and the base model stays as it is."""
         start = time.perf_counter()
-        tensors = _named(params, draft)
-        routes = self._routes_for(self._describe(tensors), engines, partial, tensors)
-        update = Publication(self._client, routes, tensors, version, in_flight, drop_failed, self._options.timeout)
+        tensors = _named(params, draft, adapters)
+        brought = AdapterOffer(tuple(adapters or ()), params is None)
+        routes = self._routes_for(self._describe(tensors), self._with_adapters(engines, brought), partial, tensors)
+        self._prepare_deltas(routes)
+        update = Publication(
+            *(self._client, routes, tensors, version, in_flight, drop_failed, self._options.timeout), adapters=brought
+        )
         planned = time.perf_counter()
         try:
+            self._update = update
             await update.run()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, DeltaMismatch):
+                log.warning("all bytes are sent again: %s", error)
             self._drop(*routes)  # the old memory may still be written to; the next update uses other memory
+            self._sent.clear()
             await asyncio.shield(self._client.rollback(version))
             raise
+        finally:
+            self._update = None
         committed = time.perf_counter()
         for name in update.commits:
-            routes[name].committed(update.unchanged[name])
+            seconds = update.staged_at - planned
+            routes[name].committed(update.unchanged[name], update.sent[name], update.stages[name], seconds)
+        self._sent.end()
         lost = [engine.name for engine in engines if engine.name not in update.commits]
         self._drop(*lost)
-        if self._options.process_count == 1:
-            facts = (self._options.snapshot, version, tensors, self.kept, partial)
+        if self._options.process_count == 1 and params is not None:
+            base = {name: tensor for name, tensor in tensors.items() if not name.startswith(layouts.PREFIX)}
+            facts = (self._options.snapshot, version, base, self.kept, partial)
             is_copied = self._options.snapshot == "copy"
             self.kept = await asyncio.to_thread(snapshot.keep, *facts) if is_copied else snapshot.keep(*facts)
         return SyncReport(
@@ -104,11 +138,14 @@ class Publisher:
                 EngineSync(
                     *(name, routes[name].transport_label, update.stages[name], update.commits[name]),
                     checksummed=routes[name].is_checksummed,
+                    encoding=update.sent[name].encoding,
+                    wire_bytes=update.sent[name].num_bytes,
                 )
                 for name in routes
                 if name in update.commits
             ),
             lost=tuple(lost),
+            started=unix_time(start),
         )
 
     async def verify(self, params: Any, engines: Sequence[EngineInfo], draft: Any = None) -> VerifyReport:
@@ -134,6 +171,24 @@ class Publisher:
 
     def close(self) -> None:
         self._drop(*self._routes)
+        self._sent.clear()
+
+    def _prepare_deltas(self, routes: Mapping[str, Route]) -> None:
+        wanted = {route.choose_encoding() for route in routes.values()}
+        if True in wanted:
+            self._sent.begin()
+        else:
+            self._sent.clear()
+
+    def _with_adapters(self, engines: Sequence[EngineInfo], brought: AdapterOffer) -> Sequence[EngineInfo]:
+        """Return the engines as targets of an update with adapters; the same objects for the same engines and layouts."""
+        if not brought.adapters:
+            return engines
+        of, key, extended = self._extended
+        if of is not engines or key != brought.layout:
+            extended = tuple(layouts.with_adapters(e, brought.adapters, brought.only_adapters) for e in engines)
+            self._extended = engines, brought.layout, extended
+        return extended
 
     def _routes_for(
         self,
@@ -157,7 +212,7 @@ class Publisher:
             is_same = route is not None and _identity(route.engine) == _identity(engine)
             if route is None or not is_same or route.plan is not plan or route.transport != transport:
                 self._drop(engine.name)
-                route = Route(engine, plan, transport, options)
+                route = Route(engine, plan, transport, options, self._sent)
             routes[engine.name] = route
         self._drop(*(self._routes.keys() - routes.keys()))
         self._routes, self._sources, self._engines, self._partial = routes, sources, engines, partial

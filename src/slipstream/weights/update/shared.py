@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import MappingError, TransferError, UnknownVersion, Unsupported
+from slipstream.runtime.clock import unix_time
 from slipstream.tensors.boxes import full_box, slices
 from slipstream.types import (
     Box,
@@ -190,6 +191,7 @@ class Sharing:
             total_seconds=committed - update.started,
             engines=tuple(engines),
             lost=tuple(name for name in names if name not in commits),
+            started=unix_time(update.started),
         )
 
     async def rollback(self) -> None:

@@ -13,17 +13,22 @@ new version shares them with the old one. (Memory shared with a trainer is a sin
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from slipstream.errors import (
     ChecksumMismatch,
+    DeltaMismatch,
+    MappingError,
     PlanMismatch,
     TransferError,
     UnknownVersion,
@@ -34,15 +39,20 @@ from slipstream.runtime.failpoints import step
 from slipstream.tensors.boxes import shape_of, slices
 from slipstream.tensors.dlpack import DLPackView
 from slipstream.types import Destinations, Offer, Parameter, StageReport
+from slipstream.weights import delta
 from slipstream.weights.checksum import PieceScan, ScanOptions, check_finite, pack_manifest, unpack_manifest
-from slipstream.weights.plan import Plan, check_cover, missing_tensor_error
-from slipstream.weights.rank_image import RankImage, rank_image
-from slipstream.weights.sources.named_tensors import Tensor, read
+from slipstream.weights.delta import Encoding
+from slipstream.weights.plan import Move, Plan, check_cover, missing_tensor_error
+from slipstream.weights.rank_image import RankImage, num_bytes, numpy_dtype, rank_image
+from slipstream.weights.sources.named_tensors import Tensor, is_jax_array, read
 from slipstream.weights.transports.contract import HostReceiver, HostSender
+from slipstream.weights.transports.device import DevicePiece, locate
 from slipstream.weights.transports.host.shm import ShmReceiver
 from slipstream.weights.transports.host.tcp import ListenConfig
 from slipstream.weights.transports.shared.host_memory import SharedReceiver, is_shared
-from slipstream.weights.update.transport_choice import SMALL_BYTES, make_receiver, open_sender
+from slipstream.weights.update.device_delta import NEVER, SentKey
+from slipstream.weights.update.sent_pieces import SentPiece, SentPieces
+from slipstream.weights.update.transport_choice import SMALL_BYTES, make_receiver, open_sender, takes_deltas
 
 NUM_SLOTS = 2
 
@@ -51,12 +61,52 @@ class CannotRelay(TransferError):
     """The engines cannot pass weights on to each other. Nothing was sent."""
 
 
+class Sent(NamedTuple):
+    """What one engine, or a chain of replicas, was sent."""
+
+    manifests: list[bytes]
+    """By engine rank."""
+    num_bytes: int
+    num_deltas: int = 0
+    """Pieces that were sent as deltas."""
+
+    @property
+    def encoding(self) -> Literal["dense", "delta"]:
+        return "delta" if self.num_deltas else "dense"
+
+
+@dataclass
+class _SentRank:
+    scans: dict[int, PieceScan] = field(default_factory=dict)
+    """What was found out about the pieces, by index."""
+    num_bytes: int = 0
+    num_deltas: int = 0
+
+    def add(self, index: int, scan: PieceScan, num_bytes: int, is_delta: bool = False) -> None:
+        self.scans[index] = scan
+        self.num_bytes += num_bytes
+        self.num_deltas += is_delta
+
+
 class Outbox:
     """The sending half for one engine, or for a chain of replicas. Keeps its connections, and the slots in use, from update to
     update."""
 
-    def __init__(self, plan: Plan, parameters: Sequence[Parameter], rank: int, options: ScanOptions) -> None:
-        self._plan, self._rank, self._options = plan, rank, options
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Sequence[Parameter],
+        rank: int,
+        options: ScanOptions,
+        sent: SentPieces | None = None,
+    ) -> None:
+        """`sent`: what was sent before, to send deltas when `sends_deltas` is set."""
+        self._plan, self._rank, self._options, self._sent = plan, rank, options, sent
+        self.sends_deltas = False
+        self._held: dict[str, int] = {}
+        """The update in which the engine got a parameter, by the count of `sent`."""
+        self._sending = NEVER
+        """The update in progress, if its values are kept."""
         self._names = list(dict.fromkeys(p.name for p in parameters))
         num_ranks = 1 + max(p.rank for p in parameters)
         self._images = [rank_image(parameters, r, plan.dtype) for r in range(num_ranks)]
@@ -91,7 +141,7 @@ class Outbox:
         version: int,
         is_computed: bool = False,
         replicas: Sequence[Outbox] = (),
-    ) -> tuple[list[bytes], int]:
+    ) -> Sent:
         """Send the parameters with changed tensors to all ranks; return a manifest per rank and the number of bytes. Raise
         `NonFiniteWeights` if values are not finite, unless the options say that it does not matter.
 
@@ -102,17 +152,28 @@ class Outbox:
         for replica in replicas:  # an engine that waits for the one before it should be connected to nobody else
             replica._close_senders()
         paths = self._open_paths([replica.destinations for replica in replicas if replica.destinations], sent)
+        chain = (self, *replicas)
+        for outbox in chain:
+            outbox._sending = self._sent.update if self._sent is not None and self.sends_deltas else NEVER
+        holders = [outbox._held for outbox in chain]
+        if self._sent is not None and self.sends_deltas:
+            self._sent.prepare(partial(self._device_pieces, tensors, sent))
+
+        def send_rank(rank: int) -> _SentRank:
+            return self._send_rank(rank, tensors, paths, version, holders)
+
         if len(ranks) == 1 or not sent or self._plan.num_bytes <= SMALL_BYTES:
-            scans = [self._send_rank(rank, tensors, paths, version) for rank in ranks]
+            by_rank = list(map(send_rank, ranks))
         else:
             with ThreadPoolExecutor(len(ranks)) as pool:  # copying and hashing release the GIL
-                scans = list(pool.map(lambda rank: self._send_rank(rank, tensors, paths, version), ranks))
+                by_rank = list(pool.map(send_rank, ranks))
+        scans = [found.scans for found in by_rank]
         self._check_finite(tensors, scans)
         for sender in self._used:
             sender.flush()
-        num_bytes = sum(self._plan.size_of(self._streams[r][i]) for r, found in enumerate(scans) for i in found)
         sums = [{index: scan.checksum for index, scan in found.items()} for found in scans]
-        return [pack_manifest(version, found) for found in sums], num_bytes
+        manifests = [pack_manifest(version, found) for found in sums]
+        return Sent(manifests, sum(f.num_bytes for f in by_rank), sum(f.num_deltas for f in by_rank))
 
     def _check_finite(self, tensors: Mapping[str, Tensor], scans: Sequence[Mapping[int, PieceScan]]) -> None:
         counts = {
@@ -141,34 +202,77 @@ class Outbox:
         return {name: tuple(path) for name, path in paths.items()}
 
     def _send_rank(
-        self, rank: int, tensors: Mapping[str, Tensor], paths: Mapping[str, tuple[int, ...]], version: int
-    ) -> dict[int, PieceScan]:
-        """Send one rank's pieces; return what was found out about them, by index."""
-        scans: dict[int, PieceScan] = {}
+        self,
+        rank: int,
+        tensors: Mapping[str, Tensor],
+        paths: Mapping[str, tuple[int, ...]],
+        version: int,
+        holders: Sequence[Mapping[str, int]],
+    ) -> _SentRank:
+        """Send one rank's pieces. `holders` say of each engine in which update it got a parameter."""
+        found = _SentRank()
         used: dict[tuple[int, ...], HostSender] = {}
-        for index, move in self._streams[rank].items() if paths else ():
-            if (slots := paths.get(move.parameter)) is not None:
+        moves = {i: move for i, move in self._streams[rank].items() if move.parameter in paths}
+        if missing := next((move for move in moves.values() if move.tensor not in tensors), None):
+            raise missing_tensor_error(missing)
+        with contextlib.closing(self._pieces(moves.values(), tensors)) as pieces:
+            for (index, move), piece in zip(moves.items(), pieces):
+                slots = paths[move.parameter]
                 if slots not in used:
                     used[slots] = self._sender(rank, slots)
                     used[slots].begin(version)
-                if move.tensor not in tensors:
-                    raise missing_tensor_error(move)
-                array = read(tensors[move.tensor], move.tensor_box)
-                scans[index] = used[slots].send(index, array.reshape(shape_of(move.local_box)))
+                is_held = all(held.get(move.parameter, NEVER) == piece.since for held in holders)
+                if piece.encoding != Encoding.DENSE and is_held:
+                    used[slots].send_delta(index, piece.delta, piece.encoding)
+                    found.add(index, piece.scan, len(piece.delta), is_delta=True)
+                else:
+                    scan = used[slots].send(index, piece.read().reshape(shape_of(move.local_box)))
+                    found.add(index, scan, self._plan.size_of(move))
         self._used += used.values()
-        return scans
+        return found
+
+    def _device_pieces(self, tensors: Mapping[str, Tensor], sent: Set[str]) -> dict[SentKey, DevicePiece]:
+        """Return the pieces that are JAX arrays, or boxes of one, on one device each."""
+        found: dict[SentKey, DevicePiece] = {}
+        for move in (move for stream in self._streams for move in stream.values() if move.parameter in sent):
+            with contextlib.suppress(MappingError, KeyError):
+                find, cut = locate(tensors[move.tensor], move.tensor_box)
+                if is_jax_array(array := find(tensors[move.tensor])):
+                    found[self._key(move)] = DevicePiece(array, cut, None)
+        return found
+
+    def _key(self, move: Move) -> SentKey:
+        return self._plan.dtype, move.tensor, move.tensor_box
+
+    def _pieces(self, moves: Iterable[Move], tensors: Mapping[str, Tensor]) -> Generator[SentPiece, None, None]:
+        """Yield what to send for each move. Deltas are encoded ahead, by several threads, until it is closed."""
+        if self._sent is None or not self.sends_deltas:
+            yield from (SentPiece(partial(read, tensors[move.tensor], move.tensor_box)) for move in moves)
+            return
+        dtype, sent = numpy_dtype(self._plan.dtype), self._sent
+
+        def encoded(move: Move) -> SentPiece:
+            values = partial(read, tensors[move.tensor], move.tensor_box)
+            return sent.piece(self._key(move), self._plan.size_of(move), dtype, values)
+
+        pool = ThreadPoolExecutor(delta.NUM_THREADS, "slipstream-encode")
+        try:
+            yield from pool.map(encoded, moves)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def committed(self, unchanged: Set[str]) -> None:
         """Note that the sent parameters are in use; next time they go to their other slot."""
         assert self.destinations is not None
         sent = self._plan.changed_parameters(unchanged)
+        self._held |= dict.fromkeys(sent, self._sending)
         slots = bytes(1 - s if name in sent else s for name, s in zip(self._names, self.destinations.slots))
         complete = all(link for links in self.destinations.links for link in links)
         self.destinations = Destinations(self.destinations.links, slots) if complete else None
 
     def close(self) -> None:
         self._close_senders()
-        self._used, self.destinations = [], None
+        self._used, self._held, self.destinations = [], {}, None
 
     def _close_senders(self) -> None:
         for sender in self._senders.values():
@@ -198,6 +302,8 @@ class UpdateReceiver:
 
     def __init__(self, parameters: Sequence[Parameter], dtype: str, name: str) -> None:
         self._parameters, self._dtype, self._name = tuple(parameters), dtype, name
+        self.num_bytes = num_bytes(self._parameters, dtype)
+        """Size of all parameters on all ranks."""
         self._plan: Plan | None = None
         self._transport = ""
         self._update: IncomingUpdate | None = None
@@ -272,6 +378,32 @@ class UpdateReceiver:
         return self._update
 
 
+class EngineInbox(UpdateReceiver):
+    """The receiving half of an engine that has its weights in this process. Keeps its receivers from update to update."""
+
+    def rollback(self, version: int) -> None:
+        """Discard an update. Never raises. Its receivers are not used again, as a sender may still be writing to them."""
+        with self._lock:
+            if self._update is not None and self._update.version == version:
+                self._update = None
+                self._close_receivers()
+
+    def release(self) -> None:
+        """Close the receivers, unless an update is in progress."""
+        with self._lock:
+            if self._update is None:
+                self._close_receivers()
+
+    def close(self) -> None:
+        with self._lock:
+            self._close_receivers()
+            self._update = None
+
+    def _close_receivers(self) -> None:
+        """Close the receivers. What was received lives on."""
+        raise NotImplementedError
+
+
 @dataclass
 class _Rank:
     image: RankImage
@@ -283,8 +415,8 @@ class _Rank:
     """By slot: the trainer ranks that have written to it, and so have opened its link."""
 
 
-class Inbox(UpdateReceiver):
-    """An engine's receiving half for transports through host memory. Keeps its receivers from update to update."""
+class Inbox(EngineInbox):
+    """An engine's receiving half for transports through host memory."""
 
     def __init__(
         self, parameters: Sequence[Parameter], dtype: str, name: str, listen: ListenConfig | None = None
@@ -324,6 +456,10 @@ class Inbox(UpdateReceiver):
                     receiver,
                     held.image.pieces(receiver.buffer, dict(enumerate(moves))),
                 )
+            serving = held.pieces.get(1 - slot, {}) if offer.hashed and takes_deltas(offer.transport) else {}
+            held.receivers[slot].bases = {
+                index: piece for index, piece in serving.items() if self._live[moves[index].parameter] == 1 - slot
+            }
             held.receivers[slot].expect(version, held.pieces[slot], offer.hashed)
         return tuple(held.receivers[slot].link if slot in held.receivers else b"" for slot in range(NUM_SLOTS))
 
@@ -359,6 +495,12 @@ class Inbox(UpdateReceiver):
                 step("engine.verify", memory=self._ranks[rank].pieces[slot][min(in_slot)], version=update.version)
             for index, received in receiver.checksums(in_slot).items():
                 if update.hashed and received != in_slot[index]:
+                    if index in receiver.deltas:
+                        why = receiver.deltas[index] or "the result has another checksum than the trainer's values"
+                        raise DeltaMismatch(
+                            f"engine {self._name!r}, rank {rank}: cannot apply the delta of {moves[index].tensor}: {why}; "
+                            f"version {update.version} is not used"
+                        )
                     raise ChecksumMismatch(
                         f"engine {self._name!r}, rank {rank}: {moves[index].tensor} arrived with checksum {received:016x}, the "
                         f"trainer sent {in_slot[index]:016x}; version {update.version} is not used. If this repeats, suspect "
@@ -413,24 +555,6 @@ class Inbox(UpdateReceiver):
                 for slot, receiver in held.receivers.items():
                     if held.writers[slot] >= senders:  # an update may leave a slot, or the part of a sender, unwritten
                         receiver.senders_opened()
-            self._update = None
-
-    def rollback(self, version: int) -> None:
-        """Discard an update. Never raises. Its receivers are not used again, as a sender may still be writing to them."""
-        with self._lock:
-            if self._update is not None and self._update.version == version:
-                self._update = None
-                self._close_receivers()
-
-    def release(self) -> None:
-        """Close the receivers, unless an update is in progress."""
-        with self._lock:
-            if self._update is None:
-                self._close_receivers()
-
-    def close(self) -> None:
-        with self._lock:
-            self._close_receivers()
             self._update = None
 
     def _close_receivers(self) -> None:

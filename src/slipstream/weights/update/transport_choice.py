@@ -18,6 +18,7 @@ from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Move
 from slipstream.weights.rank_image import RankImage
 from slipstream.weights.transports.contract import HostReceiver, HostSender, link_field, unpack_link
+from slipstream.weights.transports.device import LOCAL
 from slipstream.weights.transports.host.disk import DiskReceiver, DiskSender
 from slipstream.weights.transports.host.memory import MemoryReceiver, memory_sender
 from slipstream.weights.transports.host.shm import ShmReceiver, shm_sender
@@ -31,10 +32,15 @@ foreign server receives. `shared` moves no bytes and is never chosen: a trainer 
 
 SMALL_BYTES = 8 << 20
 
+DELTA_TRANSPORTS = ("tcp", "disk")
+"""Transports that carry deltas."""
+
 
 def is_quick(transport: str, num_bytes: int) -> bool:
-    """Whether moving this many bytes takes no longer than handing them to a thread, so that the event loop may do it."""
-    return transport == "cuda" or (transport in ("memory", "shm") and num_bytes <= SMALL_BYTES)
+    """Whether the trainer's half takes no longer than handing it to a thread, so that the event loop may do it."""
+    limit = SMALL_BYTES if transport in ("memory", "shm") else 0
+    is_small = transport.partition(":")[0] in TRANSPORTS and num_bytes <= limit
+    return transport in ("cuda", LOCAL) or is_small
 
 
 def offered_transport(transport: str) -> str:
@@ -57,6 +63,10 @@ def network_of(transport: str, host: str, destinations: Destinations) -> str | N
     if transport != "tcp" or not (link := next(filter(None, destinations.links[0]), b"")):
         return None
     return f"loopback of {host}" if link_field(unpack_link(link), "host", str) in LOOPBACK else "tcp"
+
+
+def takes_deltas(transport: str) -> bool:
+    return transport.partition(":")[0] in DELTA_TRANSPORTS
 
 
 def takes_all(transport: str) -> bool:
@@ -147,11 +157,12 @@ def choose(
 ) -> str:
     """Return the fastest transport that reaches an engine. `sees_trainer`: the engine sees the GPUs of the trainer.
 
-    `memory` in one process; on one host `cuda` on GPUs that both see, `nccl` between others, if it is installed, otherwise
-    `shm`; between hosts `nccl` between GPUs, otherwise `tcp`; to a foreign server what it supports. `forced` names one
-    instead (`disk:/path` is used only this way); raises `TransferError` if it cannot work."""
+    In one process `device` between GPUs, otherwise `memory`; on one host `cuda` on GPUs that both see, `nccl` between others,
+    if it is installed, otherwise `shm`; between hosts `nccl` between GPUs, otherwise `tcp`; to a foreign server what it
+    supports. `forced` names one instead (`disk:/path` is used only this way); raises `TransferError` if it cannot work."""
     same_host = engine_host == host_identity()
     possible = [
+        (LOCAL, engine_pid == os.getpid() and (on_gpu or forced == LOCAL)),
         ("memory", engine_pid == os.getpid()),
         ("cuda", same_host and on_gpu and sees_trainer),
         ("nccl", same_host and on_gpu and not sees_trainer and importlib.util.find_spec("nccl") is not None),

@@ -53,7 +53,7 @@ class NaiveAttention:
         """Write k and v `[blocks, time, kv_heads, head_dim]` at `positions` `[blocks, time]` of the sequences with page
         tables `tables` `[blocks, pages]`."""
         keys, values = layer
-        page, offset = _places(tables, positions, values.shape)
+        page, offset = places(tables, positions, len(values), values.shape[2])
         return _put(keys.at[page, :, offset], k), _put(values.at[page, :, offset], v)
 
     def attend(
@@ -90,7 +90,7 @@ class BlockwiseAttention:
         self, layer: CacheLayer, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array
     ) -> CacheLayer:
         keys, values = layer
-        page, offset = _places(tables, positions, values.shape)
+        page, offset = places(tables, positions, len(values), values.shape[2])
         return _put(keys.at[page, :, :, offset], k), _put(values.at[page, :, offset], v)
 
     def attend(
@@ -217,14 +217,13 @@ def _product(equation: str, rows: jax.Array, by: jax.Array) -> jax.Array:
     return jnp.concatenate(list(products), axis=2)
 
 
-def _places(tables: jax.Array, positions: jax.Array, pages: Shape) -> tuple[jax.Array, jax.Array]:
+def places(tables: jax.Array, positions: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:
     """Page and offset of each position, flattened; padding gets a page past the last."""
-    num_pages, _, page_size, _ = pages
     page = jnp.take_along_axis(tables, jnp.maximum(positions, 0) // page_size, axis=1)
     page = jnp.where(positions < 0, num_pages, page)
     return page.reshape(-1), (positions % page_size).reshape(-1)
 
 
 def _put(slots: Any, tokens: jax.Array) -> jax.Array:
-    """Write `tokens [blocks, time, ...]` to the `slots` found by `_places`."""
+    """Write `tokens [blocks, time, ...]` to the `slots` found by `places`."""
     return slots.set(tokens.reshape(-1, *tokens.shape[2:]), mode="drop")

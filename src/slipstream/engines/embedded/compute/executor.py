@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from slipstream.engines.embedded.compute.adapter_slots import AdapterSlots, StagedAdapter
 from slipstream.engines.embedded.compute.attention import SharedPrefixes
 from slipstream.engines.embedded.compute.program_choice import ProgramChoice, ProgramSize
 from slipstream.engines.embedded.compute.programs import (
     DECODE,
+    DECODE_GROUPS,
     PREFILL,
     SCORE,
     VERIFY,
@@ -24,6 +26,7 @@ from slipstream.engines.embedded.compute.programs import (
     Programs,
 )
 from slipstream.engines.embedded.compute.prompt_lookup import lookup
+from slipstream.engines.embedded.compute.route_pages import take_routes
 from slipstream.engines.embedded.sampling.batch_settings import BatchSettings, is_rich
 from slipstream.engines.embedded.scheduling.scheduler import PrefillChunk, Tick
 from slipstream.engines.frontend.sequence import Sample
@@ -44,17 +47,38 @@ class Policy(NamedTuple):
     """Weights of the draft model, if any; they belong to the same version."""
 
 
+class StagedUpdate(NamedTuple):
+    """What an update brings."""
+
+    version: int
+    policy: Policy | None
+    """None if the base model stays as it is."""
+    adapters: Sequence[StagedAdapter] = ()
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The adapters whose results it changes; None if it changes all results."""
+        return None if self.policy is not None else tuple(staged.lora.name for staged in self.adapters)
+
+
 class Executor:
     """Dispatches a tick as a whole, then waits for it once: `dispatch(policy, tick).wait(version)`."""
 
-    def __init__(self, programs: Programs, draft: Programs | None = None) -> None:
-        self._programs, self._draft = programs, draft
+    def __init__(self, programs: Programs, draft: Programs | None = None, adapters: AdapterSlots | None = None) -> None:
+        self._programs, self._draft, self.adapters = programs, draft, adapters
         self._models = [programs] if draft is None else [programs, draft]
         self.shapes = programs.shapes
         self._cache: Cache | None = None
         """None while a tick is being dispatched: the programs take its donated buffers, which a failure loses."""
         self._draft_cache: Cache | None = None
         self._has_cache = False
+        self._has_groups = False
+        """Rows that start with the same pages have been seen. From then on one kind of program decodes all batches."""
+
+    @property
+    def activity(self) -> str:
+        """The program being compiled, in words; empty if there is none."""
+        return next((programs.choice.compiling for programs in self._models if programs.choice.compiling), "")
 
     @property
     def num_programs(self) -> int:
@@ -77,7 +101,9 @@ class Executor:
             self._has_cache = True
 
     def to_devices(self, policy: Policy) -> Policy:
-        """The policy with its weights on the devices."""
+        """The policy with its weights on the devices, and the adapters there, too."""
+        if self.adapters is not None:
+            self.adapters.wake()
         params, draft = policy.params, policy.draft
         if params is not None:
             params = self._programs.placement.to_devices(params)
@@ -92,13 +118,17 @@ class Executor:
         return policy._replace(params=self._programs.placement.place(policy.params))
 
     def offload(self, policy: Policy, keep: bool) -> Policy:
-        """The policy with its weights in host memory, or dropped unless `keep`. On CPU nothing moves."""
+        """The policy with its weights in host memory, or dropped unless `keep`. On CPU nothing moves. Adapters are kept in any
+        case: an update of the base model does not bring them."""
+        if self.adapters is not None:
+            self.adapters.sleep()
         if not keep:
             return Policy(None, policy.version)
         return Policy(jax.device_get(policy.params), policy.version, jax.device_get(policy.draft))
 
     def memory(self, policy: Policy | None, asleep: tuple[MemoryTag, ...]) -> MemoryReport:
         weights = 0 if policy is None else _device_bytes((policy.params, policy.draft))
+        weights += 0 if self.adapters is None else _device_bytes(self.adapters.stacks)
         kv_cache = sum(programs.cache_bytes for programs in self._models) if self._has_cache else 0
         return MemoryReport(weights, kv_cache, self._programs.placement.bytes_in_use(), asleep)
 
@@ -107,6 +137,7 @@ class Executor:
     def dispatch(self, policy: Policy, tick: Tick) -> DispatchedTick:
         """Dispatch a tick asynchronously. If this raises, the cache is lost and must be dropped."""
         params, programs, draft = policy.params, self._programs, self._draft
+        stacks = None if self.adapters is None else self.adapters.stacks
         assert params is not None, "no tick is planned while the weights are asleep"
         self.make_cache()
         cache, draft_cache = self._cache, self._draft_cache
@@ -119,19 +150,22 @@ class Executor:
                 draft_cache = draft.copy(draft_cache, tick.copies)
         if tick.prefill:
             batch, size = self._prefill_batch(tick.prefill, PREFILL)
-            prefilled, cache = programs.prefill(params, cache, batch)
+            prefilled, cache = programs.prefill(params, cache, batch, stacks)
             dispatched.prefill = ProgramRun(prefilled, size)
             if draft and draft_cache:
                 _, draft_cache = draft.prefill(policy.draft or {}, draft_cache, batch)
         if tick.scoring:
             wants_top = any(chunk.sample.request.sampling.top_logprobs for chunk in tick.scoring)
             batch, size = self._prefill_batch(tick.scoring, SCORE[wants_top])
-            scores, cache = programs.score(params, cache, batch, programs.max_top if wants_top else 0)
+            scores, cache = programs.score(params, cache, batch, programs.max_top if wants_top else 0, stacks)
             dispatched.scoring = ProgramRun(scores, size)
         if tick.decode:
             rich = any(is_rich(sample.request.sampling) for sample in tick.decode)
             num_speculative = 0 if rich else self.shapes.num_speculative
-            program = VERIFY if num_speculative else DECODE[rich]
+            if not self._has_groups and programs.shares_prefixes:
+                self._has_groups = has_shared_pages(tick.decode)
+            decode = DECODE_GROUPS if self._has_groups else DECODE
+            program = VERIFY if num_speculative else decode[rich]
             size = programs.choice.choose(program, self.shapes.rows, len(tick.decode), tick.upcoming)
             rows, settings = self._decode_batch(tick, size.taken), self._settings(tick.decode, size.taken, rich)
             if num_speculative:
@@ -147,16 +181,21 @@ class Executor:
                     draft_tokens = _padded(found, len(rows.tokens), num_speculative, -1)
                     num_drafted = (draft_tokens[: len(tick.decode)] >= 0).sum(axis=1)
                 dispatched.num_drafted = int(np.minimum(num_drafted, np.array(tick.room) - 1).sum())
-                result, cache = programs.verify(params, cache, rows, settings, draft_tokens)
+                result, cache = programs.verify(params, cache, rows, settings, draft_tokens, stacks)
             else:
                 sequences = (sample.ids for sample in tick.decode)
                 history = _padded(sequences, len(rows.tokens), self.shapes.max_length, -1) if rich else None
                 result, cache = programs.decode(
-                    params, cache, rows, settings, tick.steps, history, tick.early_exit_rows
+                    params, cache, rows, settings, tick.steps, history, tick.early_exit_rows, stacks
                 )
             dispatched.decode = ProgramRun(result, size)
         self._cache, self._draft_cache = cache, draft_cache
         return dispatched
+
+    def take_routes(self, samples: Sequence[Sample]) -> None:
+        """Give finished samples the experts of their tokens, if they are recorded. Call while they have their pages."""
+        if samples and self._cache is not None and self._cache.routes is not None:
+            take_routes(self._cache.routes, self._programs.config, samples)
 
     # --- arrays ---
 
@@ -177,7 +216,8 @@ class Executor:
             positions[row, : stop - start] = np.arange(start, stop)
             tables[row, : len(chunk.sample.pages)] = chunk.sample.pages
         is_scoring = chunks[0].sample.request.is_scoring
-        return PrefillBatch(tokens, positions, tables, targets if is_scoring else None), size
+        slots = self._slots([chunk.sample for chunk, _ in starts], count)
+        return PrefillBatch(tokens, positions, tables, targets if is_scoring else None, slots=slots), size
 
     def _decode_batch(self, tick: Tick, count: int) -> DecodeBatch:
         samples = tick.decode
@@ -187,7 +227,13 @@ class Executor:
         tokens[: len(samples)] = [(s.tokens or s.request.prompt)[-1] for s in samples]
         positions[: len(samples)] = [s.length - 1 for s in samples]
         room[: len(samples)] = tick.room
-        return DecodeBatch(tokens, positions, room, tables, shared_prefixes(samples, count))
+        shared = shared_prefixes(samples, count) if self._has_groups else None
+        return DecodeBatch(tokens, positions, room, tables, shared, self._slots(samples, count))
+
+    def _slots(self, samples: Sequence[Sample], count: int) -> np.ndarray | None:
+        if self.adapters is None:
+            return None
+        return self.adapters.rows([sample.request.adapter for sample in samples], count)
 
     def _settings(self, samples: Sequence[Sample], count: int, rich: bool) -> BatchSettings:
         for sample in samples:
@@ -205,6 +251,10 @@ def _padded(rows: Iterable[Sequence[int]], count: int, width: int, padding: int)
     for target, row in zip(padded, rows):
         target[: len(row)] = row
     return padded
+
+
+def has_shared_pages(samples: Sequence[Sample]) -> bool:
+    return len({sample.pages[0] for sample in samples}) < len(samples)
 
 
 def shared_prefixes(samples: Sequence[Sample], num_rows: int) -> SharedPrefixes:

@@ -35,20 +35,21 @@ class Placement:
         """Arrays over the memory that updates are received into, by name and addresses."""
         self._shapes = {spec.name: spec.shape for spec in tensors(config)}
         self.replicated = NamedSharding(self._mesh, PartitionSpec())
-        self._shardings = {name: self._sharding(dim) for name, dim in shard_dims(config, tp).items()}
+        self._shardings = {name: self.sharding(dim) for name, dim in shard_dims(config, tp).items()}
         heads = "tp" if config.num_kv_heads % tp == 0 else None
         self.cache = NamedSharding(self._mesh, PartitionSpec(None, heads))
         """Sharding of pages `[pages, kv_heads, …]`."""
 
-    def _sharding(self, dim: int | None) -> NamedSharding:
+    def sharding(self, dim: int | None) -> NamedSharding:
+        """Return the sharding of arrays whose dimension `dim` is divided among the ranks; None replicates them."""
         return self.replicated if dim is None else NamedSharding(self._mesh, PartitionSpec(*[None] * dim, "tp"))
 
-    def place(self, params: Mapping[str, Any]) -> Params:
+    def place(self, params: Mapping[str, Any], copy: bool = True) -> Params:
         """Copy a whole tree to the devices, cast and sharded. The copy is complete on return, since a trainer may donate its
-        arrays to its next step or write to memory that it shared."""
+        arrays to its next step or write to memory that it shared. Without `copy`, leaves that need no change are kept."""
         check_shapes({name: leaf.shape for name, leaf in flatten(params).items()}, self._config, "the parameters")
         leaves = {
-            name: jax.device_put(leaf.astype(self.dtype), self._shardings[name], may_alias=False)
+            name: jax.device_put(leaf.astype(self.dtype), self._shardings[name], may_alias=not copy)
             for name, leaf in flatten(params).items()
         }
         return unflatten(jax.block_until_ready(leaves))
@@ -67,6 +68,11 @@ class Placement:
         """Platform of the devices: `cpu`, `gpu`, …"""
         return self._mesh.devices.flat[0].platform
 
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices of the ranks, in order."""
+        return list(self._mesh.devices.flat)
+
     def bytes_in_use(self) -> int:
         """Bytes in use on all devices as the runtime reports them; on CPU, where it does not, the bytes of all live arrays."""
         stats = [device.memory_stats() for device in self._mesh.devices.flat]
@@ -74,8 +80,8 @@ class Placement:
             return sum(s["bytes_in_use"] for s in stats if s)
         return sum(array.nbytes for array in jax.live_arrays())
 
-    def assemble(self, ranks: Mapping[str, Sequence[np.ndarray]], serving: Params | None) -> Params:
-        """Build a tree from each rank's local arrays, without a copy if the device is the host. Tensors that were not sent are
+    def assemble(self, ranks: Mapping[str, Sequence[np.ndarray | jax.Array]], serving: Params | None) -> Params:
+        """Build a tree from each rank's local arrays, without a copy if they are on its device. Tensors that were not sent are
         shared with the tree `serving`. Blocks until everything is on the devices."""
         if not ranks and serving is not None:
             return serving
@@ -84,10 +90,15 @@ class Placement:
             raise MappingError(
                 f"no weights were sent for {sorted(missing)[0]} and {len(missing) - 1} more, and the engine has none yet"
             )
-        adopted = {name: self._adopted.get((name, _addresses(arrays))) for name, arrays in ranks.items()}
+        on_host: dict[str, Any] = {n: a for n, a in ranks.items() if isinstance(a[0], np.ndarray)}
+        adopted = {name: self._adopted.get((name, _addresses(arrays))) for name, arrays in on_host.items()}
         leaves = kept | {name: leaf for name, leaf in adopted.items() if leaf is not None}
-        leaves |= self._put({name: ranks[name] for name, leaf in adopted.items() if leaf is None})
+        leaves |= self._put({name: on_host[name] for name, leaf in adopted.items() if leaf is None})
+        leaves |= {name: self._join(name, arrays) for name, arrays in ranks.items() if name not in on_host}
         return unflatten({name: leaves[name] for name in self._shapes})
+
+    def _join(self, name: str, shards: Sequence[Any]) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(self._shapes[name], self._shardings[name], list(shards))
 
     def adopt(self, arrays: Mapping[str, DLPackView]) -> Params:
         """Build a tree over a trainer's memory on the single device, without a copy."""
@@ -95,26 +106,26 @@ class Placement:
             raise MappingError(f"{sorted(missing)[0]} and {len(missing) - 1} more are not in the shared memory")
         (device,) = self._mesh.devices.flat
         leaves = {}
-        for name, shape in self._shapes.items():
+        for name in self._shapes:
             leaf = jax.dlpack.from_dlpack(arrays[name])
             if leaf.device != device:
                 raise Unsupported(f"the shared memory is on {leaf.device}, the engine on {device}")
             if leaf.unsafe_buffer_pointer() != arrays[name].address:
                 raise Unsupported(f"this JAX release copies the memory of {name} instead of aliasing it")
-            leaves[name] = jax.make_array_from_single_device_arrays(shape, self._shardings[name], [leaf])
+            leaves[name] = self._join(name, [leaf])
         return unflatten(leaves)
 
     def _put(self, ranks: Mapping[str, Sequence[np.ndarray]]) -> dict[str, jax.Array]:
         """Put arrays on the devices. On CPU, JAX aliases aligned host memory instead of copying it. An aliasing array shows
         whatever is received into that memory later, so it is reused for the next version received there: recreating the
         arrays would dominate a small sync. No step reads it meanwhile, since a slot is written only while the other serves."""
-        devices = list(self._mesh.devices.flat)
+        devices = self.devices
         # A single call: for small arrays the call is the cost.
         shards = iter(jax.device_put([a for arrays in ranks.values() for a in arrays], devices * len(ranks)))
         leaves = {}
         for name, arrays in ranks.items():
             local = [next(shards) for _ in devices]
-            leaves[name] = jax.make_array_from_single_device_arrays(self._shapes[name], self._shardings[name], local)
+            leaves[name] = self._join(name, local)
             if tuple(shard.unsafe_buffer_pointer() for shard in local) == _addresses(arrays):
                 self._adopt(name, _addresses(arrays), leaves[name])
         return jax.block_until_ready(leaves)
@@ -133,7 +144,7 @@ class Placement:
     def shard(self, leaf: jax.Array, rank: int) -> np.ndarray:
         """Copy one rank's shard to host memory. Reads through a temporary array over the same data, since JAX caches the host
         copy of an array for as long as the array lives."""
-        device = list(self._mesh.devices.flat)[rank]
+        device = self.devices[rank]
         (data,) = (shard.data for shard in leaf.addressable_shards if shard.device == device)
         return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
 

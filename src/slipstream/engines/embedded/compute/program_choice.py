@@ -26,6 +26,8 @@ class ProgramChoice:
     def __init__(self) -> None:
         self.compiled: dict[tuple[str, int], float] = {}
         """Seconds of each program's first call, by name and size."""
+        self.compiling = ""
+        """The program being compiled, in words; empty if there is none."""
         self._excess: dict[tuple[str, int], float] = defaultdict(float)
         """Seconds lost in larger programs, by name and fitting size."""
 

@@ -16,11 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from slipstream.engines.embedded.compute.adapter_slots import Stacks, with_adapters
 from slipstream.engines.embedded.compute.attention import BlockwiseAttention, CacheLayer, NaiveAttention, SharedPrefixes
 from slipstream.engines.embedded.compute.placement import Placement
 from slipstream.engines.embedded.compute.program_choice import ProgramChoice
+from slipstream.engines.embedded.compute.route_pages import new_route_pages, write_routes
 from slipstream.engines.embedded.sampling.batch_settings import BatchSettings
-from slipstream.engines.embedded.sampling.sampler import TokenCounts, add_tokens, count_tokens, raw_logprobs, sample
+from slipstream.engines.embedded.sampling.sampler import (
+    TokenCounts,
+    add_tokens,
+    count_tokens,
+    raw_logprobs,
+    sample,
+    sampling_logprobs,
+)
 from slipstream.engines.embedded.scheduling.shapes import COPIES, Shapes, bucket
 from slipstream.model.config import LayerAttention, ModelConfig
 from slipstream.model.transformer.decoder import apply_layers, unembed
@@ -33,16 +42,25 @@ if TYPE_CHECKING:  # imported only where it is used: it needs Triton
 log = logging.getLogger(__name__)
 
 PagedAttention: TypeAlias = "NaiveAttention | BlockwiseAttention | PallasAttention"
-Cache: TypeAlias = list[CacheLayer]
 Array: TypeAlias = Any
 """A numpy array on the host, a JAX array inside a program."""
 
 PREFILL, VERIFY, COPY = "prefill", "verify", "copy"
 DECODE, SCORE = ("decode", "decode rich"), ("score", "score with alternatives")
 """Names of programs; pairs have the plain one first."""
+DECODE_GROUPS = ("decode groups", "decode groups rich")
+"""Those with `DecodeBatch.shared`, which take almost twice as long to compile."""
 
 MAX_LOGITS = 1 << 25
 """The most logits that scoring materializes at once."""
+
+
+class Cache(NamedTuple):
+    """What is kept of cached tokens: pages of each kind, in dimension 0."""
+
+    layers: list[CacheLayer]
+    routes: jax.Array | None = None
+    """Their experts (`route_pages.py`), if they are recorded."""
 
 
 class DecodeBatch(NamedTuple):
@@ -56,8 +74,10 @@ class DecodeBatch(NamedTuple):
     """Tokens that may be drawn in this call."""
     tables: Array
     """Page tables, `[rows, table_width]`."""
-    shared: SharedPrefixes
-    """Groups of rows that start with the same pages."""
+    shared: SharedPrefixes | None
+    """Groups of rows that start with the same pages. None changes no result."""
+    slots: Array = None
+    """The slot of each row's adapter, if the engine serves adapters."""
 
 
 class DecodeResult(NamedTuple):
@@ -82,16 +102,31 @@ class PrefillBatch(NamedTuple):
     tables: Array
     targets: Array = None
     """When scoring: the token after each."""
+    temperature: Array = None
+    """When scoring: that of the distribution; None gives raw logprobs."""
+    slots: Array = None
+    """As in `DecodeBatch`, of each block."""
 
 
 class Programs:
     """The programs of one model and shape. Stateless: weights and cache are arguments."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, shapes: Shapes, attention: PagedAttention) -> None:
-        self._config, self.placement, self.shapes, self._attention = config, placement, shapes, attention
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        shapes: Shapes,
+        attention: PagedAttention,
+        record_routes: bool = False,
+    ) -> None:
+        self.config, self.placement, self.shapes, self._attention = config, placement, shapes, attention
+        self.record_routes = record_routes
         self.choice = ProgramChoice()
-        cache, replicated = placement.cache, placement.replicated
-        jit = functools.partial(jax.jit, donate_argnums=1)
+        replicated = placement.replicated
+        cache = Cache(placement.cache, replicated if record_routes else None)  # type: ignore[arg-type]
+        # By default XLA on CPU rounds intermediate bfloat16 results or not, depending on what it fuses in a program.
+        options = {"xla_allow_excess_precision": False} if placement.platform == "cpu" else None
+        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
         self._prefill = jit(self._prefill_program, out_shardings=(replicated, cache))
         self._decode = jit(self._decode_program, static_argnames="num_top", out_shardings=(replicated, cache))
         self._verify = jit(self._verify_program, out_shardings=(replicated, cache))
@@ -101,26 +136,36 @@ class Programs:
     @property
     def max_top(self) -> int:
         """Top logprobs computed whenever a request asks for any: a single number, so that a single program suffices."""
-        return min(MAX_TOP_LOGPROBS, self._config.vocab_size)
+        return min(MAX_TOP_LOGPROBS, self.config.vocab_size)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether `DecodeBatch.shared` makes a difference."""
+        return isinstance(self._attention, BlockwiseAttention)
 
     @property
     def cache_bytes(self) -> int:
-        config, shapes = self._config, self.shapes
+        config, shapes = self.config, self.shapes
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.placement.dtype.itemsize
+        if self.record_routes and config.moe is not None:
+            per_token += len(config.expert_layers) * config.moe.experts_per_token * config.moe.route_size
         return per_token * shapes.num_pages * shapes.page_size
 
     def new_cache(self) -> Cache:
-        config, shapes, placement = self._config, self.shapes, self.placement
+        config, shapes, placement = self.config, self.shapes, self.placement
         sizes = (shapes.num_pages, config.num_kv_heads, shapes.page_size, config.head_dim)
         keys, values = self._attention.layer_shapes(*sizes)
         zeros = functools.partial(jnp.zeros, dtype=placement.dtype, device=placement.cache)
-        return [(zeros(keys), zeros(values)) for _ in range(config.num_layers)]
+        layers = [(zeros(keys), zeros(values)) for _ in range(config.num_layers)]
+        return Cache(layers, new_route_pages(config, shapes, placement.replicated) if self.record_routes else None)
 
     # --- called by the executor with host arrays; asynchronous ---
 
-    def prefill(self, params: Params, cache: Cache, batch: PrefillBatch) -> tuple[jax.Array, Cache]:
+    def prefill(
+        self, params: Params, cache: Cache, batch: PrefillBatch, adapters: Stacks | None = None
+    ) -> tuple[jax.Array, Cache]:
         """Compute keys and values. The first result carries no information; it exists to be waited for."""
-        return self._run(PREFILL, self._prefill, params, cache, batch, size=len(batch.tokens))
+        return self._run(PREFILL, self._prefill, params, cache, batch, adapters, size=len(batch.tokens))
 
     def decode(
         self,
@@ -131,14 +176,16 @@ class Programs:
         steps: int,
         history: np.ndarray | None,
         early_exit_rows: int = 0,
+        adapters: Stacks | None = None,
     ) -> tuple[DecodeResult, Cache]:
         """Draw up to `steps` tokens per row; stop after at least one step when `early_exit_rows` or fewer rows are unfinished.
 
         `history` has every row's sequence, `[rows, max_length]`, padded with -1. It is given if a row has penalties or logit
         biases, or wants top logprobs."""
         rich, size, limits = history is not None, len(rows.tokens), np.array((steps, early_exit_rows), np.int32)
-        args, num_top = (params, cache, rows, settings, limits, history), self.max_top if rich else 0
-        return self._run(DECODE[rich], self._decode, *args, num_top=num_top, size=size)
+        args, num_top = (params, cache, rows, settings, limits, history, adapters), self.max_top if rich else 0
+        name = DECODE[rich] if rows.shared is None else DECODE_GROUPS[rich]
+        return self._run(name, self._decode, *args, num_top=num_top, size=size)
 
     def verify(
         self,
@@ -147,17 +194,20 @@ class Programs:
         rows: DecodeBatch,
         settings: BatchSettings,
         draft_tokens: np.ndarray | jax.Array,
+        adapters: Stacks | None = None,
     ) -> tuple[DecodeResult, Cache]:
         """Draw the token after the newest one and after each of `draft_tokens [rows, num_speculative]` in one forward pass. A
         row keeps its draws up to the first that differs from its draft token. -1 stands for no draft token."""
-        return self._run(VERIFY, self._verify, params, cache, rows, settings, draft_tokens, size=len(rows.tokens))
+        args = (params, cache, rows, settings, draft_tokens, adapters)
+        return self._run(VERIFY, self._verify, *args, size=len(rows.tokens))
 
     def score(
-        self, params: Params, cache: Cache, batch: PrefillBatch, num_top: int
+        self, params: Params, cache: Cache, batch: PrefillBatch, num_top: int, adapters: Stacks | None = None
     ) -> tuple[tuple[jax.Array, ...], Cache]:
-        """Raw logprobs of the targets, `[blocks, block]`; ids and raw logprobs of the `num_top` likeliest tokens."""
+        """Raw logprobs of the targets, `[blocks, block]`; ids and raw logprobs of the `num_top` likeliest tokens. With a
+        temperature, only the logprobs of the targets under the distribution that is sampled from."""
         name, size = SCORE[num_top > 0], len(batch.tokens)
-        return self._run(name, self._score, params, cache, batch, num_top=num_top, size=size)
+        return self._run(name, self._score, params, cache, batch, adapters, num_top=num_top, size=size)
 
     def copy(self, cache: Cache, copies: Sequence[tuple[int, int]]) -> Cache:
         """Copy pages; `copies` has pairs `(source, target)`."""
@@ -175,7 +225,11 @@ class Programs:
         if (name, size) in compiled:
             return program(*args, **static)
         start = time.perf_counter()
-        result = program(*args, **static)
+        self.choice.compiling = f"compiling {name} {size}"
+        try:
+            result = program(*args, **static)
+        finally:
+            self.choice.compiling = ""
         seconds = compiled[name, size] = time.perf_counter() - start
         most = self.shapes.num_programs
         log.info("compiled %s %d in %.1f s (%d of at most %d)", name, size, seconds, len(compiled), most)
@@ -192,7 +246,7 @@ class Programs:
         tables: jax.Array,
         shared: SharedPrefixes | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Write the tokens' keys and values to their pages; returns their final hidden states."""
+        """Write the tokens' keys, values and experts to their pages; returns their final hidden states."""
 
         def attention(
             q: jax.Array, k: jax.Array, v: jax.Array, layer: CacheLayer, spec: LayerAttention
@@ -201,14 +255,19 @@ class Programs:
             layer = self._attention.write(layer, jnp.nan_to_num(k), jnp.nan_to_num(v), tables, positions)
             return self._attention.attend(q, layer, tables, positions, spec, shared), layer
 
-        return apply_layers(params, self._config, tokens, positions, attention, cache)
+        hidden, layers, chosen = apply_layers(params, self.config, tokens, positions, attention, cache.layers)
+        routes = cache.routes
+        return hidden, Cache(layers, None if routes is None else write_routes(routes, chosen, tables, positions))
 
     def _logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         # With the vocabulary sharded, every draw would take several collectives.
-        logits = unembed(params, self._config, hidden)
+        logits = unembed(params, self.config, hidden)
         return jax.lax.with_sharding_constraint(logits, self.placement.replicated)
 
-    def _prefill_program(self, params: Params, cache: Cache, batch: PrefillBatch) -> tuple[jax.Array, Cache]:
+    def _prefill_program(
+        self, params: Params, cache: Cache, batch: PrefillBatch, adapters: Stacks | None
+    ) -> tuple[jax.Array, Cache]:
+        params = _adapted(params, adapters, batch.slots)
         hidden, cache = self._forward(params, cache, batch.tokens, batch.positions, batch.tables)
         return hidden[0, 0, 0], cache
 
@@ -220,10 +279,12 @@ class Programs:
         settings: BatchSettings,
         limits: jax.Array,
         history: jax.Array | None,
+        adapters: Stacks | None,
         num_top: int,
     ) -> tuple[DecodeResult, Cache]:
+        params = _adapted(params, adapters, rows.slots)
         (steps, early_exit_rows), num_rows, most = limits, rows.tokens.shape[0], self.shapes.max_steps
-        counts = None if history is None else count_tokens(history, settings.prompt_length, self._config.vocab_size)
+        counts = None if history is None else count_tokens(history, settings.prompt_length, self.config.vocab_size)
 
         class Carry(NamedTuple):
             step: jax.Array
@@ -277,8 +338,15 @@ class Programs:
         return end.out, end.cache
 
     def _verify_program(
-        self, params: Params, cache: Cache, rows: DecodeBatch, settings: BatchSettings, draft_tokens: jax.Array
+        self,
+        params: Params,
+        cache: Cache,
+        rows: DecodeBatch,
+        settings: BatchSettings,
+        draft_tokens: jax.Array,
+        adapters: Stacks | None,
     ) -> tuple[DecodeResult, Cache]:
+        params = _adapted(params, adapters, rows.slots)
         num_rows, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
         offsets = jnp.arange(width)
         tokens = jnp.concatenate((rows.tokens[:, None], jnp.maximum(draft_tokens, 0)), axis=1)
@@ -302,22 +370,35 @@ class Programs:
         return DecodeResult(token.T, logprob.T, raw.T, none, none, num_drawn, ended), cache
 
     def _score_program(
-        self, params: Params, cache: Cache, batch: PrefillBatch, num_top: int
+        self, params: Params, cache: Cache, batch: PrefillBatch, adapters: Stacks | None, num_top: int
     ) -> tuple[tuple[jax.Array, ...], Cache]:
+        params = _adapted(params, adapters, batch.slots)
         hidden, cache = self._forward(params, cache, batch.tokens, batch.positions, batch.tables)
         count, block = batch.tokens.shape
         flat = hidden.reshape(count * block, -1)
         part = count * block
-        while part > 8 and part % 2 == 0 and part * self._config.vocab_size > MAX_LOGITS:
+        while part > 8 and part % 2 == 0 and part * self.config.vocab_size > MAX_LOGITS:
             part //= 2
 
         def score_part(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            return raw_logprobs(self._logits(params, pair[0]), pair[1], num_top)
+            logits = self._logits(params, pair[0])
+            if self.config.num_labels:  # the target is the label; its output is not normalized
+                label = jnp.clip(pair[1], 0, self.config.num_labels - 1)
+                none = jnp.zeros((part, 0))
+                return jnp.take_along_axis(logits, label[:, None], axis=1)[:, 0], none.astype(jnp.int32), none
+            if batch.temperature is not None:
+                return (sampling_logprobs(logits, pair[1], batch.temperature),)
+            return raw_logprobs(logits, pair[1], num_top)
 
         assert batch.targets is not None, "scoring needs targets"
         parts = (flat.reshape(-1, part, flat.shape[-1]), batch.targets.reshape(-1, part))
         scores = jax.lax.map(score_part, parts)
         return tuple(x.reshape(count, block, *x.shape[2:]) for x in scores), cache
+
+
+def _adapted(params: Params, adapters: Stacks | None, slots: jax.Array) -> Params:
+    """Return the tree in which each row has its adapter; the model's own if the engine serves none."""
+    return params if adapters is None else with_adapters(params, adapters, slots)
 
 
 def _copy_program(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:

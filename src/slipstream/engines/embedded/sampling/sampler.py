@@ -128,6 +128,19 @@ def raw_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int = 0) -> tupl
     return _raw_logprob(take_at(logits, tokens), peak, total), ids, top
 
 
+def sampling_logprobs(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Logprobs `[rows]` of one token per row at a temperature, without other settings, with the same bits as from `sample`."""
+
+    def processed() -> jax.Array:
+        peak, rate = logits.max(1), jnp.full(len(logits), 1 / temperature)
+        cut = jnp.full_like(peak, jnp.inf)
+        sums = lane_sums(logits, lambda chunk: relative_probs(peak[:, None] - chunk, rate, cut))
+        weight = relative_probs((peak - take_at(logits, tokens))[:, None], rate, cut)[:, 0]
+        return jnp.log(weight / pairwise_sum(sums))
+
+    return jax.lax.cond(temperature == 1, lambda: raw_logprobs(logits, tokens)[0], processed)
+
+
 # --- logit processors ---
 
 

@@ -1,7 +1,8 @@
 """Prefix cache: a radix tree from token sequences to the pages that hold their keys and values, for one policy version.
 
-Each node is one page. Its tokens, after those of its ancestors, are the sequence whose keys and values the page holds. Full
-pages may have children; a partly filled page is a leaf. Plain Python over integers.
+Each adapter has a root of its own, since it has other keys and values for the same tokens; the base model's is "". Each node
+is one page. Its tokens, after those of its ancestors, are the sequence whose keys and values the page holds. Full pages may
+have children; a partly filled page is a leaf. Plain Python over integers.
 
     match    find the cached prefix of a sequence
     insert   record that pages hold a sequence, or will once it is computed
@@ -74,7 +75,7 @@ class PrefixTree:
         """The first two are counted by the scheduler, for each sequence that it admits."""
         self._pool = pool
         self._page_size = page_size
-        self._root = Node((), -1, None, 0)
+        self._roots: dict[str, Node] = {}  # by adapter
         self._nodes: dict[int, Node] = {}  # by page
         self._clock = 0  # counts calls
         self._serial = 0
@@ -87,11 +88,11 @@ class PrefixTree:
         """Pages that the tree holds."""
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], limit: int | None = None) -> Match:
+    def match(self, tokens: Sequence[int], limit: int | None = None, adapter: str = "") -> Match:
         """Find the longest cached prefix of `tokens`, up to `limit` tokens. Marks its nodes as used."""
         tokens = tuple(tokens if limit is None else tokens[: max(limit, 0)])
         self._clock += 1
-        size, start, node = self._page_size, 0, self._root
+        size, start, node = self._page_size, 0, self._root(adapter)
         pages = []
         while (child := node.full.get(tokens[start : start + size])) is not None and child.is_ready:
             node = child
@@ -111,7 +112,9 @@ class PrefixTree:
         start += self._closest(node, tokens[start : start + size], ready=False)[1]
         return Match(tuple(pages), closest.page if closest else None, num_tokens, max(start - num_tokens, 0))
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], ready: bool = True) -> list[Handle]:
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], ready: bool = True, adapter: str = ""
+    ) -> list[Handle]:
         """Record that `pages`, which the caller holds, contain `tokens`; with `ready=False`, that they will.
 
         Where the tree already has a page's tokens it keeps its own page. A partly filled page of the tree may be inserted
@@ -124,7 +127,7 @@ class PrefixTree:
                 f"{len(tokens)} tokens need {-(-len(tokens) // size)} pages of {size}, got {len(pages)} pages"
             )
         self._clock += 1
-        node = self._root
+        node = self._root(adapter)
         handles = []
         for index, page in enumerate(pages):
             start = index * size
@@ -188,7 +191,14 @@ class PrefixTree:
         self._pool.release(self._nodes)
         self._nodes = {}
         self._leaves = []
-        self._root = Node((), -1, None, 0)
+        self._roots = {}
+
+    def clear_adapter(self, adapter: str) -> None:
+        """Remove what was computed with an adapter, as `clear` does."""
+        self._remove_below(self._root(adapter))
+
+    def _root(self, adapter: str) -> Node:
+        return self._roots.setdefault(adapter, Node((), -1, None, 0))
 
     def _closest(self, parent: Node, tokens: Tokens, ready: bool) -> tuple[Node | None, int]:
         """The child with the longest common prefix with `tokens` (with `ready`, of its computed tokens), and its length."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -19,8 +19,8 @@ from slipstream.engines.embedded.scheduling.pages import PagePool
 from slipstream.engines.embedded.scheduling.radix_cache import PrefixTree
 from slipstream.engines.embedded.scheduling.shapes import Shapes
 from slipstream.engines.embedded.scheduling.steps_per_tick import best_num_steps
-from slipstream.engines.embedded.scheduling.waiting_queue import FairQueue
 from slipstream.engines.frontend.sequence import EngineRequest, Sample
+from slipstream.engines.frontend.waiting_queue import FairQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,9 @@ class Scheduler:
         self.running: dict[Sample, None] = {}
         self._arrivals = itertools.count()
         self._version = -1
+        """At which the base model, or all, last changed."""
+        self._adapter_versions: dict[str, int] = {}
+        """By adapter: the version at which it last changed, if that is later."""
         self._page_scores: dict[int, tuple[list[float], int]] = {}
         """For scored pages: raw logprobs of the successors of the page's tokens, and the last of these successors, which is
         the first token after the page."""
@@ -104,34 +107,54 @@ class Scheduler:
         self.waiting.discard_if(lambda sample: sample.request in dropped)
         return list(dropped)
 
-    def preempt_all(self, restart: bool = False) -> None:
-        """Free the pages of all live samples and return them to the queue. With `restart`, drop all drawn tokens, too."""
+    def preempt_all(self, restart: bool = False, adapters: Collection[str] | None = None) -> int:
+        """Free the pages of all live samples and return them to the queue. With `restart`, drop all drawn tokens, too. With
+        `adapters`, only samples of these. Return the number of dropped tokens."""
         for sample in sorted(self.live, key=lambda s: s.order, reverse=True):
-            self._preempt(sample)
-        if restart:
-            for sample in self.waiting:
+            if _is_of(sample, adapters):
+                self._preempt(sample)
+        dropped = 0
+        for sample in self.waiting if restart else ():
+            if _is_of(sample, adapters):
+                dropped += len(sample.tokens)
+                sample.restart()
+        return dropped
+
+    def set_version(self, version: int, adapters: Collection[str] | None = None) -> None:
+        """Continue under another policy version, in which all has changed, or only `adapters`. The prefix cache of what changed
+        is cleared, and a running sample's KV cache, now a mix of versions, is no longer shared. Samples without tokens, and
+        scores, start over: a result attributed to one version must not depend on keys and values of another."""
+        if adapters is None:
+            self._version, self._adapter_versions = version, {}
+            self.clear_cache()
+        else:
+            self._adapter_versions |= dict.fromkeys(adapters, version)
+            for adapter in adapters:
+                self.clear_adapter(adapter)
+        for sample in self.live:
+            if _is_of(sample, adapters):
+                sample.cache_version = -1
+                sample.pending.clear()
+                if not sample.tokens:
+                    self._preempt(sample)
+        for sample in self.waiting:
+            if sample.request.is_scoring and _is_of(sample, adapters):
                 sample.restart()
 
-    def set_version(self, version: int) -> None:
-        """Continue under another policy version. The prefix cache is cleared, and a running sample's KV cache, now a mix of
-        versions, is no longer shared. Samples without tokens, and scores, start over: a result attributed to one version
-        must not depend on keys and values of another."""
-        self._version = version
-        self.clear_cache()
-        for sample in self.live:
-            sample.cache_version = -1
-            sample.pending.clear()
-            if not sample.tokens:
-                self._preempt(sample)
-        for sample in self.waiting:
-            if sample.request.is_scoring:
-                sample.restart()
+    def _version_of(self, sample: Sample) -> int:
+        """Return the version at which what a sample computes with last changed."""
+        return self._adapter_versions.get(sample.request.adapter, self._version)
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache. Running samples keep their pages, unshared."""
         self.clear_cache()
         for sample in self.live:
             sample.pending.clear()
+
+    def clear_adapter(self, adapter: str) -> None:
+        """Clear the prefix cache of an adapter that is gone."""
+        if self.tree is not None:
+            self.tree.clear_adapter(adapter)
 
     def clear_cache(self) -> None:
         if self.tree is not None:
@@ -251,7 +274,7 @@ class Scheduler:
         shared: list[int] = []
         copied, num_cached = None, 0
         if self.tree is not None:
-            match = self.tree.match(ids, sample.prefill_end)
+            match = self.tree.match(ids, sample.prefill_end, sample.request.adapter)
             blocks, blocks_later = (
                 self._shapes.num_blocks_for(sample.prefill_end - known)
                 for known in (match.num_tokens, match.num_tokens + match.num_pending)
@@ -277,13 +300,15 @@ class Scheduler:
         if copied is not None:
             tick.copies.append((copied, new[0]))
             self.pool.release([copied])  # safe: a tick copies pages before it writes any
-        sample.pages, sample.num_computed, sample.cache_version = [*shared, *new], num_cached, self._version
+        sample.pages, sample.num_computed = [*shared, *new], num_cached
+        sample.cache_version = self._version_of(sample)
         if self.tree is not None:
             self.tree.hit_tokens += num_cached
             self.tree.looked_up_tokens += sample.prefill_end
             if num_cached < sample.prefill_end:
                 pages = sample.pages[: self._shapes.num_pages_for(sample.prefill_end)]
-                sample.pending = self.tree.insert(ids[: sample.prefill_end], pages, ready=False)
+                computed, adapter = ids[: sample.prefill_end], sample.request.adapter
+                sample.pending = self.tree.insert(computed, pages, ready=False, adapter=adapter)
         return "admitted"
 
     def _scored_pages(self, sample: Sample, shared: Sequence[int]) -> list[int]:
@@ -316,7 +341,7 @@ class Scheduler:
 
     def _cache_scores(self, sample: Sample) -> None:
         size = self._shapes.page_size
-        if self.tree is not None and sample.cache_version == self._version:
+        if self.tree is not None and sample.cache_version == self._version_of(sample):
             for index in range(sample.prefill_end // size):
                 stop = (index + 1) * size
                 logprobs = sample.raw_logprobs[stop - size : stop]
@@ -327,10 +352,10 @@ class Scheduler:
         sample.num_computed = sample.length - 1
         if sample.finish_reason is None:
             return False
-        if self.tree is not None and sample.cache_version == self._version:
+        if self.tree is not None and sample.cache_version == self._version_of(sample):
             # Cache the finished sequence: the next turn of a conversation starts with it.
             pages = sample.pages[: self._shapes.num_pages_for(sample.num_computed)]
-            self.tree.insert(sample.ids[: sample.num_computed], pages)
+            self.tree.insert(sample.ids[: sample.num_computed], pages, adapter=sample.request.adapter)
         self._remove(sample)
         return True
 
@@ -344,3 +369,8 @@ class Scheduler:
             self.tree.discard(sample.pending)
         self.pool.release(sample.pages)
         sample.pages, sample.pending, sample.num_computed, sample.cache_version = [], [], 0, -1
+
+
+def _is_of(sample: Sample, adapters: Collection[str] | None) -> bool:
+    """Whether a sample computes with one of these adapters; None stands for everything."""
+    return adapters is None or sample.request.adapter in adapters

@@ -41,11 +41,12 @@ class Shapes:
 
     @property
     def num_programs(self) -> int:
-        """The most programs that can be compiled: plain and rich decode, verification, prefill, two kinds of scoring and page
-        copies for the policy; decode, prefill and page copies for a draft model."""
-        decode = 3 if self.num_speculative else 2
+        """The most programs that can be compiled: plain and rich decode, each with groups and without, verification, prefill,
+        two kinds of scoring and page copies for the policy; decode with groups and without, prefill and page copies for a
+        draft model."""
+        decode = 5 if self.num_speculative else 4
         policy = decode * len(self.rows) + 3 * len(self.blocks) + len(COPIES)
-        draft = len(self.rows) + len(self.blocks) + len(COPIES) if self.has_draft else 0
+        draft = 2 * len(self.rows) + len(self.blocks) + len(COPIES) if self.has_draft else 0
         return policy + draft
 
 

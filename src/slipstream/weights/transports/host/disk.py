@@ -1,8 +1,8 @@
 """`disk`: a slow fallback that works everywhere, through a directory that trainer and engine both see.
 
-A sender's pieces become one safetensors file, with the pieces' indices as tensor names and their bytes as uint8. It is
-written under a temporary name, synced and renamed, so a reader sees a complete file or none. The trainer chooses the
-directory: `transport="disk:/path/to/directory"`."""
+A sender's pieces become one safetensors file, with the pieces' indices as tensor names and their bytes as uint8. The name of a
+delta is the index, a dot and the number of its encoding. The file is written under a temporary name, synced and renamed, so a
+reader sees a complete file or none. The trainer chooses the directory: `transport="disk:/path/to/directory"`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from slipstream.errors import TransferError
 from slipstream.tensors.safetensors_dir import save_synced
 from slipstream.weights.checksum import PieceScan, ScanOptions, checksum, copy_and_scan
+from slipstream.weights.delta import Encoding
 from slipstream.weights.transports.contract import (
     HostReceiver,
     HostSender,
@@ -49,10 +50,8 @@ class DiskReceiver(HostReceiver):
             for path in files:
                 with safe_open(path, framework="numpy") as file:
                     for key in file.keys():  # noqa: SIM118  # not a mapping
-                        index, data = int(key), file.get_tensor(key)
-                        piece = self._pieces[index]
-                        piece[...] = data.view(piece.dtype).reshape(piece.shape)
-                        checksums[index] = checksum(piece) if self._hashed else 0
+                        name, _, encoding = key.partition(".")
+                        checksums[int(name)] = self._read(int(name), file.get_tensor(key), encoding)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise TransferError(f"disk: cannot read the weights in {self._directory}: {error}") from None
         if missing := expected.keys() - checksums.keys():
@@ -61,6 +60,14 @@ class DiskReceiver(HostReceiver):
             )
         self._remove_files()
         return {index: checksums[index] for index in expected}
+
+    def _read(self, index: int, data: np.ndarray, encoding: str) -> int:
+        """Write a piece; return its checksum."""
+        piece = self._pieces[index]
+        if encoding and self._hashed:
+            return self._apply(index, data.tobytes(), Encoding(int(encoding)))
+        piece[...] = data.view(piece.dtype).reshape(piece.shape)
+        return checksum(piece) if self._hashed else 0
 
     def _remove_files(self) -> None:
         """Remove only this version's files: a sender may already be writing the next version."""
@@ -86,6 +93,9 @@ class DiskSender(HostSender):
         piece = np.empty(array.shape, self._dtype)
         self._pending[str(index)] = piece.reshape(-1).view(np.uint8)
         return copy_and_scan(piece, array, self._options)
+
+    def send_delta(self, index: int, data: bytes, encoding: Encoding) -> None:
+        self._pending[f"{index}.{encoding:d}"] = np.frombuffer(data, np.uint8)
 
     def flush(self) -> None:
         pending, self._pending = self._pending, {}

@@ -21,6 +21,7 @@ import numpy as np
 
 from slipstream.errors import TransferError
 from slipstream.runtime.failpoints import step
+from slipstream.runtime.process_times import process_start_time
 from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.rank_image import align_up
 from slipstream.weights.transports.contract import link_field, pack_link, unpack_link
@@ -126,22 +127,3 @@ def _pid_namespace() -> int:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return 0
-
-
-def process_start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks, to tell it from a later process with the same pid; 0 if the
-    process does not exist or is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return 0 if fields[0] in "ZX" else int(fields[19])
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    if Path("/proc/self").exists():
-        return 0
-    try:  # without /proc (macOS) only whether the process is alive is known
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return 0
-    except PermissionError:
-        pass
-    return 1

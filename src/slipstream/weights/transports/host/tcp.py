@@ -3,7 +3,7 @@ pieces.
 
     trainer   secret (32 bytes, from the link), path: the links of the engines behind this one
     engine    "+", if the secret is right and the next engine of the path has answered so too; "-" and the reason, if it has not
-    trainer   frame, frame, …       frame = version, piece index, length, bytes of the piece
+    trainer   frame, frame, …       frame = version, piece index, encoding, length, bytes of the piece or of its delta
 
 Bytes go directly from the socket into the image. An engine with a path passes them on to the next engine, which it connects
 to as a trainer does. So replicas form a chain, and the trainer sends to the first only. On loopback the secret is sufficient.
@@ -21,7 +21,8 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,9 @@ import xxhash
 from slipstream.config import LOOPBACK, check_listening
 from slipstream.errors import TransferError
 from slipstream.runtime import tls
+from slipstream.weights import delta
 from slipstream.weights.checksum import CHUNK_BYTES, PieceScan, PieceScanner, ScanOptions, chunks
+from slipstream.weights.delta import Encoding
 from slipstream.weights.transports.contract import (
     HostReceiver,
     HostSender,
@@ -42,7 +45,7 @@ from slipstream.weights.transports.contract import (
 from slipstream.weights.transports.host.memory import anonymous_memory
 from slipstream.weights.transports.sockets import read_exactly, read_into
 
-_FRAME = struct.Struct("<qIQ")
+_FRAME = struct.Struct("<qIBQ")
 _LENGTH = struct.Struct("<I")
 _MAX_TEXT_BYTES = 1 << 20
 _SECRET_BYTES = 32
@@ -90,6 +93,7 @@ class TcpReceiver(HostReceiver):
         self.link = pack_link("tcp", host=host, port=port, secret=self._secret.hex(), certificate=fingerprint)
         self._connections: list[socket.socket] = []
         self._forwarders: list[Forwarder] = []
+        self._appliers = ThreadPoolExecutor(delta.NUM_THREADS, "slipstream-tcp-delta")
         threading.Thread(target=self._accept, name="slipstream-tcp", daemon=True).start()
 
     def expect(self, version: int, pieces: Mapping[int, np.ndarray], hashed: bool) -> None:
@@ -129,6 +133,7 @@ class TcpReceiver(HostReceiver):
             connection.close()
         for forwarder in self._forwarders[:]:
             forwarder.close()
+        self._appliers.shutdown(wait=False, cancel_futures=True)
 
     def _accept(self) -> None:
         while True:
@@ -180,17 +185,28 @@ class TcpReceiver(HostReceiver):
             self._changed.notify_all()
 
     def _receive_piece(
-        self, connection: socket.socket, forwarder: Forwarder | None, version: int, index: int, size: int
+        self, connection: socket.socket, forwarder: Forwarder | None, version: int, index: int, encoding: int, size: int
     ) -> None:
         with self._changed:
             # A sender may be ahead of the control plane. Before `expect` there is no place for the bytes.
             if not self._changed.wait_for(lambda: self._version >= version, STALL_SECONDS):
                 raise TransferError(f"received bytes of version {version}, whose update never began")
             piece = self._pieces.get(index) if self._version == version else None
-        if piece is None or piece.nbytes != size:
-            raise TransferError(f"received an unexpected piece {index} of version {version}, {size} bytes")
+        is_delta = encoding in (Encoding.DELTA, Encoding.DEVICE_DELTA) and self._hashed
+        fits = piece is not None and (size <= piece.nbytes if is_delta else encoding == 0 and size == piece.nbytes)
+        if piece is None or not fits:
+            raise TransferError(
+                f"received an unexpected piece {index} of version {version}, encoding {encoding}, {size} bytes"
+            )
         if forwarder is not None:
-            forwarder.put(_FRAME.pack(version, index, size))
+            forwarder.put(_FRAME.pack(version, index, encoding, size))
+        if is_delta:
+            changes = bytearray(size)
+            read_into(connection, memoryview(changes), CHUNK_BYTES)
+            if forwarder is not None:
+                forwarder.put(changes)
+            self._appliers.submit(self._apply_delta, index, changes, Encoding(encoding))
+            return
         digest, is_contiguous = xxhash.xxh3_64(), piece.flags.c_contiguous
         for part in chunks(piece):
             target = piece[part]
@@ -203,8 +219,19 @@ class TcpReceiver(HostReceiver):
                 forwarder.put(target)
             if self._hashed:
                 digest.update(data)
+        self._arrived(index, digest.intdigest() if self._hashed else 0)
+
+    def _apply_delta(self, index: int, changes: bytearray, encoding: Encoding) -> None:
+        """Runs beside the connection's thread, which reads the next piece."""
+        try:
+            self._arrived(index, self._apply(index, changes, encoding))
+        except Exception as error:
+            self._error = f"cannot apply a delta ({type(error).__name__}: {error})"
+            self._notify()
+
+    def _arrived(self, index: int, checksum: int) -> None:
         with self._changed:
-            self._checksums[index] = digest.intdigest() if self._hashed else 0
+            self._checksums[index] = checksum
             self._changed.notify_all()
 
 
@@ -249,7 +276,7 @@ class TcpConnection:
                 "the link does not say so; was the engine restarted?"
             )
 
-    def sendall(self, data: bytes | memoryview) -> None:
+    def sendall(self, data: bytes | bytearray | memoryview) -> None:
         self._socket.sendall(data)
 
     def close(self) -> None:
@@ -265,17 +292,30 @@ class TcpSender(HostSender):
 
     def send(self, index: int, array: np.ndarray) -> PieceScan:
         scanner = PieceScanner(self._options)
-        try:
-            self._connection.sendall(_FRAME.pack(self._version, index, array.size * self._dtype.itemsize))
+        with self._sending(index):
+            self._begin_frame(index, Encoding.DENSE, array.size * self._dtype.itemsize)
             for part in chunks(array):
                 values = np.ascontiguousarray(array[part], self._dtype).reshape(-1)
                 scanner.update(values)
                 self._connection.sendall(values.view(np.uint8).data)
+        return scanner.result
+
+    def send_delta(self, index: int, data: bytes, encoding: Encoding) -> None:
+        with self._sending(index):
+            self._begin_frame(index, encoding, len(data))
+            self._connection.sendall(data)
+
+    def _begin_frame(self, index: int, encoding: Encoding, size: int) -> None:
+        self._connection.sendall(_FRAME.pack(self._version, index, encoding, size))
+
+    @contextlib.contextmanager
+    def _sending(self, index: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise TransferError(
                 f"tcp: sending piece {index} to the engine at {self._connection.peer} failed: {error}"
             ) from None
-        return scanner.result
 
     def close(self) -> None:
         self._connection.close()
@@ -289,14 +329,14 @@ class Forwarder:
     def __init__(self, path: Sequence[bytes], notify: Callable[[], None]) -> None:
         """`notify` is called when `num_sent` or `error` has changed."""
         self._connection, self._notify = TcpConnection(path[0], path[1:]), notify
-        self._queue: queue.Queue[bytes | np.ndarray | None] = queue.Queue(MAX_BEHIND)
+        self._queue: queue.Queue[bytes | bytearray | np.ndarray | None] = queue.Queue(MAX_BEHIND)
         self.peer = self._connection.peer
         self.num_queued = self.num_sent = 0
         self.error = ""
         threading.Thread(target=self._run, name="slipstream-tcp-forward", daemon=True).start()
 
-    def put(self, data: bytes | np.ndarray) -> None:
-        """Send a frame, or a part of the image."""
+    def put(self, data: bytes | bytearray | np.ndarray) -> None:
+        """Send a frame's header, a delta, or a part of the image."""
         self.num_queued += 1
         self._queue.put(data)
 
@@ -308,7 +348,7 @@ class Forwarder:
     def _run(self) -> None:
         try:
             while (data := self._queue.get()) is not None:
-                if isinstance(data, bytes):
+                if isinstance(data, bytes | bytearray):
                     self._connection.sendall(data)
                 else:
                     self._connection.sendall(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)

@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from slipstream.errors import TransferError
-from slipstream.tensors.dlpack import DLPackView
+from slipstream.tensors.dlpack import AddressRange, DLPackView
 from slipstream.weights.transports.cuda.driver import CudaDriver
 from slipstream.weights.transports.cuda.fd_passing import FdListener, connect_fd_socket
 from slipstream.weights.transports.shared.host_memory import CUDA_NAME, SharedReceiver
@@ -105,16 +105,9 @@ def _receive_fd(name: str, nonce: str) -> tuple[int, int]:
     return _SIZE.unpack(message)[0], fds[0]
 
 
-class _DeviceBlock:
-    """Device memory in numpy's array interface; numpy views keep this object alive."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
-
-
 def address_range(address: int, size: int, release: Callable[[], None], driver: CudaDriver) -> np.ndarray:
     """Return device memory as bytes that can be sliced but not read; `release` it when the last view is gone."""
-    block = _DeviceBlock(address, size)
+    block = AddressRange(address, size)
     # Not at exit: arrays may outlive the interpreter, and the driver frees everything anyway.
     weakref.finalize(block, _release, driver, release).atexit = False
     return np.asarray(block)

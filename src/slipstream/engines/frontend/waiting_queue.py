@@ -32,6 +32,9 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._places
+
     def __iter__(self) -> Iterator[T]:
         """Iterate over a snapshot of the items, in no particular order."""
         return iter(list(self._places))

@@ -1,0 +1,86 @@
+"""The dashboard from outside: without a token, with a wrong one, and from other origins."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.observe.dashboard.conftest import TOKEN, Dashboard
+
+
+@pytest.fixture
+def stranger(dashboard: Dashboard) -> Any:
+    page = dashboard.page(login=False)
+    page.context.clear_cookies()
+    return page
+
+
+def test_login(dashboard: Dashboard, stranger: Any) -> None:
+    page = stranger
+    page.goto(dashboard.url("rollouts", "finished"))
+    assert page.url.endswith("/dashboard/login")
+    page.get_by_label("Token").fill("wrong")
+    page.get_by_role("button", name="Log in").click()
+    page.get_by_role("alert").wait_for()
+    assert "finished" not in page.content()
+    dashboard.problems.clear()  # the browser notes the 403
+    page.get_by_label("Token").fill(TOKEN)
+    page.keyboard.press("Enter")
+    dashboard.wait(page)
+    assert page.evaluate("document.cookie") == ""  # HttpOnly
+
+
+def test_an_expired_session_leads_to_the_login(dashboard: Dashboard, stranger: Any) -> None:
+    page = stranger
+    page.context.add_cookies(
+        [{"name": dashboard.access.cookie_name, "value": dashboard.access.log_in(TOKEN), "url": dashboard.base}]
+    )
+    dashboard.open("run", "finished", page=page)
+    page.context.clear_cookies()
+    page.keyboard.press("3")
+    page.get_by_label("Token").wait_for()
+    assert page.url.endswith("/dashboard/login")
+    dashboard.problems.clear()  # the browser notes the 401
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    """Another site, on a port of its own."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>elsewhere</title>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_other_sites_see_nothing(dashboard: Dashboard, elsewhere: str) -> None:
+    """A page of another origin, in a browser that is logged in."""
+    page = dashboard.page()
+    page.goto(elsewhere)
+    target = dashboard.url("api/runs")
+    for mode in ("cors", "no-cors"):
+        code = f"fetch('{target}', {{credentials: 'include', mode: '{mode}'}}).then(r => r.text(), () => 'refused')"
+        assert page.evaluate(code) in ("refused", "")
+    framed = """url => new Promise(done => {
+        const frame = document.createElement("iframe");
+        frame.onload = () => { let seen; try { seen = frame.contentDocument?.body.innerText ?? "" } catch { seen = "" } done(seen) };
+        frame.src = url;
+        document.body.append(frame);
+    })"""
+    assert page.evaluate(framed, dashboard.url("run")) == ""
+    dashboard.problems.clear()  # what the browser says of the refusals
