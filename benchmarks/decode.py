@@ -2,11 +2,14 @@
 
     python benchmarks/decode.py --cpu [--json benchmarks/results/decode_cpu.json]
     python benchmarks/decode.py --gpu [--cases 512,64] [--deterministic] [--json benchmarks/results/decode_gpu.json]
+    python benchmarks/decode.py --gpu --workload nano|experts|speculative [--json benchmarks/results/decode_nano_gpu.json]
 
 --cpu: the 135M shape (SmolLM2) in float32, 8 prompts of 128 tokens with 8 samples each, and long-tailed completion
 lengths (16 to 256 tokens), as in rollouts. --gpu: the 1.24B shape (Llama 3.2) in bfloat16, completions of 256 tokens.
 Weights are random, written once as an HF directory that every side reads. Tokens are sampled at temperature 1, with
-logprobs. Every side returns exactly the same number of tokens, and only these count.
+logprobs. Every side returns exactly the same number of tokens, and only these count. `decode_workloads.py` describes the
+other workloads. In `speculative`, the embedded engine and vLLM both run without speculation, with prompt lookup, and
+with a draft model.
 
 The sides run one after another, each in its own process. With --in-turn, all processes run at the same time and the
 rounds alternate, so that a noisy machine slows all sides equally. Each side warms up first; compilation is reported
@@ -21,7 +24,6 @@ import contextlib
 import json
 import os
 import platform
-import random
 import shlex
 import signal
 import subprocess
@@ -35,17 +37,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import ml_dtypes
-import numpy as np
 import psutil
 from decode_job import GO, PROGRESS_PREFIX, READY, Case, Job
-from decode_report import DETERMINISTIC, GATEWAY, HF, NO_CACHE, OURS, VLLM, describe, report, targets, write
+from decode_report import (
+    DETERMINISTIC,
+    DRAFT,
+    GATEWAY,
+    HF,
+    LOOKUP,
+    NO_CACHE,
+    OURS,
+    VLLM,
+    describe,
+    report,
+    targets,
+    write,
+)
+from decode_workloads import WORKLOADS, num_parameters, write_model, write_walking_model
 from rich.console import Console
 
-from slipstream.model import families
-from slipstream.model.checkpoints import hf_weights
-from slipstream.model.config import ModelConfig
-from slipstream.model.tree import unflatten
+from slipstream.engines.embedded.compute.prompt_lookup import MAX_NGRAM, MIN_NGRAM
 
 HERE = Path(__file__).resolve().parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
@@ -53,6 +64,8 @@ MAX_BACKGROUND_LOAD = 0.1
 """CPU load by other processes above which the results are unreliable."""
 SHARE, SHARE_IN_TURN = 0.6, 0.3
 """Fraction of the GPU's memory for each vLLM, without and with `--in-turn`."""
+NUM_SPECULATIVE = 4
+"""Draft tokens per step in the workload `speculative`."""
 
 Turn: TypeAlias = tuple[str, str, list[str], dict[str, Any]]
 """Name, script, Python command, and changes to the job."""
@@ -65,11 +78,12 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--cpu", action="store_true", help="135M shape, float32, groups with ragged lengths")
     where.add_argument("--gpu", action="store_true", help="1.24B shape, bfloat16, several batch sizes")
+    parser.add_argument("--workload", choices=WORKLOADS, default="rollouts", help="model and cases (default: rollouts)")
     parser.add_argument("--cases", help="names of the cases to run, separated by commas (default: all)")
     parser.add_argument(
         "--sides",
         default="hf,vllm,ours",
-        help="sides to run, separated by commas: hf (--cpu only), vllm, ours, gateway (vLLM behind our gateway)",
+        help="sides to run, separated by commas: hf (rollouts on CPU only), vllm, ours, gateway (vLLM behind our gateway)",
     )
     parser.add_argument("--deterministic", action="store_true", help="also measure deterministic=True")
     parser.add_argument(
@@ -93,77 +107,15 @@ def main() -> None:
     console.print(report(results))
 
 
-# --- the work ---------------------------------------------------------------------------------------------------------
-
-
-def cpu_model(small: bool) -> ModelConfig:
-    shape = ModelConfig(
-        "llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
-        head_dim=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    return replace(shape, vocab_size=4096, num_layers=2) if small else shape
-
-
-def gpu_model(small: bool) -> ModelConfig:
-    shape = ModelConfig(
-        "llama", vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, num_kv_heads=8,
-        head_dim=64, rope_theta=500_000.0, tie_word_embeddings=True,
-    )  # fmt: skip
-    return replace(shape, vocab_size=4096, hidden_size=256, intermediate_size=512, num_layers=2) if small else shape
-
-
-def cpu_cases(small: bool) -> list[Case]:
-    shrink = 8 if small else 1
-    lengths = long_tail(64, low=16 // shrink, high=256 // shrink, typical=45 / shrink)
-    return [Case("groups", lengths, group=8, prompt_tokens=128 // shrink)]
-
-
-def long_tail(count: int, low: int, high: int, typical: float) -> list[int]:
-    """Return lognormal lengths within bounds, from a fixed seed; the mean is about 1.4 × `typical`."""
-    source = random.Random(0)
-    return [min(high, max(low, round(typical * source.lognormvariate(0.0, 0.85)))) for _ in range(count)]
-
-
-def gpu_cases(small: bool) -> list[Case]:
-    shrink = 16 if small else 1
-    lengths = [256 // shrink] * (1024 // shrink)
-    batches = [Case(str(n), lengths[: n // shrink], group=1, prompt_tokens=256 // shrink) for n in (512, 64, 1024)]
-    return [*batches, Case("groups", lengths[: 512 // shrink], group=8, prompt_tokens=1024 // shrink)]
-
-
-def write_model(directory: Path, config: ModelConfig, dtype: str) -> None:
-    """Write a model with random weights of standard deviation 0.019.
-
-    Drawing gigabytes from a normal distribution would take longer than the benchmark. Instead, sign, mantissa and the
-    lowest bit of the exponent are random bits, which gives magnitudes from 2⁻⁷ to 2⁻⁵."""
-    source = np.random.default_rng(0)
-    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    bits = np.dtype(f"u{kind.itemsize}")
-    random_part = (np.iinfo(bits).max >> 8) | (1 << (8 * bits.itemsize - 1))
-    exponent = 0x3C << (8 * bits.itemsize - 8)
-    arrays = {}
-    for spec in families.tensors(config):
-        if len(spec.shape) == 1:
-            arrays[spec.name] = np.ones(spec.shape, kind)
-        else:
-            drawn = np.frombuffer(source.bytes(kind.itemsize * int(np.prod(spec.shape))), bits)
-            arrays[spec.name] = ((drawn & bits.type(random_part)) | bits.type(exponent)).view(kind).reshape(spec.shape)
-    hf_weights.save(directory, unflatten(arrays), config)
-
-
-def num_parameters(config: ModelConfig) -> int:
-    return sum(int(np.prod(spec.shape)) for spec in families.tensors(config))
-
-
 # --- the sides --------------------------------------------------------------------------------------------------------
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Yield the results so far after each side."""
     small, device = arguments.small, "cpu" if arguments.cpu else "gpu"
-    config = cpu_model(small) if arguments.cpu else gpu_model(small)
+    workload = WORKLOADS[arguments.workload](arguments.gpu, small)
+    config, cases = workload.model, pick_cases(workload.cases, arguments.cases)
     dtype: Literal["float32", "bfloat16"] = "float32" if arguments.cpu or small else "bfloat16"
-    cases = pick_cases(cpu_cases(small) if arguments.cpu else gpu_cases(small), arguments.cases)
     rounds = arguments.rounds or (3 if arguments.cpu else 2)
     sides: dict[str, Any] = {}
     failed: list[str] = []
@@ -172,12 +124,15 @@ def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[st
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
     }
-    turns = plan(arguments, device, cases)
     with tempfile.TemporaryDirectory(prefix="decode-") as temporary:
-        directory, start = Path(temporary) / "model", time.perf_counter()
-        write_model(directory, config, dtype)
+        directory, draft = Path(temporary) / "model", Path(temporary) / "draft"
+        turns, start = plan(arguments, device, cases, draft if workload.draft else None), time.perf_counter()
+        if workload.draft:
+            write_walking_model(directory, config, draft, workload.draft, dtype)
+        else:
+            write_model(directory, config, dtype)
         console.print(f"weights written in {time.perf_counter() - start:.0f} s")
-        job = Job(str(directory), dtype, config.vocab_size, rounds, cases)
+        job = Job(str(directory), dtype, workload.num_ids or config.vocab_size, rounds, cases)
         run_sides = run_interleaved if arguments.in_turn else run_sequentially
         for name, side, busy in run_sides(turns, job, Path(temporary), console):
             if side is None:
@@ -188,6 +143,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Iterator[dict[st
             yield {
                 "machine": machine,
                 "device": device,
+                "workload": arguments.workload,
                 "model": {"parameters": num_parameters(config), "dtype": dtype, "layers": config.num_layers},
                 "rounds": rounds,
                 "cases": {case.name: describe(case) for case in cases},
@@ -254,8 +210,8 @@ def pick_cases(cases: list[Case], names: str | None) -> list[Case]:
     return [known[name] for name in wanted]
 
 
-def plan(arguments: argparse.Namespace, device: str, cases: list[Case]) -> list[Turn]:
-    """Return the sides to run."""
+def plan(arguments: argparse.Namespace, device: str, cases: list[Case], draft: Path | None) -> list[Turn]:
+    """Return the sides to run. With a draft model, the embedded engine and vLLM also run with speculation."""
     wanted = arguments.sides.split(",")
     if unknown := set(wanted) - {"hf", "vllm", "ours", "gateway"}:
         raise SystemExit(f"--sides: unknown {', '.join(sorted(unknown))}; choose from hf, vllm, ours, gateway")
@@ -268,23 +224,34 @@ def plan(arguments: argparse.Namespace, device: str, cases: list[Case]) -> list[
         options = {"engine": arguments.engine_options | options}
         turns.append((name, "decode_embedded.py", python, {"options": options} | changes))
 
+    def vllm(name: str, **options: Any) -> None:
+        on = "cpu" if arguments.small else device
+        llm = ({} if on == "cpu" else {"gpu_memory_utilization": share}) | options | arguments.vllm_options
+        turns.append((name, "decode_vllm.py", vllm_python, {"options": {"device": on, "llm": llm}}))
+
     if "ours" in wanted:
         embedded(OURS, {})
         if groups := [case for case in cases if case.group > 1]:
             embedded(NO_CACHE, {"rounds": 1, "cases": groups}, enable_prefix_caching=False)
         if arguments.deterministic:
             embedded(DETERMINISTIC, {}, deterministic=True)
+        if draft:
+            embedded(OURS + LOOKUP, {}, speculation="prompt_lookup", num_speculative_tokens=NUM_SPECULATIVE)
+            drafting = {"speculation": "draft", "draft_model": str(draft)}
+            embedded(OURS + DRAFT, {}, **drafting, num_speculative_tokens=NUM_SPECULATIVE)
     if "vllm" in wanted:
         if vllm_python == [str(VLLM_PYTHON)] and not VLLM_PYTHON.exists():
             raise SystemExit(f"{VLLM_PYTHON} does not exist: run `make vllm-env`, or skip vLLM with --sides hf,ours")
-        on = "cpu" if arguments.small else device
-        llm = ({} if on == "cpu" else {"gpu_memory_utilization": share}) | arguments.vllm_options
-        options = {"device": on, "llm": llm}
-        turns.append((VLLM, "decode_vllm.py", vllm_python, {"options": options}))
+        vllm(VLLM)
+        if draft:
+            ngrams = {"method": "ngram", "prompt_lookup_max": MAX_NGRAM, "prompt_lookup_min": MIN_NGRAM}
+            drafting = {"method": "draft_model", "model": str(draft)}
+            for name, settings in ((LOOKUP, ngrams), (DRAFT, drafting)):
+                vllm(VLLM + name, speculative_config=settings | {"num_speculative_tokens": NUM_SPECULATIVE})
     if "gateway" in wanted:
         engine = {"python": vllm_python[0], "gpu_memory_utilization": share} | arguments.engine_options
         turns.append((GATEWAY, "decode_gateway.py", python, {"options": {"engine": engine}}))
-    if "hf" in wanted and device == "cpu":
+    if "hf" in wanted and device == "cpu" and arguments.workload == "rollouts":
         turns.append((HF, "decode_hf.py", python, {"options": {"threads": os.cpu_count()}}))
     if not turns:
         raise SystemExit(f"--sides {arguments.sides}: none of these run on {device}")

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import jax
-from decode_job import Case, Job, Round, run_rounds, say, serve
+from decode_job import Case, Job, Round, mean, run_rounds, say, serve
 
 import slipstream
 from slipstream.config import EmbeddedConfig
@@ -22,34 +22,35 @@ GAUGES = ("num_programs", "compile_seconds", "cached_pages", "free_pages", "num_
 def run(job: Job) -> dict[str, Any]:
     program_choice.PATIENCE = 0  # no compilation after the warm-up, as late in a long run
     start = time.perf_counter()
-    options = EmbeddedConfig(
-        max_num_seqs=job.max_samples, max_model_len=job.max_model_len, dtype=job.dtype, **job.options["engine"]
-    )
+    device = jax.devices()[0]
+    device_seconds = time.perf_counter() - start
+    sizes = {"max_num_seqs": job.max_samples, "max_model_len": job.max_model_len}
+    options = EmbeddedConfig(dtype=job.dtype, **sizes | job.options["engine"])
     engine = EmbeddedEngine.from_directory(job.directory, options=options)
     start_seconds = time.perf_counter() - start
-    say(f"engine started in {start_seconds:.0f} s on {jax.devices()[0].device_kind}")
+    say(f"engine started in {start_seconds:.0f} s on {device.device_kind}")
 
     runner = asyncio.Runner()
 
     def generate(case: Case, prompts: list[list[int]]) -> Round:
         requests = [
-            Request(str(i), tuple(prompt), SamplingParams(max_tokens=length, seed=i, ignore_eos=True))
-            for i, (prompt, length) in enumerate(zip(prompts, case.lengths))
+            Request(str(i), tuple(prompt), SamplingParams(seed=i, **sampling))
+            for i, (prompt, sampling) in enumerate(zip(prompts, case.sampling(), strict=True))
         ]
         before = engine.stats()
         start = time.perf_counter()
         answers = runner.run(collect(engine, requests))
         seconds = time.perf_counter() - start
-        logprobs = [logprob for answer in answers for logprob in answer.logprobs]
+        logprobs = [logprob for answer in answers for logprob in answer.raw_logprobs]
         stats = difference(engine.stats(), before)
-        return Round(seconds, [len(a.token_ids) for a in answers], sum(logprobs) / len(logprobs), stats)
+        return Round(seconds, [list(a.token_ids) for a in answers], mean(logprobs), stats)
 
     cases = run_rounds(job, generate)
     runner.run(engine.close())
     runner.close()
-    device = jax.devices()[0]
     versions = {"slipstream": slipstream.__version__, "jax": jax.__version__, "device": device.device_kind}
-    return {"versions": versions, "start_seconds": start_seconds, "cases": cases}
+    seconds = {"device_seconds": device_seconds, "start_seconds": start_seconds}
+    return {"versions": versions, **seconds, "cases": cases}
 
 
 async def collect(engine: EmbeddedEngine, requests: list[Request]) -> list[Completion]:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from decode_job import Case, Job, Round, run_rounds, say, serve
+from decode_job import Case, Job, Round, mean, run_rounds, say, serve
 
 import slipstream
 from slipstream.config import VllmConfig
@@ -32,14 +32,12 @@ def run(job: Job) -> dict[str, Any]:
             say(f"gateway and vLLM started in {start_seconds:.0f} s")
 
             def generate(case: Case, prompts: list[list[int]]) -> Round:
-                samplings = [
-                    SamplingParams(max_tokens=length, seed=i, ignore_eos=True) for i, length in enumerate(case.lengths)
-                ]
+                samplings = [SamplingParams(seed=i, **sampling) for i, sampling in enumerate(case.sampling())]
                 start = time.perf_counter()
                 answers = bridge.generate(prompts, samplings)
                 seconds = time.perf_counter() - start
-                logprobs = [logprob for answer in answers for logprob in answer.logprobs]
-                return Round(seconds, [len(a.token_ids) for a in answers], sum(logprobs) / len(logprobs))
+                logprobs = [logprob for answer in answers for logprob in answer.raw_logprobs]
+                return Round(seconds, [list(a.token_ids) for a in answers], mean(logprobs))
 
             cases = run_rounds(job, generate)
     return {"versions": {"slipstream": slipstream.__version__}, "start_seconds": start_seconds, "cases": cases}

@@ -60,11 +60,12 @@ def run(job: Job) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         lengths = torch.tensor(case.lengths)
         wanted = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
-        return Round(seconds, wanted.sum(1).tolist(), float(logprobs[wanted].mean()))
+        ids = [row[:length].tolist() for row, length in zip(tokens, case.lengths, strict=True)]
+        return Round(seconds, ids, float(logprobs[wanted].mean()))
 
     def warm_up(case: Case) -> None:
         """Generate a few tokens, which suffices because nothing is compiled."""
-        complete(case.prompts(job.vocab_size, 0), 8)
+        complete(case.prompts(job.num_ids, 0), 8)
 
     say(f"transformers {transformers.__version__}, {torch.get_num_threads()} threads")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}

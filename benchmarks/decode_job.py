@@ -6,6 +6,7 @@ environment."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -28,24 +29,60 @@ class Case:
     name: str
     lengths: list[int]
     """Exact number of tokens to generate, by sample."""
-    group: int
-    """Consecutive samples that share a prompt."""
-    prompt_tokens: int
+    prompt_lengths: list[int]
+    """By prompt. Consecutive samples share a prompt, `group` at a time."""
+    temperature: float = 1.0
+    logprobs: bool = True
+    """Whether vLLM is asked for logprobs. The embedded engine always returns them."""
+    walks: bool = False
+    """Prompts and completions follow `walk`, and completions are compared with it. Otherwise, prompts are random."""
+    goal: float | None = None
+    """Minimum ratio of the embedded engine's tokens per second to vLLM's."""
 
     @property
-    def num_prompts(self) -> int:
-        return len(self.lengths) // self.group
+    def group(self) -> int:
+        return len(self.lengths) // len(self.prompt_lengths)
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    def prompts(self, vocab_size: int, round_index: int) -> list[list[int]]:
+    def sampling(self) -> list[dict[str, Any]]:
+        """Return the sampling parameters of each sample, which have the same names everywhere."""
+        return [{"max_tokens": n, "temperature": self.temperature, "ignore_eos": True} for n in self.lengths]
+
+    def prompts(self, num_ids: int, round_index: int) -> list[list[int]]:
         """Return one prompt per sample. They differ between rounds, so that no prefix cache contains them."""
+        if self.walks:
+            return [quoting_prompt(answer, num_ids) for answer in self.answers(num_ids, round_index)]
         source = random.Random(f"{self.name} {round_index}")
-        tokens = range(vocab_size)
-        distinct = [source.choices(tokens, k=self.prompt_tokens) for _ in range(self.num_prompts)]
+        distinct = [source.choices(range(num_ids), k=length) for length in self.prompt_lengths]
         return [distinct[i // self.group] for i in range(len(self.lengths))]
+
+    def answers(self, num_ids: int, round_index: int) -> list[list[int]]:
+        """Return the completions of a case that `walks`."""
+        source, tokens = random.Random(f"{self.name} {round_index}"), walk(num_ids)
+        starts = [source.randrange(num_ids) for _ in self.lengths]
+        return [[tokens[(start + i) % num_ids] for i in range(n)] for start, n in zip(starts, self.lengths)]
+
+
+@functools.cache
+def walk(num_ids: int) -> list[int]:
+    """Return all tokens in the order in which a model of `decode_workloads.write_walking_model` generates them, in a circle."""
+    tokens = list(range(num_ids))
+    random.Random(0).shuffle(tokens)
+    return tokens
+
+
+BLOCK, QUOTED = 64, 48
+"""Of each `BLOCK` tokens of an answer, the first `QUOTED` are in its prompt."""
+
+
+def quoting_prompt(answer: list[int], num_ids: int) -> list[int]:
+    """Return a prompt which this answer quotes, and whose last token it follows in the walk."""
+    tokens = walk(num_ids)
+    quoted = [token for i, token in enumerate(answer) if i % BLOCK < QUOTED]
+    return [*quoted, tokens[tokens.index(answer[0]) - 1]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +90,8 @@ class Job:
     directory: str
     """HF directory of the model."""
     dtype: Literal["float32", "bfloat16"]
-    vocab_size: int
+    num_ids: int
+    """Prompts consist of token ids below this."""
     rounds: int
     """Measured rounds, which follow one warm-up round."""
     cases: list[Case]
@@ -64,7 +102,7 @@ class Job:
 
     @property
     def max_model_len(self) -> int:
-        return max(case.prompt_tokens + max(case.lengths) for case in self.cases)
+        return max(max(case.prompt_lengths) + max(case.lengths) for case in self.cases)
 
     @property
     def max_samples(self) -> int:
@@ -82,10 +120,11 @@ class Job:
 @dataclass
 class Round:
     seconds: float
-    lengths: list[int]
-    """Number of generated tokens, by sample."""
-    mean_logprob: float
-    """Mean logprob that this side reports for its tokens. Sides that sample from the same model agree."""
+    token_ids: list[list[int]]
+    """The generated tokens, by sample."""
+    mean_logprob: float | None
+    """Mean logprob, before temperature, that this side reports for its tokens; None without logprobs. Sides that sample from
+    the same model agree."""
     stats: dict[str, Any] = field(default_factory=dict)
     """The engine's statistics for this round."""
 
@@ -99,7 +138,7 @@ def run_rounds(
 ) -> dict[str, Any]:
     """Run `job.rounds` measured rounds of each case, after `warm_up`, or after an unmeasured round if it is None.
 
-    Exits if the side generated a different number of tokens than requested."""
+    Exits if the side generated a different number of tokens than requested, or other tokens than `Case.answers`."""
     results = {}
     for case in job.cases:
         start = time.perf_counter()
@@ -112,10 +151,14 @@ def run_rounds(
         results[case.name] = {
             "warmup_seconds": warmup_seconds,
             "seconds": [r.seconds for r in rounds],
-            "mean_logprob": sum(r.mean_logprob for r in rounds) / len(rounds),
+            "mean_logprob": mean([r.mean_logprob for r in rounds if r.mean_logprob is not None]),
             "stats": rounds[-1].stats,
         }
     return results
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def await_turn(folder: Path) -> None:
@@ -132,9 +175,12 @@ def await_turn(folder: Path) -> None:
 def _one_round(job: Job, case: Case, index: int, generate: Callable[[Case, list[list[int]]], Round]) -> Round:
     if job.turn:
         await_turn(Path(job.turn))
-    done = generate(case, case.prompts(job.vocab_size, index))
-    if done.lengths != case.lengths:
-        raise SystemExit(f"{case.name}: expected completions of {case.lengths} tokens, got {done.lengths}")
+    done = generate(case, case.prompts(job.num_ids, index))
+    lengths = [len(tokens) for tokens in done.token_ids]
+    if lengths != case.lengths:
+        raise SystemExit(f"{case.name}: expected completions of {case.lengths} tokens, got {lengths}")
+    if case.walks and done.token_ids != case.answers(job.num_ids, index):
+        raise SystemExit(f"{case.name}: the completions differ from the walk that the weights prescribe")
     what = f"round {index}" if index else "warm-up"
     say(f"{case.name}, {what}: {done.seconds:.2f} s, {case.num_tokens / done.seconds:,.0f} tokens/s")
     return done
@@ -142,5 +188,6 @@ def _one_round(job: Job, case: Case, index: int, generate: Callable[[Case, list[
 
 def serve(run: Callable[[Job], dict[str, Any]]) -> None:
     """Main function of a side. `run` returns the keys that `decode.py` reads: `versions`, `start_seconds`, `cases`."""
+    imported = time.monotonic()  # one clock for all processes
     _, job, result = sys.argv
-    Path(result).write_text(json.dumps(run(Job.read(job))))
+    Path(result).write_text(json.dumps({"imported": imported, **run(Job.read(job))}))

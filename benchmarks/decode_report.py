@@ -19,6 +19,8 @@ PREFILL_TARGET = 1 / 6
 """Maximum ratio of prompt tokens computed with the prefix cache to those without, for groups of 8."""
 
 OURS, NO_CACHE, DETERMINISTIC, VLLM, HF = "ours", "ours, no prefix cache", "ours, deterministic", "vLLM", "transformers"
+LOOKUP, DRAFT = ", prompt lookup", ", draft model"
+"""What `OURS` and `VLLM` are followed by with speculation."""
 GATEWAY = "vLLM through the gateway"
 GATEWAY_TARGET = 0.97
 """Minimum ratio of tokens per second through the gateway to those of vLLM called directly."""
@@ -26,9 +28,10 @@ GATEWAY_TARGET = 0.97
 
 def describe(case: Case) -> dict[str, Any]:
     return {
-        "prompts": case.num_prompts,
+        "prompts": len(case.prompt_lengths),
         "group": case.group,
-        "prompt_tokens": case.prompt_tokens,
+        "prompt_tokens": statistics.mean(case.prompt_lengths),
+        "temperature": case.temperature,
         "num_tokens": case.num_tokens,
         "mean_length": statistics.mean(case.lengths),
         "longest": max(case.lengths),
@@ -50,9 +53,14 @@ def targets(all_sides: dict[str, Any], cases: list[Case]) -> dict[str, Any]:
         if HF in sides and OURS in sides:
             ratio = tokens_per_second(sides, OURS, case) / tokens_per_second(sides, HF, case)
             at_least(f"{case.name}: ours over transformers", ratio, HF_TARGET)
-        if VLLM in sides and OURS in sides:
-            ratio = tokens_per_second(sides, OURS, case) / tokens_per_second(sides, VLLM, case)
-            at_least(f"{case.name}: ours over vLLM", ratio, None)
+        for kind in ("", LOOKUP, DRAFT):
+            if VLLM + kind in sides and OURS + kind in sides:
+                ratio = tokens_per_second(sides, OURS + kind, case) / tokens_per_second(sides, VLLM + kind, case)
+                at_least(f"{case.name}: ours over vLLM{kind}", ratio, None if kind else case.goal)
+            for name in (OURS, VLLM):
+                if kind and name in sides and name + kind in sides:
+                    ratio = tokens_per_second(sides, name + kind, case) / tokens_per_second(sides, name, case)
+                    at_least(f"{case.name}: {name}{kind} over {name} without speculation", ratio, None)
         if VLLM in sides and GATEWAY in sides:
             ratio = tokens_per_second(sides, GATEWAY, case) / tokens_per_second(sides, VLLM, case)
             at_least(f"{case.name}: vLLM through the gateway over vLLM", ratio, GATEWAY_TARGET)
@@ -63,8 +71,14 @@ def targets(all_sides: dict[str, Any], cases: list[Case]) -> dict[str, Any]:
             ratio = prefill_tokens(sides, OURS, case) / prefill_tokens(sides, NO_CACHE, case)
             name = f"{case.name}: prompt tokens computed, with prefix cache over without"
             found[name] = {"measured": ratio, "at_most": PREFILL_TARGET, "passed": ratio <= PREFILL_TARGET}
-        if len(sides) > 1:
-            means = [side["cases"][case.name]["mean_logprob"] for side in sides.values()]
+        for name, side in sides.items():
+            stats = side["cases"][case.name]["stats"]
+            if drafted := stats.get("drafted_tokens"):
+                accepted = stats["accepted_tokens"] / drafted
+                at_least(f"{case.name}: {name}: accepted of {drafted:,} draft tokens (last round)", accepted, None)
+        means = [side["cases"][case.name]["mean_logprob"] for side in sides.values()]
+        means = [mean for mean in means if mean is not None]
+        if len(means) > 1:
             spread = max(means) - min(means)
             noise = max(0.05, 3 / math.sqrt(case.num_tokens))  # bound on sampling noise for sides with the same model
             name = f"{case.name}: spread of the sides' mean logprobs"
@@ -92,8 +106,8 @@ def report(results: dict[str, Any]) -> Group:
 def speeds(results: dict[str, Any], case: str) -> Table:
     about, model = results["cases"][case], results["model"]
     title = (
-        f"{case}: {about['prompts']} prompts × {about['group']} samples, {about['prompt_tokens']} + "
-        f"{about['mean_length']:.0f} tokens (longest {about['longest']}); "
+        f"{case}: {about['prompts']} prompts × {about['group']} samples, {about['prompt_tokens']:.0f} + "
+        f"{about['mean_length']:.0f} tokens (longest {about['longest']}, {about['num_tokens']:,} in all); "
         f"{model['parameters'] / 1e6:,.0f}M, {model['dtype']}"
     )
     heads = ("tokens/s", "seconds", "lowest–highest", "warm-up", "start", "mean logprob", "others busy")
@@ -113,7 +127,7 @@ def speeds(results: dict[str, Any], case: str) -> Table:
             f"{min(seconds):.2f}–{max(seconds):.2f}",
             f"{found['warmup_seconds']:.1f} s",
             f"{side['start_seconds']:.1f} s",
-            f"{found['mean_logprob']:.3f}",
+            "" if found["mean_logprob"] is None else f"{found['mean_logprob']:.3f}",
             f"{side['others_busy']:.0%}",
         )
     return table
@@ -133,7 +147,8 @@ def where_the_time_goes(results: dict[str, Any], case: str) -> Table | None:
         total = found["seconds"][-1]
         stats = dict(found["stats"])
         spent = stats.pop("seconds", {})
-        for phase, seconds in {**spent, "rest": total - sum(spent.values())}.items():
+        rest = {"rest": total - sum(spent.values())} if spent else {}  # vLLM tells no phases
+        for phase, seconds in {**spent, **rest}.items():
             rows.setdefault(phase, {})[name] = f"{seconds:.2f} s  {seconds / total:5.1%}"
         for key, value in stats.items():
             rows.setdefault(key.replace("_", " "), {})[name] = f"{value:,}" if isinstance(value, int) else str(value)
@@ -148,6 +163,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
     plain = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     plain.print(report(results))
     lines = "\n".join(line.rstrip() for line in plain.export_text().splitlines())
+    workload = "" if results["workload"] == "rollouts" else f" --workload {results['workload']}"
     path.with_suffix(".md").write_text(
-        f"Output of `python benchmarks/decode.py --{results['device']}`:\n\n```\n{lines}\n```\n"
+        f"Output of `python benchmarks/decode.py --{results['device']}{workload}`:\n\n```\n{lines}\n```\n"
     )

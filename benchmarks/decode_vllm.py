@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from decode_job import Case, Job, Round, run_rounds, say, serve
+from decode_job import Case, Job, Round, mean, run_rounds, say, serve
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def run(job: Job) -> dict[str, Any]:
     import vllm
     from vllm import LLM, SamplingParams
 
+    import_seconds = time.perf_counter() - start
     settings: dict[str, Any] = {"enforce_eager": True} if on_cpu else {}
     settings |= {
         "model": job.directory,
@@ -33,25 +34,42 @@ def run(job: Job) -> dict[str, Any]:
         "max_model_len": job.max_model_len,
         "max_num_seqs": job.max_samples,
         "enable_prefix_caching": True,
-    } | job.options.get("llm", {})
+        "disable_log_stats": "speculative_config" not in job.options["llm"],  # they count accepted tokens
+    } | job.options["llm"]
     engine = LLM(**settings)
     start_seconds = time.perf_counter() - start
     say(f"vLLM {vllm.__version__} started in {start_seconds:.0f} s")
 
     def generate(case: Case, prompts: list[list[int]]) -> Round:
-        samplings = [
-            SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
-            for length in case.lengths
-        ]
+        fixed = {"logprobs": 0 if case.logprobs else None, "detokenize": False}
+        samplings = [SamplingParams(**fixed, **sampling) for sampling in case.sampling()]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        before = speculation(engine)
         start = time.perf_counter()
         answers = [answer.outputs[0] for answer in engine.generate(requests, samplings, use_tqdm=False)]
         seconds = time.perf_counter() - start
-        logprobs = [at[token].logprob for a in answers for token, at in zip(a.token_ids, a.logprobs)]
-        return Round(seconds, [len(a.token_ids) for a in answers], sum(logprobs) / len(logprobs))
+        logprobs = [at[token].logprob for a in answers for token, at in zip(a.token_ids, a.logprobs or [])]
+        stats = {name: count - before[name] for name, count in speculation(engine).items()}
+        return Round(seconds, [list(a.token_ids) for a in answers], mean(logprobs), stats)
 
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
-    return {"versions": versions, "start_seconds": start_seconds, "cases": run_rounds(job, generate)}
+    seconds = {"import_seconds": import_seconds, "start_seconds": start_seconds}
+    return {"versions": versions, **seconds, "cases": run_rounds(job, generate)}
+
+
+def speculation(engine: Any) -> dict[str, int]:
+    """Return vLLM's counts of draft tokens, by the embedded engine's names; nothing if it does not speculate."""
+    if engine.llm_engine.vllm_config.speculative_config is None:
+        return {}
+    counts = {"drafted_tokens": 0, "accepted_tokens": 0}
+    names = {
+        "vllm:spec_decode_num_draft_tokens": "drafted_tokens",
+        "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+    }
+    for metric in engine.get_metrics():
+        if metric.name in names:
+            counts[names[metric.name]] += metric.value
+    return counts
 
 
 if __name__ == "__main__":

@@ -70,9 +70,12 @@ GPU_CASES = (
     *(Case(model, 64, 1, 128, 128, True) for model in ("0.1B", "0.7B")),
     *(Case(model, 64, 1, 224, 32, True) for model in ("0.1B", "0.7B")),
     *(Case(model, 192, 1, 128, 256, True) for model in ("0.1B", "0.7B")),
+    *(Case(model, 192, 1, 320, 64, True) for model in ("0.1B", "0.7B")),
     Case("0.1B", 64, 8, 64, 192),
     Case("0.1B", 192, 8, 256, 128),
+    Case("0.1B", 192, 1, 256, 128),
     Case("0.7B", 64, 8, 64, 192),
+    Case("0.7B", 64, 1, 64, 192),
     Case("0.7B", 192, 8, 256, 128),
     Case("0.3B", 64, 1, 128, 128),
     Case("0.3B", 64, 8, 64, 192),
@@ -249,7 +252,7 @@ def measure_fleet(config: Any, engines: int) -> float:
 
 
 def terms(case: Case, options: argparse.Namespace) -> dict[str, list[float]]:
-    """The work of each phase: what is done at the rates of decoding, and then, for generation, the operations of prompts."""
+    """The work of each phase: what is done at the rates of decoding, and then, for generation, the prompts."""
     from slipstream.deploy.advice import step_cost
 
     sizes, item = (GPU_MODELS if options.gpu else CPU_MODELS)[case.model], 2 if options.gpu else 4

@@ -232,6 +232,8 @@ def rates(bridges: dict[int, Bridge], rounds: int, what: str) -> dict[str, float
 class WaitingEngine:
     """Fake engine that sleeps for every token. Implements only what generation through the gateway needs."""
 
+    adapters = ()
+
     def __init__(self, name: str) -> None:
         self._name, self._slots = name, asyncio.Semaphore(WAIT_SLOTS)
 
@@ -247,7 +249,7 @@ class WaitingEngine:
         for done in asyncio.as_completed([self._one(request) for request in requests]):
             yield [await done]
 
-    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0) -> list[Score]:
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, adapter: str = "") -> list[Score]:
         raise Unsupported("it has no model")
 
     async def _one(self, request: Request) -> Completion:

@@ -2,13 +2,15 @@
 
     python benchmarks/weight_sync.py [--layers 30] [--tp 2] [--repeats 7] [--json benchmarks/results/weight_sync.json]
     python benchmarks/weight_sync.py --gpu [--shapes 0.1B,1.2B,8B] [--json benchmarks/results/weight_sync_gpu.json]
+    python benchmarks/weight_sync.py --gpu --engine embedded [--shapes 1.2B,8B] [--json FILE]
+    python benchmarks/weight_sync.py --load [--gpu] [--engine embedded] [--json FILE]
     python benchmarks/weight_sync.py --replicas [--layers 4] [--json benchmarks/results/weight_sync_replicas.json]
 
 The model has the 135M shape (SmolLM2) in float32, 540 MB. The references are a copy in memory and a transfer over a
 loopback socket. Each round measures both references and every transport, with and without checksums, so that a noisy
 machine slows all equally. Medians are printed. "transfer" lasts from the first byte until every rank has verified the
 weights (send and stage); "pause" is the time during which the engine could not generate. For --gpu, see
-weight_sync_gpu.py; for --replicas, replica_egress.py."""
+weight_sync_gpu.py and weight_sync_embedded.py; for --load, weight_sync_load.py; for --replicas, replica_egress.py."""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -54,20 +57,51 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--gpu", action="store_true", help="JAX trainer and vLLM on one GPU (weight_sync_gpu.py)")
+    parser.add_argument("--gpu", action="store_true", help="JAX trainer and engine on one GPU")
+    parser.add_argument(
+        "--engine", choices=("vllm", "embedded"), help="with --gpu (default: vllm) and --load (embedded)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="check --engine embedded on CPU, with a small model")
+    parser.add_argument("--load", action="store_true", help="syncs to an engine with more requests than it can run")
+    parser.add_argument("--syncs", type=int, help="with --load (default: 200 with --gpu, 20 without)")
+    parser.add_argument("--running", type=int, help="with --load (default: 64 with --gpu, 8 without)")
+    parser.add_argument("--waiting", type=int, help="with --load (default: 192 with --gpu, 24 without)")
     parser.add_argument(
         "--native",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="with --gpu: also measure vLLM's own weight transfer",
     )
-    parser.add_argument("--shapes", default="0.1B,1.2B,8B", help="with --gpu: model shapes, out of 0.1B, 1.2B, 8B")
-    parser.add_argument("--vllm-python", default=sys.executable, help="with --gpu: Python interpreter with vLLM")
+    parser.add_argument(
+        "--shapes", help="with --gpu: model shapes, out of 0.1B, 1.2B, 8B (default: all, or the last two)"
+    )
+    parser.add_argument("--vllm-python", default=sys.executable, help="Python interpreter with vLLM")
     arguments = parser.parse_args()
+    if arguments.load:
+        import weight_sync_load
+
+        num_syncs, running, waiting = (200, 64, 192) if arguments.gpu else (20, 8, 24)
+        results = weight_sync_load.run(
+            arguments.engine or "embedded",
+            arguments.gpu,
+            arguments.syncs or num_syncs,
+            arguments.running or running,
+            arguments.waiting or waiting,
+            arguments.vllm_python,
+        )
+        weight_sync_load.show(results, Console(width=130))
+        return save(arguments.json, results)
+    if arguments.tiny or (arguments.gpu and arguments.engine == "embedded"):
+        import weight_sync_embedded
+
+        shapes = (arguments.shapes or "1.2B,8B").split(",")
+        results = weight_sync_embedded.run(shapes, arguments.repeats, arguments.tiny)
+        save(arguments.json, results)
+        sys.exit(not weight_sync_embedded.is_well(results))
     if arguments.gpu:
         import weight_sync_gpu
 
-        shapes = arguments.shapes.split(",")
+        shapes = (arguments.shapes or "0.1B,1.2B,8B").split(",")
         results = weight_sync_gpu.run(
             shapes, [weight_sync_gpu.MAIN] if arguments.native else [], arguments.repeats, arguments.vllm_python
         )
@@ -110,6 +144,8 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
             )
             lanes[transport, hashed] = bridge
         copy, exchange = memcpy_reference(arrays), stack.enter_context(SocketReference(arrays))
+        halves = [memcpy_reference([np.array_split(a.reshape(-1), 2)[half] for a in arrays]) for half in range(2)]
+        pool = stack.enter_context(ThreadPoolExecutor(2))
         bare = {lane: _engine_memory(bridge) for lane, bridge in lanes.items()}
         for bridge in lanes.values():  # warm-up: the first two syncs create the engine's two images
             for params in (*versions, *versions):
@@ -117,6 +153,9 @@ def measure(layers: int, tp: int, repeats: int) -> dict:
         memory = {lane: _engine_memory(bridge) for lane, bridge in lanes.items()}
         for _ in track(range(repeats), "rounds"):
             seconds.setdefault("memcpy", []).append(copy())
+            start = time.perf_counter()
+            list(pool.map(lambda half: half(), halves))
+            seconds.setdefault("memcpy, two threads", []).append(time.perf_counter() - start)
             seconds.setdefault("socket", []).append(exchange.run())
             seconds.setdefault("finding changed elements", []).append(compare_reference(arrays, others))
             for (transport, hashed), bridge in lanes.items():
@@ -230,7 +269,7 @@ def show(results: dict, console: Console) -> None:
         f"{size / 1e6:.0f} MB in {results['tensors']} tensors to {results['tp']} ranks of an engine in another process"
     )
     table = Table("", "ms", "GB/s", "relative to reference", "target", "", title=title)
-    for name in ("memcpy", "socket"):
+    for name in ("memcpy", "memcpy, two threads", "socket"):
         speed = f"{size / seconds[name] / 1e9:.2f}"
         table.add_row(f"[dim]reference:[/] {name}", f"{1e3 * seconds[name]:.1f}", speed, "", "", "")
     table.add_section()

@@ -91,15 +91,8 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
     def syncs(
         run_dir: Path, transport: str, versions: list[dict[str, Any]], checked: bool = True
     ) -> Iterator[dict[str, float]]:
-        """Sync `rounds` times after two syncs of warm-up (connections, caches), and yield the timings."""
         with slipstream.connect(run_dir, transport=transport, checksums=checked, check_finite=checked) as bridge:
-            for step in range(rounds + 2):
-                start = time.perf_counter()
-                report = bridge.sync(versions[step % 2])
-                seconds = time.perf_counter() - start
-                if step >= 2:
-                    yield {"sync": seconds} | timings(report)
-            check(bridge)
+            yield from sync_rounds(bridge, versions, rounds)
 
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
@@ -144,9 +137,20 @@ def measure(config: ModelConfig, native: bool, rounds: int, python: str, console
     return result
 
 
+def sync_rounds(bridge: slipstream.Bridge, versions: list[dict[str, Any]], rounds: int) -> Iterator[dict[str, float]]:
+    """Sync `rounds` times after two syncs of warm-up (connections, caches), and yield the timings."""
+    for step in range(rounds + 2):
+        start = time.perf_counter()
+        report = bridge.sync(versions[step % 2])
+        seconds = time.perf_counter() - start
+        if step >= 2:
+            yield {"sync": seconds} | timings(report)
+    check(bridge)
+
+
 @contextmanager
 def busy(run_dir: Path) -> Iterator[None]:
-    """Keep vLLM generating in the background, 16 samples at a time."""
+    """Keep the engine generating in the background, 16 samples at a time."""
     stop = threading.Event()
 
     def generate() -> None:
@@ -156,7 +160,7 @@ def busy(run_dir: Path) -> Iterator[None]:
 
     thread = threading.Thread(target=generate)
     thread.start()
-    time.sleep(2.0)  # for vLLM to compile
+    time.sleep(2.0)  # for the engine to compile
     try:
         yield
     finally:
