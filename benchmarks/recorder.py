@@ -52,7 +52,7 @@ FIRST_PAGE = ("", "/steps?points=1000", "/rollouts?limit=50", "/fleet", "/timeli
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("step", "bytes", "sample", "browser", "run", "page"))
-    parser.add_argument("--steps", type=int, default=600, help="training steps of `step`")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of `step`")
     parser.add_argument("--long-steps", type=int, default=10_000, help="steps of `run`")
     parser.add_argument("--completions", type=int, default=512, help="completions per step of `run`")
     parser.add_argument(

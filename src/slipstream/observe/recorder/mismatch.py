@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ HISTOGRAM_EDGES = (0.0, *(float(f"{digit}e{power}") for power in range(-6, 1) fo
 POSITION_EDGES = (0, *(1 << power for power in range(20)))
 MAX_AGE = 8
 """Tokens this many versions old, or more, are counted together."""
+_AGES = [*map(str, range(MAX_AGE)), f"{MAX_AGE}+"]
+_POSITIONS = [str(edge) for edge in POSITION_EDGES]
+_DISTANCES = [f"{edge:g}" for edge in HISTOGRAM_EDGES]
 WORST = 3
 """Tokens that are listed of each step."""
 QUANTILE_TOKENS = 1 << 20
@@ -44,27 +47,24 @@ class StepMismatch:
         gaps, ages, distance = chunk.gaps[known], chunk.ages[known], np.abs(chunk.gaps[known])
         self._gaps.append(distance.astype(np.float32))
         self._signed += float(gaps.sum())
-        names = sorted({s.completion.engine for s in chunk.samples})
-        engines = np.array([names.index(s.completion.engine) for s in chunk.samples])
+        names, engines = np.unique([c.engine for c in chunk.completions], return_inverse=True)
         self._count("engine", names, engines[owner], distance)
-        old = [str(age) for age in range(MAX_AGE)] + [f"{MAX_AGE}+"]
-        self._count("staleness", old, np.minimum(ages, MAX_AGE), distance)
+        self._count("staleness", _AGES, np.minimum(ages, MAX_AGE), distance)
         position = (np.arange(len(chunk.ids)) - np.repeat(chunk.starts, chunk.lengths))[known]
-        edges = [str(edge) for edge in POSITION_EDGES]
-        self._count("position", edges, np.searchsorted(POSITION_EDGES, position, "right") - 1, distance)
-        labels = [f"{edge:g}" for edge in HISTOGRAM_EDGES]
-        self._count("histogram", labels, np.searchsorted(HISTOGRAM_EDGES, distance, "right") - 1, distance)
+        self._count("position", _POSITIONS, np.searchsorted(POSITION_EDGES, position, "right") - 1, distance)
+        self._count("histogram", _DISTANCES, np.searchsorted(HISTOGRAM_EDGES, distance, "right") - 1, distance)
         for at in np.argpartition(-distance, min(WORST, len(distance)) - 1)[:WORST]:
-            sample, place = chunk.samples[owner[at]], np.flatnonzero(known)[at]
+            sample, place = owner[at], np.flatnonzero(known)[at]
             engine = float(chunk.engine[place])
             self._worst.append(
                 (
-                    *(sample.group, sample.place, int(position[at]), int(chunk.ids[place]), sample.completion.engine),
+                    *(int(chunk.groups[sample]), int(chunk.places[sample]), int(position[at]), int(chunk.ids[place])),
+                    chunk.completions[sample].engine,
                     *(int(ages[at]), engine, engine + float(gaps[at]), float(gaps[at])),
                 )
             )
 
-    def _count(self, kind: str, keys: list[str], index: np.ndarray, distance: np.ndarray) -> None:
+    def _count(self, kind: str, keys: Sequence[str], index: np.ndarray, distance: np.ndarray) -> None:
         tokens, totals = np.bincount(index, minlength=len(keys)), np.bincount(index, distance, len(keys))
         for key in np.flatnonzero(tokens):
             entry = self._sums[kind, keys[key]]

@@ -61,7 +61,7 @@ class RolloutStore:
         mismatch = StepMismatch()
         with transaction(db):
             insert(db, "groups", encoding.group_rows(step, rollouts, kept, zero_variance))
-            for number, chunk in enumerate(encoding.chunks(rollouts, self._is_kept)):
+            for number, chunk in enumerate(encoding.chunks(rollouts, kept)):
                 insert(db, "chunks", [encoding.chunk_row(step, number, chunk)])
                 insert(db, "samples", encoding.sample_rows(step, number, chunk, rollouts, zero_variance))
                 mismatch.add(chunk)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,19 +56,14 @@ class StepRollouts:
     trained: TrainedTokens
 
 
-class PlacedSample(NamedTuple):
-    group: int
-    place: int
-    """In its group."""
-    completion: Completion
-    row: int
-    """In `TrainedTokens`; -1 if there is none."""
-
-
 class Chunk(NamedTuple):
     """The tokens of consecutive samples, one after the other."""
 
-    samples: list[PlacedSample]
+    completions: Sequence[Completion]
+    groups: np.ndarray
+    """[samples]"""
+    places: np.ndarray
+    """[samples]: in their groups."""
     lengths: np.ndarray
     ids: np.ndarray
     engine: np.ndarray
@@ -79,8 +75,6 @@ class Chunk(NamedTuple):
     advantages: np.ndarray
     mask: np.ndarray
     ages: np.ndarray
-    trained: np.ndarray
-    """[samples]: whether the step trains on the sample."""
 
     @property
     def starts(self) -> np.ndarray:
@@ -101,66 +95,59 @@ class Chunk(NamedTuple):
         return found
 
 
-def chunks(step: StepRollouts, num_kept: Callable[[int], bool]) -> Iterator[Chunk]:
-    """Yield the tokens of a step, chunk by chunk. `num_kept(group)` says whether a group is recorded."""
+def chunks(step: StepRollouts, kept: Sequence[int]) -> Iterator[Chunk]:
+    """Yield the tokens of the groups that are `kept`, chunk by chunk."""
     trainer = step.trained.trainer_logprobs() if step.trained.trainer_logprobs is not None else None
-    waiting: list[PlacedSample] = []
-    num_tokens = 0
-    for number, group in enumerate(step.groups):
-        if not num_kept(number):
-            continue
-        for index, completion in enumerate(group.completions):
-            length = len(completion.token_ids)
-            if waiting and num_tokens + length > CHUNK_TOKENS:
-                yield _chunk(waiting, step.trained, trainer)
-                yield_to_caller()
-                waiting, num_tokens = [], 0
-            row = step.rows[number] + index if step.rows[number] >= 0 else -1
-            waiting.append(PlacedSample(number, index, completion, row))
-            num_tokens += length
-    if waiting:
-        yield _chunk(waiting, step.trained, trainer)
+    completions = [completion for number in kept for completion in step.groups[number].completions]
+    lengths = np.array([len(c.token_ids) for c in completions], np.int64)
+    sizes = [len(step.groups[number].completions) for number in kept]
+    groups = np.repeat(np.array(kept, np.int64), sizes)
+    places = np.concatenate([np.arange(size) for size in sizes]) if sizes else groups
+    first_rows = np.array(step.rows, np.int64)[groups]
+    rows = np.where(first_rows >= 0, first_rows + places, -1)
+    ends, start = np.cumsum(lengths), 0
+    while start < len(completions):
+        if start:
+            yield_to_caller()
+        limit = ends[start] - lengths[start] + CHUNK_TOKENS
+        own = slice(start, max(start + 1, int(np.searchsorted(ends, limit, "right"))))
+        start = own.stop
+        yield _chunk(completions[own], groups[own], places[own], rows[own], lengths[own], step.trained, trainer)
 
 
-def _chunk(samples: list[PlacedSample], trained: TrainedTokens, trainer: np.ndarray | None) -> Chunk:
-    lengths = np.array([len(s.completion.token_ids) for s in samples])
-    rows = np.array([s.row for s in samples])
-    completions = [s.completion for s in samples]
-    differs = any(c.raw_logprobs != c.logprobs for c in completions)
-    raw = _joined([c.raw_logprobs for c in completions], lengths, np.float32) if differs else None
-    if (rows >= 0).all():
-        first = np.array([len(c.prompt_token_ids) for c in completions]) - 1
-        place = np.arange(lengths.sum()) + np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
-        row = np.repeat(rows, lengths)
-        engine = trained.logprobs[row, place]
-        gaps = trainer[row, place] - engine if trainer is not None else None
-        per_token = (trained.tokens[row, place + 1], engine, raw, gaps, trained.advantages[row, place])
-        return Chunk(
-            samples, lengths, *per_token, trained.mask[row, place], trained.ages[row, place], np.ones(len(rows), bool)
-        )
-    # Groups that the step leaves out have no rows. Samples of other groups in the same chunk are read one by one.
-    parts = [_of_sample(sample, trained, trainer) for sample in samples]
-    ids, engine, gap, advantages, mask, ages = (np.concatenate(columns) for columns in zip(*parts))
-    return Chunk(samples, lengths, ids, engine, raw, gap, advantages, mask, ages, rows >= 0)
+def _chunk(
+    completions: Sequence[Completion],
+    groups: np.ndarray,
+    places: np.ndarray,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    trained: TrainedTokens,
+    trainer: np.ndarray | None,
+) -> Chunk:
+    known = np.repeat(rows >= 0, lengths)
+    """Whether the step trains on a token. Those of groups that it leaves out are not in `trained`."""
+    first = np.array([len(c.prompt_token_ids) for c in completions]) - 1
+    column = np.arange(len(known)) + np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
+    at = np.repeat(rows, lengths)[known], column[known]
 
+    def tokens_of(values: np.ndarray, otherwise: float, offset: int = 0) -> np.ndarray:
+        found = np.full(len(known), otherwise, values.dtype)
+        found[known] = values[at[0], at[1] + offset]
+        return found
 
-def _of_sample(sample: PlacedSample, trained: TrainedTokens, trainer: np.ndarray | None) -> tuple[np.ndarray, ...]:
-    completion, row = sample.completion, sample.row
-    length, first = len(completion.token_ids), len(completion.prompt_token_ids) - 1
-    ids = np.array(completion.token_ids, np.uint32)
-    engine = np.array(completion.logprobs, np.float32)
-    if row < 0:
-        none = np.zeros(length, np.float32)
-        return ids, engine, np.full(length, np.nan, np.float32), none, none, np.zeros(length, np.int32)
-    place = slice(first, first + length)
-    gap = trainer[row, place] - engine if trainer is not None else np.full(length, np.nan, np.float32)
-    return ids, engine, gap, trained.advantages[row, place], trained.mask[row, place], trained.ages[row, place]
-
-
-def _joined(columns: Sequence[Sequence[float]], lengths: np.ndarray, dtype: Any) -> np.ndarray:
-    """The columns one after the other; NaN for a sample without values."""
-    return np.concatenate(
-        [np.array(c, dtype) if len(c) == n else np.full(n, np.nan, dtype) for c, n in zip(columns, lengths)]
+    ids, engine = tokens_of(trained.tokens, 0, 1), tokens_of(trained.logprobs, 0)
+    if not known.all():
+        left_out = [c for c, row in zip(completions, rows) if row < 0]
+        ids[~known] = list(chain.from_iterable(c.token_ids for c in left_out))
+        engine[~known] = list(chain.from_iterable(c.logprobs for c in left_out))
+    raw = None
+    if any(c.raw_logprobs != c.logprobs for c in completions):
+        columns = (c.raw_logprobs if len(c.raw_logprobs) == n else [np.nan] * n for c, n in zip(completions, lengths))
+        raw = np.fromiter(chain.from_iterable(columns), np.float32, len(known))
+    gaps = tokens_of(trainer, np.nan) - engine if trainer is not None else None
+    return Chunk(
+        *(completions, groups, places, lengths, ids, engine, raw, gaps),
+        *(tokens_of(trained.advantages, 0), tokens_of(trained.mask, 0), tokens_of(trained.ages, 0)),
     )
 
 
@@ -201,7 +188,7 @@ def group_rows(
 
 def chunk_row(step: int, number: int, chunk: Chunk) -> tuple[Any, ...]:
     """A row of the table `chunks`."""
-    texts = [s.completion.text for s in chunk.samples]
+    texts = [c.text for c in chunk.completions]
     has_long = any(len(text) > HEAD_CHARACTERS for text in texts)
     gaps = chunk.gaps if chunk.gaps is not None and not np.isnan(chunk.gaps).all() else None
     with np.errstate(over="ignore"):
@@ -223,37 +210,32 @@ def sample_rows(
     step: int, number: int, chunk: Chunk, rollouts: StepRollouts, zero_variance: np.ndarray
 ) -> list[tuple[Any, ...]]:
     """Rows of the table `samples`, for the chunk with this number."""
-    groups, rewards, parts = rollouts.groups, rollouts.rewards, rollouts.parts
-    group_size = rewards.shape[1]
+    completions, group, place = chunk.completions, chunk.groups, chunk.places
     if chunk.gaps is None:
-        gap = gap_max = np.full(len(chunk.samples), np.nan)
+        gap = gap_max = np.full(len(completions), np.nan)
     else:
         distance = np.abs(chunk.gaps)
         gap, gap_max = chunk.means(distance), chunk.largest(distance)
-    columns = zip(
-        chunk.samples,
-        chunk.starts.tolist(),
-        chunk.lengths.tolist(),
-        chunk.means(chunk.advantages).tolist(),
-        gap.tolist(),
-        gap_max.tolist(),
-        (chunk.largest(chunk.mask) > 0).tolist(),
+    spans = [c.spans for c in completions]
+    oldest = [span[0].version if span else None for span in spans]
+    asked = [rollouts.groups[number].version for number in group]
+    parts: Iterable[str | None] = repeat(None)
+    if rollouts.parts:
+        given = (rollouts.parts[number] for number in group * rollouts.rewards.shape[1] + place)
+        parts = [None if part is None else json.dumps(part) for part in given]
+    # By column, which takes a third of the time that it takes by row.
+    columns = (
+        *(repeat(step), group.tolist(), place.tolist(), repeat(number), chunk.starts.tolist(), chunk.lengths.tolist()),
+        [storable(c.text[:HEAD_CHARACTERS]) for c in completions],
+        *(rollouts.rewards[group, place].tolist(), parts, chunk.means(chunk.advantages).tolist()),
+        *([c.finish_reason for c in completions], [c.engine for c in completions]),
+        *(oldest, [span[-1].version if span else None for span in spans]),
+        [json.dumps([[s.version, s.start, s.stop] for s in span]) if len(span) > 1 else None for span in spans],
+        [None if first is None else version - first for first, version in zip(oldest, asked)],
+        *(gap.tolist(), gap_max.tolist()),
+        *((chunk.largest(chunk.mask) > 0).astype(int).tolist(), zero_variance[group].astype(int).tolist()),
     )
-    rows = []
-    for (group, index, c, _), first, length, advantage, gap_mean, gap_most, used in columns:
-        spans, part = c.spans, parts[group * group_size + index] if parts else None
-        oldest = spans[0].version if spans else None
-        rows.append(
-            (
-                *(step, group, index, number, first, length, storable(c.text[:HEAD_CHARACTERS])),
-                *(float(rewards[group, index]), None if part is None else json.dumps(part), advantage),
-                *(c.finish_reason, c.engine, oldest, spans[-1].version if spans else None),
-                json.dumps([[s.version, s.start, s.stop] for s in spans]) if len(spans) > 1 else None,
-                None if oldest is None else groups[group].version - oldest,
-                *(gap_mean, gap_most, int(used), int(zero_variance[group])),
-            )
-        )
-    return rows
+    return list(zip(*columns))
 
 
 def _is_constant(chunk: Chunk, values: np.ndarray) -> bool:
