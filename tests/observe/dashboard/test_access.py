@@ -42,8 +42,7 @@ def test_an_expired_session_leads_to_the_login(dashboard: Dashboard, stranger: A
     dashboard.open("run", "finished", page=page)
     page.context.clear_cookies()
     page.keyboard.press("3")
-    page.get_by_label("Token").wait_for()
-    assert page.url.endswith("/dashboard/login")
+    page.wait_for_url("**/dashboard/login")
     dashboard.problems.clear()  # the browser notes the 401
 
 
