@@ -6,7 +6,8 @@ import { duration, oneLine } from "./format.js";
 
 const AXIS = 26;
 const ROW = 20;
-const GAP = 8; // between lanes
+const GAP = 8; // below a lane
+const NAMES = 13; // above a lane, for the names of its events
 const SHORTEST = 1e-4; // seconds that fill the canvas at the strongest zoom
 const STEPS = [1, 2, 5];
 
@@ -135,10 +136,10 @@ export class Lanes {
   }
 
   tops() {
-    let top = AXIS + GAP;
+    let top = AXIS + NAMES;
     return this.data.lanes.map((_, lane) => {
       const own = top;
-      top += this.laneRows[lane] * ROW + 2 * GAP;
+      top += this.laneRows[lane] * ROW + GAP + NAMES;
       return own;
     });
   }
@@ -208,7 +209,7 @@ export class Lanes {
     pen.restore();
     lanes.forEach((name, lane) => {
       pen.fillStyle = colour("line");
-      if (lane) pen.fillRect(0, tops[lane] - GAP, width, 1);
+      if (lane) pen.fillRect(0, tops[lane] - NAMES, width, 1);
       pen.font = `600 12px ${this.font}`;
       pen.fillStyle = colour("text");
       pen.fillText(fitted(pen, oneLine(name), this.gutter - 10), 2, tops[lane] + ROW / 2);
@@ -258,15 +259,15 @@ export class Lanes {
     const name = this.data.marks.name[index];
     pen.strokeStyle = pen.fillStyle = colour(FAULTS.includes(name) ? "bad" : "muted");
     pen.beginPath();
-    pen.moveTo(x, tops[lane] - 2);
+    pen.moveTo(x, tops[lane] - 6);
     pen.lineTo(x, bottom);
     pen.stroke();
     pen.beginPath();
     for (const [dx, dy] of [
-      [0, -6],
-      [5, -1],
-      [0, 4],
-      [-5, -1],
+      [0, -11],
+      [5, -6],
+      [0, -1],
+      [-5, -6],
     ])
       pen.lineTo(x + dx, tops[lane] + dy);
     pen.fill();
@@ -276,7 +277,7 @@ export class Lanes {
     const written = (this.names[lane] ??= []);
     if (written.some((other) => left < other.right + 4 && other.left < left + width + 4)) return; // they would overlap
     written.push({ left, right: left + width });
-    pen.fillText(name, left, tops[lane] + 1);
+    pen.fillText(name, left, tops[lane] - 5.5);
   }
 
   hit(event) {
