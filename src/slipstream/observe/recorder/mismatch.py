@@ -48,7 +48,7 @@ class StepMismatch:
         self._gaps.append(distance.astype(np.float32))
         self._signed += float(gaps.sum())
         names, engines = np.unique([c.engine for c in chunk.completions], return_inverse=True)
-        self._count("engine", names, engines[owner], distance)
+        self._count("engine", names.tolist(), engines[owner], distance)
         self._count("staleness", _AGES, np.minimum(ages, MAX_AGE), distance)
         position = (np.arange(len(chunk.ids)) - np.repeat(chunk.starts, chunk.lengths))[known]
         self._count("position", _POSITIONS, np.searchsorted(POSITION_EDGES, position, "right") - 1, distance)
@@ -66,7 +66,7 @@ class StepMismatch:
 
     def _count(self, kind: str, keys: Sequence[str], index: np.ndarray, distance: np.ndarray) -> None:
         tokens, totals = np.bincount(index, minlength=len(keys)), np.bincount(index, distance, len(keys))
-        for key in np.flatnonzero(tokens):
+        for key in np.flatnonzero(tokens).tolist():
             entry = self._sums[kind, keys[key]]
             entry[0] += int(tokens[key])
             entry[1] += float(totals[key])
