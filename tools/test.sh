@@ -26,9 +26,9 @@ run_tests() {
     if command -v timeout > /dev/null; then set -- timeout --foreground --signal=INT --kill-after=30 "$limit" "$@"; fi
     "$@"
     status=$?
-    failed=$work/$name/v/cache/lastfailed # JSON: a brace, a line for each test that failed, a brace
-    if test "$status" -eq 1 -a "${SLIPSTREAM_TEST_RETRY:-0}" = 1 && test "$(wc -l < "$failed")" -le $((MOST_REPEATED + 1)); then
-        cp "$failed" "$work/$name.failed"
+    last_failed=$work/$name/v/cache/lastfailed # JSON: a brace, a line for each test that failed, a brace
+    if test "$status" -eq 1 -a "${SLIPSTREAM_TEST_RETRY:-0}" = 1 && test "$(wc -l < "$last_failed")" -le $((MOST_REPEATED + 1)); then
+        cp "$last_failed" "$work/$name.failed"
         "$@" --last-failed -n 0 --junitxml="$work/again.xml" || return
         sed -n 's/^  "\(.*\)": true,*$/\1/p' "$work/$name.failed" >> "$unstable"
         status=0

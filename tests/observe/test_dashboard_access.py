@@ -50,6 +50,18 @@ def test_a_token_opens_a_session_with_a_cookie_that_scripts_cannot_read(client):
     assert client.get("/dashboard/api/runs").status_code == 401
 
 
+def test_dashboards_of_one_host_have_cookies_of_their_own(run_dir, client, access):
+    """Browsers send cookies to all ports of a host, also those that are no more than a name."""
+    base = BASE.replace("8471", "8472")
+    app = create_local_app([run_dir], Access(access.role_of, "127.0.0.1"))
+    other = TestClient(app, base_url=base, follow_redirects=False)
+    answers = [log_in(client), log_in(other, Origin=base)]
+    cookies = "; ".join(["flag", *(answer.headers["set-cookie"].partition(";")[0] for answer in answers)])
+    for each in (client, other):
+        each.cookies.clear()
+        assert each.get("/dashboard/api/runs", headers={"Cookie": cookies}).status_code == 200
+
+
 def test_the_cookie_is_secure_under_tls(run_dir):
     access = Access(dict(TOKENS).get, "gateway.lan", is_tls=True)
     base = "https://gateway.lan:8471"
@@ -144,7 +156,9 @@ def test_every_answer_forbids_foreign_scripts_and_frames(client):
     assert "<script" not in client.get("/dashboard/login?code=<script>").text
 
 
-@pytest.mark.parametrize("path", ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "/etc/passwd", "//etc/passwd", ".", ""])
+@pytest.mark.parametrize(
+    "path", ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "/etc/passwd", "//etc/passwd", ".", "", "%00", "x" * 9999]
+)
 def test_no_file_outside_of_the_static_ones_is_served(path, client):
     log_in(client)
     assert client.get(f"/dashboard/static/{path}").status_code in (303, 404)

@@ -5,13 +5,18 @@ import json
 import os
 import shutil
 import sqlite3
+import time
+from pathlib import Path
 
+import anyio
 import numpy as np
 import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2
 from starlette.testclient import TestClient
 
 from slipstream.model.checkpoints.sample_model import write_sample_config
+from slipstream.observe.dashboard import api as dashboard_api
+from slipstream.observe.dashboard import rollout_queries, timeline
 from slipstream.observe.dashboard.access import Access
 from slipstream.observe.dashboard.local_server import create_local_app
 from slipstream.observe.dashboard.pieces import pieces, token_bytes
@@ -94,14 +99,42 @@ def test_runs_in_a_directory_are_found(tmp_path, run_dir):
     assert [run["name"] for run in Api(tmp_path).runs()] == ["a", "b"]
 
 
-def test_a_damaged_file_is_reported(tmp_path, run_dir):
-    shutil.copytree(run_dir / "record", tmp_path / "record")
-    path = tmp_path / "record/run.sqlite"
-    data = bytearray(path.read_bytes())
-    data[: len(data)] = os.urandom(len(data))
-    path.write_bytes(data)
-    api = Api(tmp_path)
-    assert api._client.get("/dashboard/api/runs").status_code == 503
+def damaged(record, _):
+    (record / "run.sqlite").write_bytes(os.urandom(8192))
+    return "not a database"
+
+
+def of_another_release(record, _):
+    with sqlite3.connect(record / "fleet.sqlite") as db:
+        db.execute("UPDATE facts SET value = '99' WHERE name = 'format'")
+    return "record format 99"
+
+
+def of_another_user(record, monkeypatch):
+    """As the tests may run as root, who may see everything."""
+    stat = Path.stat
+
+    def refuse(path, **how):
+        if path.is_relative_to(record):
+            raise PermissionError(f"not allowed: {path}")
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    return "not allowed"
+
+
+@pytest.mark.parametrize("spoil", [damaged, of_another_release, of_another_user])
+def test_an_unreadable_run_does_not_hide_the_others(spoil, tmp_path, run_dir, monkeypatch):
+    shutil.copytree(run_dir / "record", tmp_path / "spoiled/record")
+    reason = spoil(tmp_path / "spoiled/record", monkeypatch)
+    run_dirs = [tmp_path / "spoiled", run_dir]
+    api = Api(*run_dirs)
+    spoiled, good = api.runs()
+    assert spoiled["state"] == "unreadable" and reason in spoiled["stopped"] and spoiled["steps"] == 0
+    assert good["state"] == "finished"
+    (event,) = news(run_dirs, "live")
+    assert [run["state"] for run in event["runs"].values()] == ["unreadable", "finished"]
+    assert api(status=503)["error"]["code"] == "unreadable"
 
 
 def test_steps_are_thinned_out_with_their_extremes(api):
@@ -176,6 +209,18 @@ def test_sorting_and_pages(sort, order, api):
     assert len(values) == STEPS * 6 and values == sorted(values, reverse=order == "desc")
     pages = [listed(api, sort=sort, order=order, limit=20, offset=offset)["rows"]["id"] for offset in (0, 20, 40)]
     assert list(itertools.chain(*pages)) == whole["id"]
+
+
+def test_a_list_ends_at_the_newest_step(api):
+    found = listed(api, to=10**6)
+    assert found["to"] == found["scanned"]["to"] == STEPS and found["total"] == STEPS * 6
+
+
+def test_a_search_that_takes_too_long_ends_early(api, monkeypatch):
+    monkeypatch.setattr(rollout_queries, "BUDGET_SECONDS", -1.0)
+    monkeypatch.setattr(rollout_queries, "OPERATIONS", 1000)
+    found = listed(api)
+    assert not found["scanned"]["complete"] and not found["total_is_exact"] and found["total"] < STEPS * 6
 
 
 def test_groups_have_their_samples(api):
@@ -255,6 +300,45 @@ def test_the_fleet(api):
     assert fleet["series"]["engines"]["engine-0"]["version"][-1] == 2
 
 
+def test_what_engines_do_now(tmp_path):
+    """One has generated for 30 seconds, which are 30 spans; the other has been idle for 6 of the last 8."""
+    write_fleet(tmp_path)
+    now = time.time() + 1
+    spans = [(now - n - 1, now - n, "engine-0", "generate", 0, 1, "") for n in range(30)]
+    spans.append((now - 32, now - 31, "engine-0", "generate", 0, 1, ""))
+    with sqlite3.connect(tmp_path / "record/fleet.sqlite") as db:
+        db.execute("DELETE FROM status")
+        db.executemany(
+            'INSERT INTO spans (start, "end", lane, name, depth, count, detail) VALUES (?,?,?,?,?,?,?)', spans
+        )
+        status = [(now, "engine-0", 0), (now - 8, "engine-1", 0), (now - 6, "engine-1", 80)]
+        db.executemany("INSERT INTO status (at, engine, tokens) VALUES (?, ?, ?)", status)
+    first, second = Api(tmp_path)("/fleet")["engines"]
+    assert first["doing"] == "generate" and first["doing_since"] == pytest.approx(now - 30, abs=0.01)
+    assert second["tokens_per_second"] == pytest.approx(10)
+
+
+def test_a_timeline_of_many_spans_has_all_lanes_up_to_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "CANDIDATES", 100)
+    write_fleet(tmp_path)
+    spans = [(at, at + 0.001, f"engine-{n}", "generate", 0, 1, "") for n in range(8) for at in np.arange(0, 30, 0.1)]
+    spans += [(1, 29, "trainer", "long", n, 1, "") for n in range(5)]
+    with sqlite3.connect(tmp_path / "record/fleet.sqlite") as db:
+        db.executemany(
+            'INSERT INTO spans (start, "end", lane, name, depth, count, detail) VALUES (?,?,?,?,?,?,?)', spans
+        )
+    whole = Api(tmp_path)("/timeline", **{"from": 0, "to": 30})
+    ends = dict(zip(whole["spans"]["lane"], whole["spans"]["end"]))
+    assert whole["lanes"] == ["trainer", *(f"engine-{n}" for n in range(8))]
+    assert [ends[n] for n in range(1, 9)] == pytest.approx([29.901] * 8)
+
+
+def test_the_last_seconds_of_the_timeline(api):
+    found = api("/timeline", to=START + 8, seconds=3)
+    assert found["from"] == START + 5
+    assert api("/timeline", seconds=0.5, status=400) and api("/timeline", seconds=3601, status=400)
+
+
 def test_the_timeline_and_the_syncs(api):
     whole = api("/timeline", **{"from": 0, "to": START + 100})
     spans = whole["spans"]
@@ -288,6 +372,12 @@ def test_mismatch(api, run_dir):
     assert tokens["id"][worst["position"]] == worst["token_id"] and tokens["piece"][worst["position"]] == worst["token"]
 
 
+def test_the_trace_has_spans_that_began_before(api):
+    """Step 4 generates from 3 to 3.4."""
+    part = api._client.get(f"/dashboard/api/runs/{api.runs()[0]['id']}/trace?from={START + 3.2}&to={START + 3.3}")
+    assert b"generate" in part.content
+
+
 def test_perfetto_reads_the_trace(api):
     response = api.raw("/trace")
     assert response.headers["content-disposition"].endswith('.perfetto-trace"')
@@ -316,18 +406,12 @@ def test_perfetto_reads_the_trace(api):
     assert steps == list(range(1, STEPS + 1))
 
 
-def test_news_of_a_run(run_dir):
-    """The first event says where the run stands; the stream ends when its reader leaves."""
-    import anyio
-    import httpx
-
-    access = Access(lambda token: "viewer", "127.0.0.1")
-    app = create_local_app([run_dir], access)
-    run = Api(run_dir).runs()[0]["id"]
+def news(run_dirs, path):
+    """The events of a stream, which goes on for a moment after its first one."""
     received = []
 
     async def main():
-        disconnected = anyio.Event()
+        begun, disconnected = anyio.Event(), anyio.Event()
 
         async def receive():
             await disconnected.wait()
@@ -336,24 +420,39 @@ def test_news_of_a_run(run_dir):
         async def send(message):
             if message["type"] == "http.response.body" and message["body"]:
                 received.append(message["body"])
-                disconnected.set()
+                begun.set()
 
-        path = f"/dashboard/api/runs/{run}/live"
-        headers = [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer x")]
         scope = {
             "type": "http",
             "method": "GET",
-            "path": path,
-            "headers": headers,
+            "path": f"/dashboard/api/{path}",
+            "headers": [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer x")],
             "query_string": b"",
             "root_path": "",
         }
         with anyio.fail_after(30):
-            await app(scope, receive, send)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(
+                    create_local_app(run_dirs, Access(lambda token: "viewer", "127.0.0.1")), scope, receive, send
+                )
+                await begun.wait()
+                await anyio.sleep(0.3)
+                disconnected.set()
 
-    anyio.run(main)
-    assert httpx and received[0].startswith(b"event: change\ndata: ")
-    assert json.loads(received[0].split(b"data: ")[1])["last_step"] == STEPS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dashboard_api, "POLL_SECONDS", 0.02)
+        anyio.run(main)
+    assert all(event.startswith(b"event: change\ndata: ") for event in received)
+    return [json.loads(event.split(b"data: ")[1]) for event in received]
+
+
+def test_news_of_a_run(run_dir):
+    """The first event says where the run stands; there is no other unless it changes, though time goes on."""
+    run = Api(run_dir).runs()[0]
+    (event,) = news([run_dir], f"runs/{run['id']}/live")
+    assert event["last_step"] == STEPS and event["now"] > run["now"] > time.time() - 60
+    (event,) = news([run_dir], "live")
+    assert event["runs"][run["id"]]["now"] > run["now"]
 
 
 def test_pieces_join_to_the_text(tmp_path):

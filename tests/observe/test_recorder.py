@@ -1,11 +1,16 @@
 """What a run leaves behind, also when its disk is full, and when it is killed."""
 
+import contextlib
+import dataclasses
+import errno
 import json
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+import weakref
 import zlib
 from pathlib import Path
 
@@ -14,11 +19,12 @@ import pytest
 
 from slipstream.config import RecordConfig
 from slipstream.observe.dashboard.recorded_run import RecordedRun
-from slipstream.observe.recorder.background import MAX_LARGE_JOBS, BackgroundWriter
+from slipstream.observe.recorder.background import MAX_LARGE_JOBS
 from slipstream.observe.recorder.files import RUN_FILE, RUN_TABLES, open_for_writing, rollout_files
+from slipstream.observe.recorder.fleet_recorder import FleetRecorder
 from slipstream.observe.recorder.mismatch import HISTOGRAM_EDGES
 from slipstream.observe.recorder.run_recorder import RunRecorder
-from tests.observe.recorded import SETTINGS, drain, recorded_step, rollouts, write_run
+from tests.observe.recorded import SETTINGS, drain, recorded_step, rollouts, write_fleet, write_run
 
 
 def rows(path, query, *values):
@@ -85,6 +91,40 @@ def test_every_completion_is_read_back(tmp_path):
     prompts = rows(path, "SELECT * FROM groups ORDER BY grp")
     assert [p["prompt"] for p in prompts] == list(taken.prompts)
     assert [p["zero_variance"] for p in prompts] == [0, 1]
+
+
+def test_tokens_that_nobody_drew_or_learns_from_count_in_no_mean(tmp_path):
+    """Text of an environment, whose engine logprob is 0; and an episode that failed, which is the first of its group."""
+    taken = rollouts(1, left_out=(1,))
+    (c, *_), trained, trainer = taken.groups[0].completions, taken.trained, taken.trained.trainer_logprobs()
+    first = len(c.prompt_token_ids) - 1
+    for array in (trained.mask, trained.logprobs, trained.advantages):
+        array[0, first + 1 : first + 3] = 0
+    trained.advantages[0, first] = trained.advantages[0, first + 3 :] = 0.5
+    failed = dataclasses.replace(
+        taken.groups[1].completions[0],
+        **dict.fromkeys(("token_ids", "logprobs", "raw_logprobs", "spans"), ()),
+        prompt_token_ids=(0,),
+        text="",
+    )
+    others = taken.groups[1].completions[1:]
+    groups = [taken.groups[0], dataclasses.replace(taken.groups[1], completions=(failed, *others))]
+    with RunRecorder(tmp_path, RecordConfig(), 0, SETTINGS) as recorder:
+        recorder.step(recorded_step(1, dataclasses.replace(taken, groups=groups)))
+    path = tmp_path / "record/rollouts-00000001.sqlite"
+    row, arrays = read_sample(path, 1, 0, 0)
+    drawn = np.array([0, 3, 4])
+    gap = np.abs(trainer - trained.logprobs)[0, first + drawn]
+    np.testing.assert_allclose([row["gap"], row["gap_max"]], [gap.mean(), gap.max()], rtol=1e-5)
+    assert np.isnan(arrays["gaps"][1:3]).all() and np.isfinite(arrays["gaps"][drawn]).all()
+    assert row["advantage"] == 0.5
+    row, arrays = read_sample(path, 1, 1, 0)
+    assert row["length"] == 0 and row["advantage"] is None and row["gap"] is None
+    (group,) = rows(path, "SELECT * FROM groups WHERE grp = 1")
+    prompt = others[0].prompt_token_ids
+    assert np.frombuffer(group["prompt_tokens"], "<u4").tolist() == list(prompt) and group["prompt_length"] == len(
+        prompt
+    )
 
 
 def test_long_samples_have_chunks_of_their_own_and_their_whole_text(tmp_path):
@@ -242,26 +282,52 @@ def test_a_record_directory_that_cannot_be_made(tmp_path, caplog):
 
 
 def test_a_disk_that_hangs_holds_few_steps_in_memory_and_nobody_up(tmp_path):
-    import threading
+    """Steps beyond these few lose their completions, not their metrics; how many is counted over all processes of a run."""
+    for process in (0, 1):
+        resume, held = threading.Event(), []
+        with RunRecorder(tmp_path, RecordConfig(), 8 * process, SETTINGS) as recorder:
+            recorder._writer.submit(resume.wait)
+            for step in range(8 * process + 1, 8 * process + MAX_LARGE_JOBS + 3):
+                taken = rollouts(step)
+                held.append(weakref.ref(taken.rewards))
+                recorder.step(recorded_step(step, taken))
+                del taken
+            assert [array() is not None for array in held] == [True] * MAX_LARGE_JOBS + [False] * 2
+            resume.set()
+        assert not recorder.stopped
+    steps, with_completions = steps_in(tmp_path)
+    assert steps == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12, 13, 14] and with_completions == [1, 2, 3, 4, 9, 10, 11, 12]
+    last = rows(tmp_path / "record/run.sqlite", "SELECT * FROM steps")[-1]
+    assert last["rollout_reward"] == 1.4 and last["rollout_length_max"] == 7 and last["mismatch_mean"] is None
+    assert rows(tmp_path / "record/run.sqlite", "SELECT value FROM facts WHERE name = 'dropped'") == [{"value": "4"}]
 
-    resume = threading.Event()
-    writer = BackgroundWriter("the recorder", lambda reason: None)
-    writer.submit(resume.wait)
-    accepted = [writer.submit(lambda: None, is_large=True) for _ in range(MAX_LARGE_JOBS + 3)]
-    assert accepted.count(True) == MAX_LARGE_JOBS and writer.num_dropped == 3
-    resume.set()
-    writer.close()
-    assert not writer.stopped
+
+def test_a_run_that_outlives_its_recorder_is_shown_as_finished(tmp_path, monkeypatch):
+    with RunRecorder(tmp_path, RecordConfig(), 0, SETTINGS) as recorder:
+        drain(recorder)
+        monkeypatch.setattr(recorder._store, "add", raises_disk_full)
+        recorder.step(recorded_step(1, rollouts(1)))
+    summary = RecordedRun(tmp_path).summary()
+    assert summary["state"] == "finished" and summary["ended"] is not None and "No space left" in summary["stopped"]
 
 
-def test_steps_that_were_dropped_keep_their_metrics(tmp_path, monkeypatch):
-    recorder = RunRecorder(tmp_path, RecordConfig(), 0, SETTINGS)
-    submit = recorder._writer.submit
-    monkeypatch.setattr(recorder._writer, "submit", lambda job, is_large=False: not is_large and submit(job))
-    recorder.step(recorded_step(1, rollouts(1)))
-    recorder.__exit__(None)
-    (step,) = rows(tmp_path / "record/run.sqlite", "SELECT * FROM steps")
-    assert step["rollout_reward"] == 0.1 and step["rollout_length_max"] == 7
+def raises_disk_full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_gateway_records_again_after_a_full_disk(tmp_path):
+    write_fleet(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "record/fleet.sqlite")) as db, db:
+        db.execute("INSERT INTO facts VALUES ('stopped', 'No space left on device')")
+    recorder = FleetRecorder(tmp_path)
+    recorder.committed(2, "engine-0")
+    recorder.close()
+    path = tmp_path / "record/fleet.sqlite"
+    assert RecordedRun(tmp_path).summary()["stopped"] == ""
+    first, *more = rows(path, "SELECT at FROM commits WHERE version = 2 AND engine = 'engine-0'")
+    assert not more and first["at"] < rows(path, "SELECT max(started) AS at FROM processes")[0]["at"], (
+        "a repair is no commit"
+    )
 
 
 def test_a_run_killed_in_the_middle_of_a_write_can_be_read_and_continued(tmp_path):

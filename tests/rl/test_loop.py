@@ -297,6 +297,9 @@ def test_engines_run_ahead_up_to_the_bound_and_every_prompt_counts_once(mode, bo
     assert max(ages) <= bound and max(ages) >= 1
     assert [bool(s.mismatch) for s in steps] == [s.step % 6 == 0 for s in steps]
     assert all(sum(s.staleness.values()) == s.num_tokens for s in steps)
+    with sqlite3.connect(tmp_path / "record/run.sqlite") as db:
+        syncs = db.execute("SELECT version, step FROM syncs ORDER BY version").fetchall()
+    assert syncs == [(step, step) for step in range(13)], "also the one that the last step overtook"
     journal = Journal(tmp_path / "journal.sqlite")  # every prompt is trained on once
     taken = [t.id for t in journal.taken(0, 10_000)]
     assert sorted(taken) == sorted(f"{step}/{i}" for step in range(1, 13) for i in range(16))

@@ -1,6 +1,7 @@
 """Training a LoRA adapter: its updates against hand-made ones, and whole runs in the same loop as full weights."""
 
 import dataclasses
+import sqlite3
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,12 @@ def test_rewards_rise_and_only_the_adapter_is_sent(run):
         assert s.sync.num_bytes == size and s.sync.adapter == "policy"
         assert s.metrics.ratio == pytest.approx(1, abs=1e-4), "engine and trainer compute the same"
         assert set(s.staleness) == {"0"}
+
+
+def test_the_base_is_recorded_too(run):
+    with sqlite3.connect(run[1] / "record/run.sqlite") as db:
+        sizes = [num_bytes for (num_bytes,) in db.execute("SELECT bytes FROM syncs ORDER BY version")]
+    assert len(sizes) == 15 and sum(size > 10 * min(sizes) for size in sizes) == 2, "one base for each process"
 
 
 def test_what_is_exported_is_what_engines_served(run):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,25 @@ def test_seeds_determine_many_samples_of_a_prompt(bridge: Any) -> None:
 
 
 # --- failures ---
+
+
+def test_an_engine_that_is_killed_while_it_starts_leaves_no_process(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    hf_weights.save(model, random_params(config_of()), config_of())
+    (tmp_path / "gateway.json").write_text(json.dumps({"address": "127.0.0.1:1"}))
+    (tmp_path / "token").write_text("x" * 32)
+    command = [PYTHON, "-m", "slipstream.cli", "engine", "kind=vllm", "--run-dir", str(tmp_path), "--model", str(model)]
+    with open(tmp_path / "log", "wb") as log:
+        process = psutil.Popen([*command, "--owner", str(os.getpid())], stdout=log, stderr=log)
+    family: list[psutil.Process] = []
+    while not any("EngineCore" in (p.name() + " ".join(p.cmdline())) for p in family):
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+        family = process.children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=300)
+    assert not alive, [p.cmdline() for p in alive]
 
 
 def test_a_killed_engine_leaves_no_process_and_no_shared_memory(bridge: Any) -> None:

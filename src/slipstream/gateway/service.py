@@ -361,6 +361,7 @@ class Service(GatewayServicer):
         elif version > known and version >= fleet_version and not self._registry.is_committing:
             log.warning("engine %s serves version %d, whose commit it did not report", name, version)
             self._registry.commit(version, [name])
+            self._recorder.committed(version, name)
             if version > fleet_version:
                 self._on_commit(version)
 

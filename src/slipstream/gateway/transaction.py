@@ -135,7 +135,8 @@ class FleetUpdate:
             self._registry.is_committing = False
             self._recorder.span(GATEWAY, steps[-1], started, time.perf_counter(), version=version, detail=doing)
         for name, error in failed.items():
-            self._recorder.event("fault", name, f"did not {doing}: {error}", version)
+            if not isinstance(error, DeadlineExceeded):  # which the engine's stream has recorded
+                self._recorder.event("fault", name, f"did not {doing}: {error}", version)
         self._hung |= {name for name, error in failed.items() if isinstance(error, DeadlineExceeded)}
         if "commit" in steps:
             await self._finish_commit(version, done.keys(), failed)

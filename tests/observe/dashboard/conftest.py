@@ -88,6 +88,12 @@ class Dashboard:
         """Wait until a page shows its data."""
         page.wait_for_selector("main:not([aria-busy]) .panel:visible")
 
+    def leave(self) -> None:
+        """Let every page show nothing, so that none of them asks the server for anything."""
+        for page in self._pages.values():
+            page.unroute_all()
+            page.goto("about:blank")
+
 
 @pytest.fixture(scope="package")
 def server(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
@@ -119,6 +125,7 @@ def server(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 @pytest.fixture
 def dashboard(server: Dashboard) -> Iterator[Dashboard]:
     """Fails if any page of the test complained in its console."""
+    server.leave()
     server.problems.clear()
     yield server
     assert not server.problems
@@ -138,6 +145,7 @@ def live(server: Dashboard) -> Iterator[Callable[[], None]]:
     try:
         yield step
     finally:
+        server.leave()
         process.kill()
         process.wait()
         process.stdin.close()

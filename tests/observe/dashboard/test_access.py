@@ -19,16 +19,21 @@ def stranger(dashboard: Dashboard) -> Any:
     return page
 
 
+def log_in(dashboard: Dashboard, page: Any) -> None:
+    value = dashboard.access.log_in(TOKEN)
+    page.context.add_cookies([{"name": dashboard.access.cookie_name, "value": value, "url": dashboard.base}])
+
+
 def test_login(dashboard: Dashboard, stranger: Any) -> None:
     page = stranger
     page.goto(dashboard.url("rollouts", "finished"))
     assert page.url.endswith("/dashboard/login")
-    page.get_by_label("Token").fill("wrong")
-    page.get_by_role("button", name="Log in").click()
+    page.get_by_label("Token", exact=True).fill("wrong")
+    page.get_by_role("button", name="Log in", exact=True).click()
     page.get_by_role("alert").wait_for()
     assert "finished" not in page.content()
     dashboard.problems.clear()  # the browser notes the 403
-    page.get_by_label("Token").fill(TOKEN)
+    page.get_by_label("Token", exact=True).fill(TOKEN)
     page.keyboard.press("Enter")
     dashboard.wait(page)
     assert page.evaluate("document.cookie") == ""  # HttpOnly
@@ -36,14 +41,45 @@ def test_login(dashboard: Dashboard, stranger: Any) -> None:
 
 def test_an_expired_session_leads_to_the_login(dashboard: Dashboard, stranger: Any) -> None:
     page = stranger
-    page.context.add_cookies(
-        [{"name": dashboard.access.cookie_name, "value": dashboard.access.log_in(TOKEN), "url": dashboard.base}]
-    )
+    log_in(dashboard, page)
     dashboard.open("run", "finished", page=page)
     page.context.clear_cookies()
     page.keyboard.press("3")
     page.wait_for_url("**/dashboard/login")
     dashboard.problems.clear()  # the browser notes the 401
+
+
+def test_a_refused_stream_is_opened_again(dashboard: Dashboard, stranger: Any) -> None:
+    page = stranger
+    log_in(dashboard, page)
+    pill = page.locator(".top .pill")
+    page.route("**/api/live", lambda route: route.fulfill(status=503))
+    dashboard.open("run", "finished", page=page)
+    pill.get_by_text("Connection lost, retrying").wait_for()
+    page.unroute("**/api/live")
+    pill.get_by_text("Finished").wait_for()
+
+    page.route("**/api/live", lambda route: route.fulfill(status=401))
+    page.reload()
+    dashboard.wait(page)
+    page.context.clear_cookies()
+    page.wait_for_url("**/dashboard/login")
+    page.unroute("**/api/live")
+    dashboard.problems.clear()  # the browser notes every answer but 200
+
+
+def test_a_hidden_page_has_no_stream(dashboard: Dashboard) -> None:
+    page = dashboard.page()
+    with page.expect_request("**/api/live") as stream:
+        dashboard.open("run", "finished")
+    hide = (
+        "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true}); "
+        "document.dispatchEvent(new Event('visibilitychange')) }"
+    )
+    with page.expect_event("requestfailed", lambda request: request == stream.value):
+        page.evaluate(hide, True)
+    with page.expect_request("**/api/live"):
+        page.evaluate(hide, False)
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ def test_engines_and_their_commits(dashboard: Dashboard) -> None:
     page = dashboard.open("fleet", "finished")
     second = page.locator("table.engines tbody tr").nth(1).inner_text()
     assert "quarantined" in second and "mean gap 2.3 nats" in second and "62 %" in second
-    commits = page.get_by_role("slider", name="Committed version")
+    commits = page.get_by_role("slider", name="Committed version", exact=True)
     assert commits.get_attribute("aria-valuenow") == "31"
     commits.focus()
     page.keyboard.press("ArrowLeft")
     assert commits.get_attribute("aria-valuetext").startswith("version 30, on 2 of 2 engines")
     assert query(page)["version"] == "30"
-    page.get_by_label("Kind").select_option("quarantine")
+    page.get_by_role("combobox", name="Kind", exact=True).select_option("quarantine")
     assert page.locator(".events tbody tr").count() == 1
     page.locator(".events tbody a").click()
     page.wait_for_selector(".lanes canvas")
@@ -49,20 +49,25 @@ def test_timeline_zooms_to_a_millisecond_and_opens_a_sync(dashboard: Dashboard) 
     page.keyboard.press("n")
     assert page.locator(".report h2").count() == 1
     with page.expect_download() as download:
-        page.get_by_role("link", name="Export to Perfetto").click()
+        page.get_by_role("link", name="Export to Perfetto", exact=True).click()
     assert download.value.suggested_filename == "finished.perfetto-trace"
 
 
 def test_a_sync_opens_by_click(dashboard: Dashboard) -> None:
     page = dashboard.open("timeline", "finished", sync=30)
-    page.get_by_role("heading", name="Sync of version 30").wait_for()
+    page.get_by_role("heading", name="Sync of version 30", exact=True).wait_for()
     page.locator("table button").get_by_text("29", exact=True).click()
-    page.get_by_role("heading", name="Sync of version 29").wait_for()
+    page.get_by_role("heading", name="Sync of version 29", exact=True).wait_for()
     # The sync is now in the middle of the lanes, a third of their width.
-    box = page.locator(".lanes canvas").bounding_box()
-    page.wait_for_timeout(300)
-    page.mouse.click(box["x"] + 118 + (box["width"] - 118) * 0.45, box["y"] + 42)
-    page.locator(".report h2").filter(has_text="Sync of version 29").wait_for()
+    wait_for(lambda: "from" in query(page))
+
+    def is_shown_by_click() -> bool:
+        """False as long as the spans in view are being loaded."""
+        canvas = page.locator(".lanes canvas")
+        canvas.click(position={"x": 118 + (canvas.bounding_box()["width"] - 118) * 0.45, "y": 42})
+        return page.locator(".report h2").all_inner_texts() == ["sync"]
+
+    wait_for(is_shown_by_click)
 
 
 def test_outliers_have_their_context(dashboard: Dashboard) -> None:
@@ -72,7 +77,7 @@ def test_outliers_have_their_context(dashboard: Dashboard) -> None:
     assert "−2.0000" in first.inner_text()
     first.get_by_role("button").click()
     page.locator(".tokens .n3.active").wait_for()
-    page.get_by_role("link", name="Open the completion").click()
+    page.get_by_role("link", name="Open the completion", exact=True).click()
     page.get_by_role("heading", name="group 1, completion 1").wait_for()
     assert query(page)["token"] == "1" and query(page)["colour"] == "gap"
     assert "−2.0000 nats" in page.locator(".tip").inner_text()

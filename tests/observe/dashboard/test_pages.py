@@ -51,11 +51,27 @@ def test_pages_follow_a_live_run(dashboard: Dashboard, live: Any) -> None:
     for name in PAGES[1:]:
         page.locator("#tabs a").filter(has_text=name.capitalize()).click()
         dashboard.wait(page)
-    page.get_by_role("link", name="Rollouts").click()
+    page.get_by_role("link", name="Rollouts", exact=True).click()
     latest = page.locator(".list header")
     latest.get_by_text("step 3, the latest").wait_for()
     live()
     latest.get_by_text("step 4, the latest").wait_for()
+
+
+def test_a_slow_page_opens_while_its_run_changes(dashboard: Dashboard, live: Any) -> None:
+    page = dashboard.open("fleet", "live")
+    held: list[Any] = []
+    page.route("**/steps?*", lambda route: held.append(route))
+    page.keyboard.press("1")
+    for _ in range(3):
+        live()
+        page.wait_for_timeout(700)  # the server looks twice a second
+    assert len(held) == 1
+    held[0].continue_()
+    page.unroute("**/steps?*")
+    dashboard.wait(page)
+    # What changed meanwhile is shown as well.
+    wait_for(lambda: page.locator(".figures dd").first.inner_text().startswith("4 "))
 
 
 def test_a_run_that_starts_later_appears(dashboard: Dashboard, request: pytest.FixtureRequest) -> None:

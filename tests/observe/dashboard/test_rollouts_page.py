@@ -19,15 +19,15 @@ def test_filters(dashboard: Dashboard) -> None:
     page.locator("[name=zero_variance]").select_option("zero variance")
     wait_for(lambda: rows(page) == ["30.0"])
     assert "zero variance" in page.locator(".list tbody").inner_text()
-    page.get_by_role("button", name="Clear").click()
-    page.get_by_label("Least staleness").fill("1")
+    page.get_by_role("button", name="Clear", exact=True).click()
+    page.get_by_label("Least staleness", exact=True).fill("1")
     wait_for(lambda: rows(page) == ["30.1"])
     page.get_by_role("button", name="All", exact=True).click()
     wait_for(lambda: len(rows(page)) == 30)
     page.reload()  # the address has the filters
     wait_for(lambda: len(rows(page)) == 30)
-    assert page.get_by_label("Least staleness").input_value() == "1"
-    page.get_by_role("button", name="Clear").click()
+    assert page.get_by_label("Least staleness", exact=True).input_value() == "1"
+    page.get_by_role("button", name="Clear", exact=True).click()
     page.locator("[name=engine]").select_option("engine-1")
     wait_for(lambda: rows(page) == ["30.1", "30.3", "30.5"])
     page.get_by_role("button", name="Completions", exact=True).click()
@@ -53,25 +53,25 @@ def test_rows_and_completions_by_keyboard(dashboard: Dashboard) -> None:
     page.locator(".list tbody a").first.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
-    page.get_by_role("heading", name="Step 30, group 1, completion 0").wait_for()
+    page.get_by_role("heading", name="Step 30, group 1, completion 0", exact=True).wait_for()
     page.keyboard.press("]")
-    page.get_by_role("heading", name="Step 30, group 1, completion 1").wait_for()
+    page.get_by_role("heading", name="Step 30, group 1, completion 1", exact=True).wait_for()
     page.locator(".tokens").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     assert query(page)["token"] == "1"
     facts = page.locator(".tip").inner_text()
     assert "Trainer − engine\n−2.0000 nats" in facts and "Version\n29" in facts and "Advantage\n+0.500" in facts
-    page.get_by_role("button", name="Logprob gap").click()
+    page.get_by_role("button", name="Logprob gap", exact=True).click()
     assert page.locator(".tokens .n3").count() == 1
     assert query(page)["colour"] == "gap"
 
 
 def test_a_completion_of_36000_tokens_opens_at_once(dashboard: Dashboard) -> None:
     page = dashboard.open("rollouts", "finished", row="30.0.2")
-    page.get_by_role("heading", name="Step 30, group 0, completion 2").wait_for()
+    page.get_by_role("heading", name="Step 30, group 0, completion 2", exact=True).wait_for()
     page.locator(".siblings button").first.click()
-    page.get_by_role("heading", name="Completion, 36,000 tokens").wait_for()
+    page.get_by_role("heading", name="Completion, 36,000 tokens", exact=True).wait_for()
     assert page.locator(".tokens span").count() >= 600  # the first ones are there with the heading
     wait_for(lambda: page.locator(".tokens span").count() == recorded.LONG)  # Ctrl-F finds the others
     page.locator(".tokens").focus()
@@ -81,7 +81,7 @@ def test_a_completion_of_36000_tokens_opens_at_once(dashboard: Dashboard) -> Non
 
 def test_hostile_completions_are_only_text(dashboard: Dashboard) -> None:
     page = dashboard.open("rollouts", "finished", row="30.2.0")
-    page.get_by_role("heading", name="Step 30, group 2, completion 0").wait_for()
+    page.get_by_role("heading", name="Step 30, group 2, completion 0", exact=True).wait_for()
     shown = page.locator(".tokens").inner_text()
     assert recorded.HOSTILE in shown
     assert "‹202E›‹2066›‹07›‹1B›‹200B›" in shown

@@ -69,13 +69,13 @@ def test_smoothing(dashboard: Dashboard) -> None:
 def test_runs_are_compared(dashboard: Dashboard) -> None:
     page = dashboard.open("run", "finished")
     page.locator(".menu summary").click()
-    page.get_by_label("Compare other").check()
+    page.get_by_label("Compare other", exact=True).check()
     chart(page, "Reward").locator(".legend").get_by_text("other").wait_for()
     assert query(page)["with"] == dashboard.id("other")
     assert chart(page, "Reward").locator(".legend li").count() == 2
     dashes = chart(page, "Reward").locator(".key").evaluate_all("keys => keys.map(key => key.className)")
     assert dashes == ["key", "key dash"]  # not by colour alone
-    page.get_by_role("button", name="Time").click()
+    page.get_by_role("button", name="Time", exact=True).click()
     assert query(page)["x"] == "time"
     page.go_back()
     wait_for(lambda: "with" not in query(page))
@@ -86,14 +86,16 @@ def test_theme_is_kept(dashboard: Dashboard) -> None:
     page = dashboard.open("run", "finished")
     background = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)
-    page.keyboard.press("t")
-    assert page.evaluate(background) != light
-    page.reload()
-    dashboard.wait(page)
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    page.get_by_role("button", name="Switch between light and dark").click()
-    assert page.evaluate(background) == light
-    page.evaluate("localStorage.clear()")
+    try:
+        page.keyboard.press("t")
+        assert page.evaluate(background) != light
+        page.reload()
+        dashboard.wait(page)
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.get_by_role("button", name="Switch between light and dark", exact=True).click()
+        assert page.evaluate(background) == light
+    finally:
+        page.evaluate("localStorage.clear()")
 
 
 def test_pages_by_keyboard_alone(dashboard: Dashboard) -> None:
@@ -101,7 +103,7 @@ def test_pages_by_keyboard_alone(dashboard: Dashboard) -> None:
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
+    wait_for(lambda: page.evaluate("document.activeElement.id") == "main")
     page.keyboard.press("3")
     page.wait_for_selector("table.engines")
     page.locator(".menu summary").focus()

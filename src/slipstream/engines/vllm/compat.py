@@ -17,6 +17,8 @@ TESTED = ("0.26", "0.32")
 V2_RUNNER_RELEASES = ("0.26",)
 """Releases whose V2 model runner we support; with others the V1 runner is used."""
 
+OWNER_VARIABLE = "SLIPSTREAM_VLLM_OWNER"
+"""Environment variable with the pid of the process that hosts the engine."""
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _NEEDED = {
     "vllm.v1.engine.async_llm": "AsyncLLM",

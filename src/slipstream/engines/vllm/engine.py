@@ -119,13 +119,14 @@ class VllmEngine(EngineFrontend):
         options = options.resolve_dtype(model.dtype)
         has_weights = any(directory.glob("*.safetensors"))
         draft = _draft_tensors(options)
+        os.environ[compat.OWNER_VARIABLE] = str(os.getpid())
         llm = make_llm(directory, model, options, has_weights)
         vocab_size = int(llm.vllm_config.model_config.get_vocab_size())
         model = replace(model, vocab_size=vocab_size, tensors=model.tensors + draft)
         engine = cls(model, llm, name=name, tokenizer=tokenizer, options=options)
         engine._samples.version = 0 if has_weights else -1
         specs = [(t.name, list(t.shape)) for t in model.tensors]
-        workers = await engine._call_workers("slipstream_install", os.getpid(), specs)
+        workers = await engine._call_workers("slipstream_install", specs)
         await engine._adapters.install()
         engine._memory = WorkerMemory(engine._call_workers, engine._on_gpu, workers)
         engine._loader = await engine._make_loader(has_weights)

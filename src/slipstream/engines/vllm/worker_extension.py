@@ -57,10 +57,9 @@ class WorkerExtension(AdapterExtension):
     device: torch.device
     _sleep_saved_buffers: dict[str, torch.Tensor]
 
-    def slipstream_install(self, owner: int, tensors: Sequence[tuple[str, Sequence[int]]]) -> dict[str, int]:
-        """Set up this worker; called once, after the model is loaded. The worker exits when process `owner`, which hosts the
-        engine, has ended. `tensors` are names and shapes of all tensors of the checkpoint. Return this process's pid and the
-        bytes of its KV cache."""
+    def slipstream_install(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> dict[str, int]:
+        """Set up this worker; called once, after the model is loaded. `tensors` are names and shapes of all tensors of the
+        checkpoint. Return this process's pid and the bytes of its KV cache."""
         self._slipstream_token_counts, self._slipstream_draw_rate = self._slipstream_replace_sampler()
         self._slipstream_maps: dict[str, mmap.mmap] = {}
         self._slipstream_sizes: dict[int, int] = {}
@@ -81,7 +80,6 @@ class WorkerExtension(AdapterExtension):
             live = self._slipstream_named_parameters()
             live |= self._slipstream_draft.live() if self._slipstream_draft else {}
             self._slipstream_live = LiveParameters(live, self._slipstream_reload, self._slipstream_rank, self.device)
-        threading.Thread(target=_exit_with, args=(owner,), name="slipstream-lifeline", daemon=True).start()
         remove_names()
         return {"pid": os.getpid(), "kv_cache": sum(s.nbytes() for s in self._slipstream_storages("kv_cache"))}
 
@@ -376,3 +374,9 @@ def _exit_with(owner: int) -> None:
     while started and process_start_time(owner) == started:
         time.sleep(POLL_SECONDS)
     os._exit(1)
+
+
+# Here, because workers import this module before they load the model, which may take minutes. vLLM's own processes do not
+# notice that the one that hosts the engine has been killed; they end when a worker does.
+if (_owner := int(os.environ.get(compat.OWNER_VARIABLE, "0"))) not in (0, os.getpid()):
+    threading.Thread(target=_exit_with, args=(_owner,), name="slipstream-lifeline", daemon=True).start()

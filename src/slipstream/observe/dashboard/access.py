@@ -11,9 +11,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+from starlette.requests import cookie_parser
 
 from slipstream.gateway.tokens import Role
 
@@ -105,13 +106,14 @@ class Access:
         self._sessions[key] = session._replace(used_at=time.monotonic())
         return True
 
-    def cookie(self, value: str, max_age: int = int(SESSION_SECONDS)) -> str:
-        """The header `Set-Cookie`."""
-        secure = "; Secure" if self.is_tls else ""
-        return f"{self.cookie_name}={value}; Path=/dashboard; Max-Age={max_age}; HttpOnly; SameSite=Strict{secure}"
+    def cookie(self, headers: Mapping[str, str], value: str, max_age: int = int(SESSION_SECONDS)) -> str:
+        """The header `Set-Cookie` of the answer to a request with `headers`."""
+        name, secure = self._name(headers), "; Secure" if self.is_tls else ""
+        return f"{name}={value}; Path=/dashboard; Max-Age={max_age}; HttpOnly; SameSite=Strict{secure}"
 
     @property
     def cookie_name(self) -> str:
+        """The name of the cookie of a server at the default port; at another port, the name begins so."""
         return "slipstream-dashboard-tls" if self.is_tls else "slipstream-dashboard"
 
     def _open(self, token: bytes) -> str:
@@ -122,8 +124,10 @@ class Access:
         return value
 
     def _key(self, headers: Mapping[str, str]) -> str:
-        try:
-            morsel = SimpleCookie(headers.get("cookie", "")).get(self.cookie_name)
-        except CookieError:
-            return ""
-        return morsel.value if morsel is not None else ""
+        cookies = cookie_parser(headers.get("cookie", ""))
+        return cookies.get(self._name(headers)) or cookies.get(self.cookie_name, "")
+
+    def _name(self, headers: Mapping[str, str]) -> str:
+        """Browsers send cookies of a host to all of its ports, so that the name must tell dashboards apart."""
+        port = headers.get("host", "").rpartition(":")[2]
+        return f"{self.cookie_name}-{port}" if port.isdecimal() else self.cookie_name

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-import sqlite3
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -14,9 +14,8 @@ from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
 from starlette.concurrency import run_in_threadpool
 
-from slipstream.errors import SlipstreamError
 from slipstream.observe.dashboard import columns, fleet_view, perfetto, sample_view, timeline
-from slipstream.observe.dashboard.recorded_run import RecordedRun, facts, opened_rollouts
+from slipstream.observe.dashboard.recorded_run import UNREADABLE, RecordedRun, facts, opened_rollouts
 from slipstream.observe.dashboard.rollout_queries import (
     MAX_LIMIT,
     MAX_OFFSET,
@@ -26,6 +25,7 @@ from slipstream.observe.dashboard.rollout_queries import (
     View,
     rollouts,
 )
+from slipstream.runtime.clock import now
 
 T = TypeVar("T")
 
@@ -80,11 +80,13 @@ def router(runs: RunList) -> APIRouter:
 
     @api.get("/runs")
     async def list_runs() -> Response:
-        return await _answer(lambda: {"runs": [run.summary() for run in runs.find()]})
+        return await _answer(lambda: {"runs": [run.entry() for run in runs.find()]})
 
     @api.get("/live")
     async def live_runs(request: Request) -> Response:
-        return _stream(runs, request, lambda: {"runs": {run.id: _news(run) for run in runs.find()}})
+        return _stream(
+            runs, request, lambda: {run.id: _news(run) for run in runs.find()}, lambda found: {"runs": found}
+        )
 
     @api.get("/runs/{id}")
     async def one_run(id: str) -> Response:
@@ -93,7 +95,7 @@ def router(runs: RunList) -> APIRouter:
     @api.get("/runs/{id}/live")
     async def live(id: str, request: Request) -> Response:
         run = runs.get(id)
-        return _stream(runs, request, lambda: _news(run))
+        return _stream(runs, request, lambda: {run.id: _news(run)}, lambda found: found[run.id])
 
     @api.get("/runs/{id}/steps")
     async def steps(
@@ -146,8 +148,9 @@ def router(runs: RunList) -> APIRouter:
             start, stop = (step, step) if step is not None else (newest if first is None else first, last)
             if first is None and last is not None and step is None:
                 start = 0
+            stop = newest if stop is None else min(stop, max(start, newest))
             query = RolloutQuery(
-                *(view, start, newest if stop is None else stop, low, high),
+                *(view, start, stop, low, high),
                 finish=finish,
                 engine=engine,
                 text=text,
@@ -202,8 +205,9 @@ def router(runs: RunList) -> APIRouter:
         start: Annotated[Seconds | None, Query(alias="from")] = None,
         end: Annotated[Seconds | None, Query(alias="to")] = None,
         limit: Annotated[int, Query(alias="spans", ge=1, le=timeline.MAX_SPANS)] = 2000,
+        seconds: Annotated[float, Query(ge=1, le=3600, allow_inf_nan=False)] = timeline.DEFAULT_SECONDS,
     ) -> Response:
-        return await _answer(lambda: timeline.timeline(runs.get(id), start, end, limit))
+        return await _answer(lambda: timeline.timeline(runs.get(id), start, end, limit, seconds))
 
     @api.get("/runs/{id}/syncs")
     async def syncs(id: str, before: Step | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
@@ -242,7 +246,7 @@ def _guarded(make: Callable[[], T]) -> T:
     """Errors of files become answers: a record may be damaged, or be deleted meanwhile."""
     try:
         return make()
-    except (sqlite3.Error, OSError, SlipstreamError) as error:
+    except UNREADABLE as error:
         raise ApiError(503, "unreadable", f"the record cannot be read: {error}") from None
 
 
@@ -324,31 +328,39 @@ def _engine_names(run: RecordedRun) -> list[str]:
 
 def _news(run: RecordedRun) -> dict[str, Any]:
     """What tells a page that something has changed."""
-    found = run.summary()
-    news = {name: found[name] for name in ("state", "last_step", "version", "updated")}
-    with run.fleet_file() as db:
+    found = run.entry()
+    news = {name: found[name] for name in ("state", "stopped", "last_step", "version", "updated")}
+    with contextlib.suppress(*UNREADABLE), run.fleet_file() as db:
         if db is not None:
             news["fleet_at"] = db.execute("SELECT max(at) FROM status").fetchone()[0]
             news["events"] = db.execute("SELECT max(rowid) FROM events").fetchone()[0] or 0
     return news
 
 
-def _stream(runs: RunList, request: Request, look: Callable[[], dict[str, Any]]) -> Response:
-    """Server-sent events: one at the start, and one whenever what `look` returns has changed."""
+def _stream(
+    runs: RunList,
+    request: Request,
+    look: Callable[[], dict[str, dict[str, Any]]],
+    show: Callable[[dict[str, dict[str, Any]]], dict[str, Any]],
+) -> Response:
+    """Server-sent events: one at the start, and one whenever what `look` returns, the news by run, has changed. `show` makes
+    the event of it."""
     if runs.num_streams >= MAX_STREAMS:
         raise ApiError(503, "too_many_streams", f"at most {MAX_STREAMS} pages are kept up to date; close some")
 
     async def events() -> AsyncIterator[bytes]:
         runs.num_streams += 1
         try:
-            last, silent = b"", 0.0
+            last: dict[str, dict[str, Any]] = {}
+            silent = 0.0
             while not await request.is_disconnected():
                 try:
-                    news = to_json(await run_in_threadpool(_guarded, look), inf_nan_mode="null")
+                    news = await run_in_threadpool(_guarded, look)
                 except ApiError:
                     news = last  # it is being written for the first time
                 if news != last:
-                    yield b"event: change\ndata: " + news + b"\n\n"
+                    dated = show({id: own | {"now": now()} for id, own in news.items()})
+                    yield b"event: change\ndata: " + to_json(dated, inf_nan_mode="null") + b"\n\n"
                     last, silent = news, 0.0
                 elif silent >= PING_SECONDS:
                     yield b": ping\n\n"

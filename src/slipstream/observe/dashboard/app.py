@@ -58,24 +58,24 @@ def create_dashboard(runs: RunList, access: Access, token_hint: str) -> ASGIApp:
     app.include_router(router(runs), prefix="/api")
 
     @app.get("/login")
-    async def login_page(code: str = "") -> Response:
+    async def login_page(request: Request, code: str = "") -> Response:
         if not code:
             return _page(token_hint)
         if (cookie := access.redeem(code)) is None:
             return _page(token_hint, "This link was used before. Log in with the token instead.", 403)
-        return _redirect("./", access.cookie(cookie))
+        return _redirect("./", access.cookie(request.headers, cookie))
 
     @app.post("/login")
     async def login(request: Request) -> Response:
         cookie = access.log_in(await _form_field(request, "token"))
         if cookie is None:
             return _page(token_hint, "This token is not valid here.", 403)
-        return _redirect("./", access.cookie(cookie))
+        return _redirect("./", access.cookie(request.headers, cookie))
 
     @app.post("/logout")
     async def logout(request: Request) -> Response:
         access.log_out(request.headers)
-        return _redirect("login", access.cookie("", max_age=0))
+        return _redirect("login", access.cookie(request.headers, "", max_age=0))
 
     @app.get("/static/{path:path}")
     async def static(path: str, request: Request) -> Response:
@@ -172,8 +172,12 @@ def _redirect(to: str, cookie: str = "") -> Response:
 
 def _static_file(name: str, known: str) -> Response:
     """A file of the package. The browser keeps it, and asks whether it has changed."""
-    path = (STATIC / name).resolve()
-    if not path.is_relative_to(STATIC.resolve()) or not path.is_file():
+    try:
+        path = (STATIC / name).resolve()
+        is_ours = path.is_relative_to(STATIC.resolve()) and path.is_file()
+    except (OSError, ValueError):  # no file system has such a name
+        is_ours = False
+    if not is_ours:
         raise ApiError(404, "not_found", f"there is no file {name[:80]!r}")
     status = path.stat()
     tag = f'"{status.st_mtime_ns:x}-{status.st_size:x}"'

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from typing import Any
 
 from slipstream.observe.dashboard.recorded_run import RecordedRun
 from slipstream.observe.dashboard.rollout_queries import columnar
+from slipstream.observe.dashboard.timeline import MERGED_SECONDS
 from slipstream.runtime.clock import now
 
 MAX_ENGINES, MAX_EVENTS, MAX_COMMITS = 256, 500, 50
+MAX_SPANS = 10_000
+"""Spans that are looked at for what engines do: ten minutes of eight engines."""
 DOING_SECONDS = 2.5
 """What an engine did last counts as what it does now, if it is not older."""
 ENDING_SECONDS = 10.0
@@ -32,15 +36,15 @@ def fleet(run: RecordedRun, start: float | None, end: float | None, points: int)
             }
         last = db.execute("SELECT max(at) FROM status").fetchone()[0]
         first = db.execute("SELECT min(at) FROM status").fetchone()[0]
-        since, end = start or 0.0, last or 0.0 if end is None else end
-        start = max(first or 0.0, since)
-        is_present = last is not None and now() - last < DOING_SECONDS * 5
+        since, until = start or 0.0, math.inf if end is None else end
+        start, end = max(first or 0.0, since), last or 0.0 if end is None else end
+        doing = _doing(db, last) if last is not None and now() - last < DOING_SECONDS * 5 else {}
         return {
             "at": last,
             "version": db.execute("SELECT max(version) FROM commits").fetchone()[0],
-            "engines": [_engine(db, row, last, is_present) for row in _engines(db)],
+            "engines": [_engine(db, row, last, doing.get(row["name"])) for row in _engines(db)],
             "series": _series(db, start, end, points),
-            "events": _events(db, since, end),
+            "events": _events(db, since, until),
             "commits": _commits(db),
         }
 
@@ -51,7 +55,25 @@ def _engines(db: sqlite3.Connection) -> list[sqlite3.Row]:
     ).fetchall()
 
 
-def _engine(db: sqlite3.Connection, engine: sqlite3.Row, last: float, is_present: bool) -> dict[str, Any]:
+def _doing(db: sqlite3.Connection, last: float) -> dict[str, tuple[str, float]]:
+    """By lane: what is being done, and since when. The recorder writes long work as one span a second."""
+    rows = db.execute(
+        'SELECT * FROM (SELECT lane, name, start, "end" FROM spans WHERE depth = 0 ORDER BY start DESC LIMIT ?) '
+        'ORDER BY "end" DESC',
+        (MAX_SPANS,),
+    )
+    found: dict[str, tuple[str, float]] = {}
+    for lane, name, start, end in rows:
+        if lane not in found and end >= last - DOING_SECONDS:
+            found[lane] = name, start
+        elif lane in found and name == found[lane][0] and end > found[lane][1] - MERGED_SECONDS:
+            found[lane] = name, min(start, found[lane][1])
+    return found
+
+
+def _engine(
+    db: sqlite3.Connection, engine: sqlite3.Row, last: float, doing: tuple[str, float] | None
+) -> dict[str, Any]:
     found = dict(engine) | {"devices": json.loads(engine["devices"])}
     rows = db.execute(
         "SELECT * FROM status WHERE engine = ? AND at <= ? ORDER BY at DESC LIMIT 30", (engine["name"], last)
@@ -63,12 +85,8 @@ def _engine(db: sqlite3.Connection, engine: sqlite3.Row, last: float, is_present
     if not rows:
         return found | {"state": "empty", "doing": "idle"}
     row = rows[0]
-    span = db.execute(
-        'SELECT name, start, "end" FROM spans WHERE lane = ? AND depth = 0 AND start >= ? ORDER BY "end" DESC LIMIT 1',
-        (engine["name"], last - 10 * DOING_SECONDS),
-    ).fetchone()
-    is_doing = is_present and span is not None and span["end"] >= last - DOING_SECONDS
     is_lost = lost is not None and lost["kind"] == "lost" and not _is_end(db, lost["at"])
+    doing_now, since = doing if doing is not None and not is_lost else ("idle", None)
     return found | {
         **{name: row[name] for name in ("version", "requests", "kv_use", "activity", "speed", "faults", "circuit")},
         "state": "lost" if is_lost else row["state"],
@@ -77,8 +95,8 @@ def _engine(db: sqlite3.Connection, engine: sqlite3.Row, last: float, is_present
         "tokens": row["tokens"],
         "tokens_per_second": _rate(rows, last),
         "seconds_since_heartbeat": row["silent"],
-        "doing": span["name"] if is_doing and not is_lost else "idle",
-        "doing_since": span["start"] if is_doing and not is_lost else None,
+        "doing": doing_now,
+        "doing_since": since,
     }
 
 
@@ -89,11 +107,11 @@ def _is_end(db: sqlite3.Connection, at: float) -> bool:
 
 
 def _rate(rows: list[sqlite3.Row], last: float) -> float | None:
-    """Tokens per second, from rows newest first."""
+    """Tokens per second, from rows newest first. Since the newest, which may be older than `last`, nothing has changed."""
     recent = [row for row in rows if row["at"] >= last - RATE_SECONDS]
     if len(recent) < 2:
         return None
-    seconds, tokens = recent[0]["at"] - recent[-1]["at"], recent[0]["tokens"] - recent[-1]["tokens"]
+    seconds, tokens = last - recent[-1]["at"], recent[0]["tokens"] - recent[-1]["tokens"]
     return tokens / seconds if seconds > 0 and tokens >= 0 else None
 
 
@@ -135,8 +153,10 @@ def _share(row: sqlite3.Row) -> float | None:
 
 
 def _events(db: sqlite3.Connection, start: float, end: float) -> dict[str, list[Any]]:
-    rows = db.execute("SELECT * FROM events WHERE at >= ? ORDER BY at DESC LIMIT ?", (start, MAX_EVENTS)).fetchall()
-    return columnar([dict(row) for row in reversed(rows) if row["at"] <= end + DOING_SECONDS])
+    rows = db.execute(
+        "SELECT * FROM events WHERE at BETWEEN ? AND ? ORDER BY at DESC LIMIT ?", (start, end, MAX_EVENTS)
+    ).fetchall()
+    return columnar([dict(row) for row in reversed(rows)])
 
 
 def _commits(db: sqlite3.Connection) -> dict[str, Any]:

@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import SlipstreamError
 from slipstream.observe.recorder import processes
 from slipstream.observe.recorder.files import DIRECTORY, FLEET_FILE, RUN_FILE, open_for_reading, rollout_files
+from slipstream.runtime.clock import now
 
+UNREADABLE = (sqlite3.Error, OSError, SlipstreamError)
+"""What reading a file raises that is damaged, of another release, or somebody else's."""
 LATEST = {
     "reward": "rollout_reward",
     "accuracy": "rollout_accuracy",
@@ -56,9 +60,28 @@ class RecordedRun:
                 times += [status.st_mtime] if status.st_size else []  # a reader may create an empty log
         return max(times, default=None)
 
-    def summary(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
         """An entry of the list of runs."""
-        found: dict[str, Any] = {
+        try:
+            return self.summary()
+        except UNREADABLE as error:
+            return self._empty() | {"state": "unreadable", "stopped": str(error)}
+
+    def summary(self) -> dict[str, Any]:
+        """The entry of a run that can be read."""
+        found = self._empty()
+        with self.fleet_file() as db:
+            if db is not None:
+                found |= _of_processes(db, self.updated)
+                found["engines"] = db.execute("SELECT count(*) FROM engines").fetchone()[0]
+                found["version"] = db.execute("SELECT max(version) FROM commits").fetchone()[0]
+        with self.run_file() as db:
+            if db is not None:
+                found |= _of_processes(db, self.updated) | self._of_trainer(db)
+        return found
+
+    def _empty(self) -> dict[str, Any]:
+        return {
             "id": self.id,
             "name": self.path.name,
             "path": str(self.path),
@@ -75,16 +98,8 @@ class RecordedRun:
             "engines": 0,
             "config": {},
             "latest": dict.fromkeys(LATEST),
+            "now": now(),
         }
-        with self.fleet_file() as db:
-            if db is not None:
-                found |= _of_processes(db, self.updated)
-                found["engines"] = db.execute("SELECT count(*) FROM engines").fetchone()[0]
-                found["version"] = db.execute("SELECT max(version) FROM commits").fetchone()[0]
-        with self.run_file() as db:
-            if db is not None:
-                found |= _of_processes(db, self.updated) | self._of_trainer(db)
-        return found
 
     def settings(self) -> dict[str, Any]:
         """The config of the run; empty if it is not known."""
@@ -181,9 +196,17 @@ def find_runs(paths: list[Path]) -> list[RecordedRun]:
     found: dict[str, RecordedRun] = {}
     for path in paths:
         inner = []
-        if path.is_dir() and not (path / DIRECTORY).is_dir():
+        if _is_directory(path) and not _is_directory(path / DIRECTORY):
             inner = sorted(entry.parent for entry in path.glob(f"*/{DIRECTORY}") if entry.is_dir())
         for directory in inner or [path]:
             run = RecordedRun(directory)
             found[run.id] = run
     return list(found.values())
+
+
+def _is_directory(path: Path) -> bool:
+    """False for what lies in somebody else's private directory."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False

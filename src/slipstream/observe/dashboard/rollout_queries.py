@@ -9,7 +9,7 @@ import json
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,6 +21,8 @@ Order: TypeAlias = Literal["asc", "desc"]
 Sort: TypeAlias = Literal["step", "reward", "length", "staleness", "gap", "advantage", "engine", "reward_std"]
 
 BUDGET_SECONDS = 2.0
+OPERATIONS = 100_000
+"""Of SQLite, between two looks at the clock."""
 MAX_LIMIT, MAX_OFFSET = 200, 100_000
 HEAD = 200
 _RANGES = {"reward": "reward", "length": "length", "staleness": "staleness"}
@@ -93,8 +95,17 @@ def rollouts(run: RecordedRun, query: RolloutQuery) -> dict[str, Any]:
             break
         with opened_rollouts(path) as db:
             if db is not None:
-                found, count = _search(db, query, until)
-                rows, total = _merged(rows, found, query), total + count
+                found: list[dict[str, Any]] = []
+                try:
+                    found, count = _search(db, query, until)
+                    total += count()
+                except sqlite3.OperationalError as error:
+                    if str(error) != "interrupted":
+                        raise
+                    total, is_complete = total + len(found), False
+                rows = _merged(rows, found, query)
+        if not is_complete:
+            break
         oldest = max(first, query.first)
         is_early = query.sort == "step" and query.order == "desc" and query.text is None
         if first <= query.first or (is_early and len(rows) >= query.offset + query.limit and total > 20 * query.limit):
@@ -115,11 +126,13 @@ def rollouts(run: RecordedRun, query: RolloutQuery) -> dict[str, Any]:
     }
 
 
-def _search(db: sqlite3.Connection, query: RolloutQuery, until: float) -> tuple[list[dict[str, Any]], int]:
-    """The first rows of a file, in order, and how many there are."""
+def _search(
+    db: sqlite3.Connection, query: RolloutQuery, until: float
+) -> tuple[list[dict[str, Any]], Callable[[], int]]:
+    """The first rows of a file, in order, and what counts all of them."""
     where, values = query.where()
     # A list that takes longer than all of its time is given up between two rows.
-    db.set_progress_handler(lambda: time.monotonic() > until + BUDGET_SECONDS, 100_000)
+    db.set_progress_handler(lambda: time.monotonic() > until + BUDGET_SECONDS, OPERATIONS)
     if query.text is not None:
         db.execute(
             "CREATE TEMP TABLE matches (step INTEGER, grp INTEGER, sample INTEGER, PRIMARY KEY (step, grp, sample))"
@@ -140,7 +153,7 @@ def _search(db: sqlite3.Connection, query: RolloutQuery, until: float) -> tuple[
     place = "grp, sample" if query.view == "samples" else "grp"
     tail = f"ORDER BY {sort} {direction} NULLS LAST, step DESC, {place} LIMIT ?"
     found = db.execute(f"{selected} {tail}", (*values, query.offset + query.limit)).fetchall()
-    return [dict(row) for row in found], db.execute(counted, values).fetchone()[0]
+    return [dict(row) for row in found], lambda: int(db.execute(counted, values).fetchone()[0])
 
 
 def _with_text(db: sqlite3.Connection, query: RolloutQuery, until: float) -> Iterator[tuple[int, int, int]]:

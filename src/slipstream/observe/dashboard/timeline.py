@@ -34,10 +34,13 @@ class Span:
     detail: str
 
 
-def timeline(run: RecordedRun, start: float | None, end: float | None, limit: int) -> dict[str, Any]:
+def timeline(
+    run: RecordedRun, start: float | None, end: float | None, limit: int, seconds: float = DEFAULT_SECONDS
+) -> dict[str, Any]:
+    """The last `seconds` before `end`, unless there is a `start`."""
     begin, finish = extent(run)
     end = finish if end is None else end
-    start = max(begin, end - DEFAULT_SECONDS) if start is None else start
+    start = max(begin, end - seconds) if start is None else start
     found: list[Span] = []
     resolution = 0.0
     for file in (run.run_file, run.fleet_file):
@@ -143,34 +146,53 @@ def sync(run: RecordedRun, version: int) -> dict[str, Any] | None:
 
 
 def spans_between(run: RecordedRun, start: float | None, end: float | None, limit: int) -> list[Span]:
-    """The newest `limit` spans that start between two times, in order."""
+    """The newest `limit` spans between two times, in order."""
     found: list[Span] = []
     for file in (run.run_file, run.fleet_file):
         with file() as db:
             if db is not None:
-                query = f"SELECT {_COLUMNS} FROM spans WHERE start BETWEEN ? AND ? ORDER BY start DESC LIMIT ?"
-                values = (0.0 if start is None else start, 1e11 if end is None else end, limit)
-                found += [Span(*row) for row in db.execute(query, values)]
+                query = f"SELECT {_COLUMNS} FROM spans WHERE {_BETWEEN} ORDER BY start DESC LIMIT ?"
+                values = _bounds(db, 0.0 if start is None else start, 1e11 if end is None else end)
+                found += [Span(*row) for row in db.execute(query, (*values, limit))]
     return sorted(found, key=lambda span: (span.start, span.depth))[-limit:]
 
 
 _FIELDS = ("lane", "name", "start", "end", "depth", "step", "version", "count", "detail")
 _COLUMNS = 'lane, name, start, "end", depth, step, version, count, detail'
+_BETWEEN = 'start BETWEEN ? AND ? AND "end" >= ?'
+"""Condition on spans; `_bounds` has its values."""
+_longest: dict[str, tuple[float, int, float]] = {}
+"""By file: when its last writer started, the last row that was looked at, and the length of the longest span up to there."""
+
+
+def _bounds(db: sqlite3.Connection, start: float, end: float) -> tuple[float, float, float]:
+    """The index knows only when spans start. Those that started before are found by the length of the longest one."""
+    path = db.execute("PRAGMA database_list").fetchone()["file"]
+    # A run that is resumed from an earlier step may use numbers of rows again.
+    writer = db.execute("SELECT coalesce(max(started), 0) FROM processes").fetchone()[0]
+    last = db.execute("SELECT coalesce(max(rowid), 0) FROM spans").fetchone()[0]
+    known_writer, known, longest = _longest.get(path, (0.0, 0, 0.0))
+    if known_writer != writer or known > last:
+        known, longest = 0, 0.0
+    if last > known:
+        query = 'SELECT max("end" - start) FROM spans WHERE rowid > ? AND rowid <= ?'
+        longest = max(longest, db.execute(query, (known, last)).fetchone()[0] or 0.0)
+        _longest[path] = writer, last, longest
+    return start - longest, end, start
 
 
 def _spans(db: sqlite3.Connection, start: float, end: float, limit: int) -> tuple[list[Span], float]:
     """The spans between two times, and the length below which they were merged; 0 if none were."""
-    # The index knows only when spans start. Those that started before are found by the length of the longest one.
-    longest = db.execute('SELECT max("end" - start) FROM spans').fetchone()[0] or 0.0
-    where = 'start BETWEEN ? AND ? AND "end" >= ?'
-    values = (start - longest, end, start)
-    if db.execute(f"SELECT count(*) FROM spans WHERE {where}", values).fetchone()[0] <= CANDIDATES:
-        return [Span(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM spans WHERE {where}", values)], 0.0
-    width = (end - start) / limit
-    long = f'SELECT {_COLUMNS} FROM spans WHERE {where} AND "end" - start >= ? ORDER BY start LIMIT ?'
+    values = _bounds(db, start, end)
+    if db.execute(f"SELECT count(*) FROM spans WHERE {_BETWEEN}", values).fetchone()[0] <= CANDIDATES:
+        return [Span(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM spans WHERE {_BETWEEN}", values)], 0.0
+    query = f"SELECT count(*) FROM (SELECT DISTINCT lane, name, depth FROM spans WHERE {_BETWEEN})"
+    series = db.execute(query, values).fetchone()[0]
+    width = (end - start) * max(1 / limit, 2 * series / CANDIDATES)  # what is merged are at most CANDIDATES spans
+    long = f'SELECT {_COLUMNS} FROM spans WHERE {_BETWEEN} AND "end" - start >= ? ORDER BY "end" - start DESC LIMIT ?'
     short = (
         'SELECT lane, name, min(start), max("end"), depth, min(step), min(version), sum(count), '
-        f"'' FROM spans WHERE {where} AND \"end\" - start < ? GROUP BY lane, name, depth, cast((start - ?) / ? AS INTEGER) "
+        f"'' FROM spans WHERE {_BETWEEN} AND \"end\" - start < ? GROUP BY lane, name, depth, cast((start - ?) / ? AS INTEGER) "
         "LIMIT ?"
     )
     found = [Span(*row) for row in db.execute(long, (*values, width, CANDIDATES))]

@@ -33,8 +33,7 @@ class BackgroundWriter:
         self._jobs: queue.SimpleQueue[tuple[Job, bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_large = 0
-        self.num_dropped = 0
-        """Jobs that were not accepted because too many were waiting."""
+        self._last: Job | None = None
         self.stopped = ""
         """Why nothing is written any more; empty while all is well."""
         self._thread = threading.Thread(target=self._run, name="slipstream-recorder", daemon=True)
@@ -46,16 +45,15 @@ class BackgroundWriter:
             return False
         with self._lock:
             if self._jobs.qsize() >= MAX_JOBS or (is_large and self._num_large >= MAX_LARGE_JOBS):
-                self.num_dropped += 1
                 return False
             self._num_large += is_large
         self._jobs.put((job, is_large))
         return True
 
     def close(self, last: Job | None = None) -> None:
-        """Finish the jobs that wait, then `last`, and end the thread. Gives up after a while, if the disk hangs."""
-        if last is not None:
-            self.submit(last)
+        """Finish the jobs that wait, then `last`, and end the thread. `last` runs even if writing has ended: the disk may have
+        room again. Gives up after a while, if the disk hangs."""
+        self._last = last
         self._jobs.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -68,17 +66,24 @@ class BackgroundWriter:
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:
             job, is_large = entry
-            try:
-                if not self.stopped:
-                    job()
-            except Exception as error:  # whatever it is, it must not end the run
-                self._stop(_reason(error))
-                with contextlib.suppress(Exception):  # the disk that failed may not take this, either
-                    self._on_stop(self.stopped)
+            if not self.stopped:
+                self._attempt(job)
             del job, entry  # the data of the last step, while the next one is awaited
             if is_large:
                 with self._lock:
                     self._num_large -= 1
+        if self._last is not None:
+            self._attempt(self._last)
+
+    def _attempt(self, job: Job) -> None:
+        try:
+            job()
+        except Exception as error:  # whatever it is, it must not end the run
+            if self.stopped:
+                return
+            self._stop(_reason(error))
+            with contextlib.suppress(Exception):  # the disk that failed may not take this, either
+                self._on_stop(self.stopped)
 
 
 def yield_to_caller() -> None:

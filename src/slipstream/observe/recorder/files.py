@@ -89,6 +89,7 @@ CREATE TABLE status (
     activity TEXT, looked_up INTEGER, hit INTEGER, speed REAL, faults INTEGER, circuit TEXT, silent REAL
 );
 CREATE INDEX status_by_time ON status (at);
+CREATE INDEX status_by_engine ON status (engine, at);
 CREATE TABLE events (at REAL, kind TEXT, engine TEXT, version INTEGER, detail TEXT);
 CREATE INDEX events_by_time ON events (at);
 CREATE TABLE commits (version INTEGER, engine TEXT, at REAL, PRIMARY KEY (version, engine)) WITHOUT ROWID;
@@ -182,10 +183,11 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.execute("COMMIT")
 
 
-def insert(db: sqlite3.Connection, table: str, rows: list[tuple[Any, ...]]) -> None:
-    """Add rows that have a value for each column. A row that is there already is replaced."""
+def insert(db: sqlite3.Connection, table: str, rows: list[tuple[Any, ...]], replace: bool = True) -> None:
+    """Add rows that have a value for each column. A row that is there already is replaced, or with `replace=False` kept."""
     if rows:
-        db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+        how = "REPLACE" if replace else "IGNORE"
+        db.executemany(f"INSERT OR {how} INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
 
 def set_fact(db: sqlite3.Connection, name: str, value: str) -> None:

@@ -187,13 +187,14 @@ class FleetRecorder:
 
     def _open(self, path: Path) -> None:
         self._db = open_for_writing(path, FLEET_TABLES)
+        self._db.execute("DELETE FROM facts WHERE name = 'stopped'")
         self._started = processes.note_start(self._db, 0)
 
     def _write(self, rows: dict[str, list[tuple[Any, ...]]]) -> None:
         assert self._db is not None
         with transaction(self._db):
             for table, added in rows.items():
-                insert(self._db, table, added)
+                insert(self._db, table, added, replace=table != "commits")  # a repair commits a version again
             self._num_flushes += 1
             if self._num_flushes % PRUNE_EVERY == 0:
                 for table in ("spans", "status", "events"):

@@ -40,10 +40,10 @@ class StepMismatch:
     def add(self, chunk: Chunk) -> None:
         if chunk.gaps is None:
             return
-        known = np.isfinite(chunk.gaps) & (chunk.mask > 0)
+        known = np.isfinite(chunk.gaps)
         if not known.any():
             return
-        owner = np.repeat(np.arange(len(chunk.lengths)), chunk.lengths)[known]
+        owner = chunk.owners[known]
         gaps, ages, distance = chunk.gaps[known], chunk.ages[known], np.abs(chunk.gaps[known])
         self._gaps.append(distance.astype(np.float32))
         self._signed += float(gaps.sum())

@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
     raw: np.ndarray | None
     """None if they are the same."""
     gaps: np.ndarray | None
-    """The trainer's logprobs minus the engine's."""
+    """The trainer's logprobs minus the engine's. NaN where one of them is not known, as for text of an environment."""
     advantages: np.ndarray
     mask: np.ndarray
     ages: np.ndarray
@@ -80,18 +80,23 @@ class Chunk(NamedTuple):
     def starts(self) -> np.ndarray:
         return np.cumsum(self.lengths) - self.lengths
 
-    def means(self, values: np.ndarray) -> np.ndarray:
-        """[samples]: the mean over the tokens of each; NaN without tokens."""
-        owner = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.bincount(owner, values, len(self.lengths)) / self.lengths
+    @property
+    def owners(self) -> np.ndarray:
+        """[tokens]: the sample of each."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def means(self, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """[samples]: the mean over the chosen tokens of each; NaN without any."""
+        owners, count = self.owners[chosen], len(self.lengths)
+        with np.errstate(invalid="ignore"):
+            return np.bincount(owners, values[chosen], count) / np.bincount(owners, minlength=count)
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """[samples]: the largest value of each; NaN without tokens."""
+        """[samples]: the largest value of each that is known; NaN without any."""
         found = np.full(len(self.lengths), np.nan)
         filled = self.lengths > 0
         if filled.any():
-            found[filled] = np.maximum.reduceat(values, self.starts[filled])
+            found[filled] = np.fmax.reduceat(values, self.starts[filled])
         return found
 
 
@@ -144,10 +149,11 @@ def _chunk(
     if any(c.raw_logprobs != c.logprobs for c in completions):
         columns = (c.raw_logprobs if len(c.raw_logprobs) == n else [np.nan] * n for c, n in zip(completions, lengths))
         raw = np.fromiter(chain.from_iterable(columns), np.float32, len(known))
-    gaps = tokens_of(trainer, np.nan) - engine if trainer is not None else None
+    mask = tokens_of(trained.mask, 0)
+    gaps = np.where(mask > 0, tokens_of(trainer, np.nan) - engine, np.nan) if trainer is not None else None
     return Chunk(
         *(completions, groups, places, lengths, ids, engine, raw, gaps),
-        *(tokens_of(trained.advantages, 0), tokens_of(trained.mask, 0), tokens_of(trained.ages, 0)),
+        *(tokens_of(trained.advantages, 0), mask, tokens_of(trained.ages, 0)),
     )
 
 
@@ -169,7 +175,9 @@ def group_rows(
     rows = []
     for number in kept:
         group = rollouts.groups[number]
-        prompt = group.completions[0].prompt_token_ids if group.completions else ()
+        # An episode that failed has a prompt of its own, and no tokens.
+        completions = [c for c in group.completions if c.token_ids] or group.completions
+        prompt = completions[0].prompt_token_ids if completions else ()
         rows.append(
             (
                 *(
@@ -215,7 +223,9 @@ def sample_rows(
         gap = gap_max = np.full(len(completions), np.nan)
     else:
         distance = np.abs(chunk.gaps)
-        gap, gap_max = chunk.means(distance), chunk.largest(distance)
+        gap, gap_max = chunk.means(distance, ~np.isnan(distance)), chunk.largest(distance)
+    used = chunk.largest(chunk.mask) > 0
+    counted = (chunk.mask > 0) | ~used[chunk.owners]
     spans = [c.spans for c in completions]
     oldest = [span[0].version if span else None for span in spans]
     asked = [rollouts.groups[number].version for number in group]
@@ -227,13 +237,13 @@ def sample_rows(
     columns = (
         *(repeat(step), group.tolist(), place.tolist(), repeat(number), chunk.starts.tolist(), chunk.lengths.tolist()),
         [storable(c.text[:HEAD_CHARACTERS]) for c in completions],
-        *(rollouts.rewards[group, place].tolist(), parts, chunk.means(chunk.advantages).tolist()),
+        *(rollouts.rewards[group, place].tolist(), parts, chunk.means(chunk.advantages, counted).tolist()),
         *([c.finish_reason for c in completions], [c.engine for c in completions]),
         *(oldest, [span[-1].version if span else None for span in spans]),
         [json.dumps([[s.version, s.start, s.stop] for s in span]) if len(span) > 1 else None for span in spans],
         [None if first is None else version - first for first, version in zip(oldest, asked)],
         *(gap.tolist(), gap_max.tolist()),
-        *((chunk.largest(chunk.mask) > 0).astype(int).tolist(), zero_variance[group].astype(int).tolist()),
+        *(used.astype(int).tolist(), zero_variance[group].astype(int).tolist()),
     )
     return list(zip(*columns))
 

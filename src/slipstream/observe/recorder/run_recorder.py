@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +77,8 @@ class RunRecorder:
         self._store = RolloutStore(self._directory, config)
         self._columns: set[str] = set()
         self._started = 0.0
+        self._num_dropped = self._dropped_before = 0
+        """Steps without completions, of this process and of those before it."""
         self._db: sqlite3.Connection | None = None
         self._writer = BackgroundWriter("the recorder", self._note_stop)
         self._writer.submit(lambda: self._open(step, settings, tokenizer))
@@ -91,10 +95,15 @@ class RunRecorder:
         return self._writer.stopped
 
     def step(self, record: RecordedStep) -> None:
-        """Record a step. Its completions are left out if the disk is far behind."""
-        if record.rollouts is not None and self._writer.submit(lambda: self._write_step(record), is_large=True):
+        """Record a step. Its completions are left out, and not kept in memory, if the disk is far behind."""
+        if self.stopped:
             return
-        self._writer.submit(lambda: self._write_step(record, with_rollouts=False))
+        if record.rollouts is not None:
+            if self._writer.submit(partial(self._write_step, record), is_large=True):
+                return
+            self._num_dropped += 1
+            record = replace(record, rollouts=None, scalars={**record.scalars, **_rollout_scalars(record.rollouts)})
+        self._writer.submit(partial(self._write_step, record))
 
     def phases(self, phases: Iterable[Phase], step: int) -> None:
         """Record what is not part of a step, such as an evaluation."""
@@ -105,9 +114,9 @@ class RunRecorder:
         """`accuracies` in the order of the table's columns."""
         self._writer.submit(lambda: self._insert("evaluations", [(step, at, version, *accuracies)]))
 
-    def sync(self, report: SyncReport, step: int) -> None:
-        """Record a sync that belongs to no step, such as the first one."""
-        self._writer.submit(lambda: self._write_sync(report, step))
+    def sync(self, report: SyncReport, step: int, meanwhile: bool = False) -> None:
+        """Record a sync that is no phase of a step, such as the first one. `meanwhile`: the trainer did not wait for it."""
+        self._writer.submit(lambda: self._write_sync(report, step, is_alone=not meanwhile))
 
     # --- on the recorder's thread ---
 
@@ -118,21 +127,23 @@ class RunRecorder:
                 self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
             set_fact(self._db, "config", json.dumps(settings))
             self._db.execute("DELETE FROM facts WHERE name IN ('finished', 'stopped')")
+            if step == 0:
+                self._db.execute("DELETE FROM facts WHERE name = 'dropped'")
+            dropped = self._db.execute("SELECT value FROM facts WHERE name = 'dropped'").fetchone()
+            self._dropped_before = int(dropped[0]) if dropped else 0
             self._started = processes.note_start(self._db, step)
         self._columns = {row[1] for row in self._db.execute("PRAGMA table_info(steps)")}
         self._store.resume(step)
         if tokenizer is not None and tokenizer.exists():
             shutil.copyfile(tokenizer, self._directory / TOKENIZER_FILE)
 
-    def _write_step(self, record: RecordedStep, with_rollouts: bool = True) -> None:
+    def _write_step(self, record: RecordedStep) -> None:
         assert self._db is not None
         scalars, step = {**record.scalars}, record.step
         mismatch = None
         if record.rollouts is not None:
-            scalars |= _rollout_scalars(record.rollouts)
-            if with_rollouts:
-                mismatch = self._store.add(step, record.rollouts)
-                scalars |= mismatch.scalars()
+            mismatch = self._store.add(step, record.rollouts)
+            scalars |= _rollout_scalars(record.rollouts) | mismatch.scalars()
         with transaction(self._db):
             self._add_columns(scalars)
             names = ", ".join(f'"{name}"' for name in ("step", "at", *scalars))
@@ -147,17 +158,17 @@ class RunRecorder:
             if record.diagnosis:
                 insert(self._db, "diagnoses", [(step, record.diagnosis)])
             self._insert_sync(record.sync, step)
-            if self._writer.num_dropped:
-                set_fact(self._db, "dropped", str(self._writer.num_dropped))
+            if self._num_dropped:
+                set_fact(self._db, "dropped", str(self._dropped_before + self._num_dropped))
 
-    def _write_sync(self, report: SyncReport, step: int) -> None:
+    def _write_sync(self, report: SyncReport, step: int, is_alone: bool) -> None:
         assert self._db is not None
         with transaction(self._db):
-            self._insert_sync(report, step, is_alone=True)
+            self._insert_sync(report, step, is_alone)
 
     def _insert_sync(self, report: SyncReport, step: int, is_alone: bool = False) -> None:
-        """Add a sync and the trainer's part of it, unless it is known: a mode that does not wait for syncs reports one late.
-        One that is alone is no phase of a step."""
+        """Add a sync and the trainer's part of it, unless it is known: a mode that does not wait for syncs reports one twice.
+        For one that is alone, the trainer did nothing else."""
         assert self._db is not None
         known = self._db.execute("SELECT start FROM syncs WHERE version = ?", (report.version,)).fetchone()
         if known is not None and known[0] == report.started:
@@ -202,12 +213,13 @@ class RunRecorder:
     def _close(self, is_finished: bool) -> None:
         if self._db is None:
             return
-        self._store.close()
-        with transaction(self._db):
-            processes.note_end(self._db, self._started)
-            if is_finished:
-                set_fact(self._db, "finished", "yes")
-        finish(self._db)
+        with contextlib.ExitStack() as stack:  # as much of it as the disk takes
+            stack.callback(finish, self._db)
+            stack.callback(self._store.close)
+            with transaction(self._db):
+                processes.note_end(self._db, self._started)
+                if is_finished:
+                    set_fact(self._db, "finished", "yes")
 
 
 def _span(phase: Phase, step: int) -> tuple[Any, ...]:

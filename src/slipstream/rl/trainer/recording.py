@@ -85,7 +85,7 @@ class Recording:
             splits = (record.sampled_train, record.greedy_train, record.sampled_heldout, record.greedy_heldout)
             self._recorder.evaluation(record.step, now(), record.version, splits)
 
-    def sync(self, report: SyncReport, step: int) -> None:
-        """Record a sync that belongs to no step."""
+    def sync(self, report: SyncReport, step: int, meanwhile: bool = False) -> None:
+        """Record a sync that is no phase of a step. `meanwhile`: the trainer did not wait for it."""
         if self._recorder is not None:
-            self._recorder.sync(report, step)
+            self._recorder.sync(report, step, meanwhile)

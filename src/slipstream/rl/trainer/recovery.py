@@ -54,9 +54,9 @@ class RecoveringBridge:
         self.last_sync = self._retry(sync)
         return self.last_sync
 
-    def sync_base(self, params: Any) -> None:
+    def sync_base(self, params: Any) -> SyncReport:
         """Sync the model that the adapter belongs to."""
-        self._retry(partial(self._bridge.sync, params, in_flight=self._in_flight))
+        return self._retry(partial(self._bridge.sync, params, in_flight=self._in_flight))
 
     def start_sync(self, params: Any) -> Future[SyncReport]:
         """Start a sync without waiting for its end. A sync that was started before is finished first."""

@@ -139,7 +139,7 @@ class TrainingRun:
     def begin(self) -> None:
         """Sync the policy to the fleet, as its next version; the number in the checkpoint does not matter."""
         if self.learner.base is not None:
-            self._fleet.sync_base(self.learner.base)
+            self._recording.sync(self._fleet.sync_base(self.learner.base), self.step)
         self._fleet.sync(self.learner.policy)
         self._recording.sync(self._fleet.last_sync, self.step)
 
@@ -333,6 +333,8 @@ class TrainingRun:
             memory["syncing"] = _in_use(self._bridge.wake("weights"))
             clock.lap("wake")
         self._fleet.finish_sync()
+        if config.syncs_meanwhile:
+            self._recording.sync(self._fleet.last_sync, step - 1, meanwhile=True)
         if config.steps_ahead and has_next:
             self._rollouts.expect(self._bridge.version + 1)
         spans = tracing.begin_each("train.sync", traces, step=step)

@@ -2,6 +2,8 @@
 
 import { BASE } from "./address.js";
 
+const RETRY_MS = 3000;
+
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -29,20 +31,47 @@ export async function get(path, parameters = {}, signal = undefined) {
     location.href = new URL("login", BASE);
     return new Promise(() => {}); // the page is on its way out
   }
-  const body = await response.json().catch(() => null);
+  const body = await response.json().catch((error) => {
+    if (error.name === "AbortError") throw error;
+    return null;
+  });
   if (!response.ok)
     throw new ApiError(response.status, body?.error?.message ?? `The server answered ${response.status}.`);
   if (body === null) throw new ApiError(response.status, "The server's answer is not JSON.");
   return body;
 }
 
-/** Call `changed(states by run)` when something is recorded, and `connected(yes)` when the stream opens or breaks. */
+/**
+ * Call `changed(states by run)` when something is recorded, and `connected(yes)` when the stream opens or breaks. A page that
+ * is not visible has no stream, since a browser opens six connections to a server at most.
+ */
 export function listen(changed, connected) {
-  const stream = new EventSource(apiUrl("live"));
-  stream.addEventListener("open", () => connected(true));
-  stream.addEventListener("error", () => connected(false));
-  stream.addEventListener("change", (event) => changed(JSON.parse(event.data).runs ?? {}));
-  window.addEventListener("pagehide", () => stream.close());
+  let stream = null;
+  let timer = 0;
+  const close = () => {
+    clearTimeout(timer);
+    stream?.close();
+  };
+  const open = () => {
+    close();
+    if (document.hidden) return;
+    stream = new EventSource(apiUrl("live"));
+    stream.addEventListener("open", () => connected(true));
+    stream.addEventListener("change", (event) => changed(JSON.parse(event.data).runs ?? {}));
+    stream.addEventListener("error", ({ target }) => {
+      connected(false);
+      if (target.readyState === EventSource.CLOSED) timer = setTimeout(retry, RETRY_MS);
+    });
+  };
+  // The browser tries again by itself when the connection breaks, but not when the server answers with an error.
+  const retry = () =>
+    get("runs")
+      .catch(() => null)
+      .then(open);
+  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
+  window.addEventListener("pagehide", close);
+  window.addEventListener("pageshow", ({ persisted }) => persisted && open());
+  open();
 }
 
 /** A loader that keeps one request under way: `load(path, parameters)` cancels what it asked for before. */

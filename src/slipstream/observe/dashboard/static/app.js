@@ -3,7 +3,7 @@
 import * as address from "./address.js";
 import { get, listen } from "./api.js";
 import { debounce, h, icon, render, update } from "./dom.js";
-import { ago, integer } from "./format.js";
+import { ago, integer, now, setNow } from "./format.js";
 import * as fleet from "./pages/fleet.js";
 import * as mismatch from "./pages/mismatch.js";
 import * as rollouts from "./pages/rollouts.js";
@@ -20,14 +20,18 @@ const picker = h("details.menu");
 let runs = []; // of the server
 let chosen = []; // those shown: the first is the run, the others are compared with it
 let view = null;
-let isConnected = true;
+let isConnected = null; // not known before the stream opens
 let shows = 0; // counts calls of `show`, of which the last one wins
+let isBusy = false; // a page is being opened or refreshed
+let isOutdated = false; // something changed meanwhile
+let isListOld = false; // a run has appeared that is not in `runs`
 
 /** Open what the address names. */
 async function show() {
   const turn = ++shows;
-  view?.destroy?.();
-  view = null;
+  isBusy = true;
+  isListOld = false;
+  closeView();
   const name = address.page() in PAGES ? address.page() : "run";
   document.title = `${PAGES[name].title} · Slipstream`;
   showTabs(name);
@@ -36,6 +40,7 @@ async function show() {
     const listed = (await get("runs")).runs;
     if (turn !== shows) return;
     runs = listed;
+    setNow(runs[0]?.now);
     const first = runs.find((entry) => entry.id === address.get("run")) ?? newest();
     const others = address
       .get("with")
@@ -47,21 +52,40 @@ async function show() {
     if (!first) return showNoRuns();
     const detail = await get(`runs/${first.id}`);
     if (turn !== shows) return;
+    Object.assign(first, detail); // the page sees what `changed` adds to it
     const root = h("div.page");
     render(main, h("h1.sr", {}, `${PAGES[name].title}: ${first.name}`), stopped(first), root);
-    const mounted = await PAGES[name].mount(root, { run: { ...first, ...detail }, runs: chosen });
+    const mounted = await PAGES[name].mount(root, { run: first, runs: chosen });
     if (turn === shows) view = mounted;
     else mounted.destroy?.();
   } catch (error) {
     if (turn === shows && error.name !== "AbortError") showError(error);
   } finally {
-    if (turn === shows) main.removeAttribute("aria-busy");
+    if (turn === shows) {
+      main.removeAttribute("aria-busy");
+      done();
+    }
   }
+}
+
+/** A page was opened or refreshed; what changed meanwhile is asked for now. */
+function done() {
+  isBusy = false;
+  if (isOutdated) refresh();
+  isOutdated = false;
+}
+
+function closeView() {
+  view?.destroy?.();
+  view = null;
 }
 
 function newest() {
   return [...runs].sort(
-    (a, b) => (b.state === "live") - (a.state === "live") || (b.started ?? 0) - (a.started ?? 0),
+    (a, b) =>
+      (a.state === "unreadable") - (b.state === "unreadable") ||
+      (b.state === "live") - (a.state === "live") ||
+      (b.started ?? 0) - (a.started ?? 0),
   )[0];
 }
 
@@ -97,6 +121,7 @@ function showNoRuns() {
 
 function showError(error) {
   if (!error.status) console.debug(error);
+  closeView();
   render(
     main,
     h(
@@ -115,20 +140,23 @@ function stopped({ stopped: reason }) {
 
 function showStatus() {
   const first = chosen[0];
-  const silent = first ? Date.now() / 1000 - first.updated : 0;
-  const [kind, text] = !isConnected
-    ? ["bad", "Connection lost, retrying"]
-    : !first
-      ? ["", "Waiting for a run"]
-      : first.state === "live"
-        ? silent > SILENT_SECONDS
-          ? ["warn", `Silent, last record ${ago(first.updated)}`]
-          : ["good live", `Live · ${ago(first.updated)}`]
-        : first.state === "dead"
-          ? ["bad", `Ended without finishing · ${ago(first.updated)}`]
-          : first.state === "empty"
-            ? ["", "Nothing recorded yet"]
-            : ["", `Finished · ${ago(first.ended ?? first.updated)}`];
+  const silent = first ? now() - first.updated : 0;
+  const [kind, text] =
+    isConnected === false
+      ? ["bad", "Connection lost, retrying"]
+      : !first
+        ? ["", "Waiting for a run"]
+        : first.state === "live"
+          ? silent > SILENT_SECONDS
+            ? ["warn", `Silent, last record ${ago(first.updated)}`]
+            : ["good live", `Live · ${ago(first.updated)}`]
+          : first.state === "dead"
+            ? ["bad", `Ended without finishing · ${ago(first.updated)}`]
+            : first.state === "unreadable"
+              ? ["bad", ["This record cannot be read", first.stopped].filter(Boolean).join(": ")]
+              : first.state === "empty"
+                ? ["", "Nothing recorded yet"]
+                : ["", `Finished · ${ago(first.ended ?? first.updated)}`];
   status.className = `pill ${kind}`;
   status.title = text;
   render(status, text);
@@ -203,11 +231,17 @@ function themeButton() {
 
 const refresh = debounce(async () => {
   showStatus();
-  if (!view) return show();
+  isOutdated = isBusy;
+  if (isBusy) return;
+  if (!view || isListOld) return show();
+  const turn = shows;
+  isBusy = true;
   try {
     await view.refresh?.(chosen);
   } catch (error) {
-    if (error.name !== "AbortError") showError(error);
+    if (turn === shows && error.name !== "AbortError") showError(error);
+  } finally {
+    if (turn === shows) done();
   }
 }, 100);
 
@@ -216,16 +250,20 @@ function changed(states) {
   let touched = false;
   for (const [id, state] of Object.entries(states)) {
     const entry = runs.find((known) => known.id === id);
-    if (!entry) return show(); // a new run
-    const differs = Object.entries(state).some(([name, value]) => name in entry && entry[name] !== value);
+    isListOld ||= !entry;
+    if (!entry) continue;
+    const differs = Object.entries(state).some(
+      ([name, value]) => name !== "now" && name in entry && entry[name] !== value,
+    );
+    setNow(state.now);
     Object.assign(entry, state);
     touched ||= differs && chosen.includes(entry);
   }
-  if (touched || !chosen.length) refresh();
+  if (touched || isListOld || !chosen.length) refresh();
 }
 
 function connected(yes) {
-  if (yes && !isConnected) refresh();
+  if (yes && isConnected !== null) refresh(); // the stream was closed for a while
   isConnected = yes;
   showStatus();
 }

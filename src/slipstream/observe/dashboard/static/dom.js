@@ -76,6 +76,11 @@ export function announce(text) {
   document.getElementById("announcer").textContent = text;
 }
 
+/** The same for an error, unless it only says that a newer request took the place of this one. */
+export function announceError(error) {
+  if (error.name !== "AbortError") announce(error.message);
+}
+
 /** A function that runs once after calls have stopped for `delay` ms. */
 export function debounce(run, delay) {
   let timer = 0;

@@ -4,6 +4,16 @@ const MISSING = "–";
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
+let ahead = 0; // seconds by which the server's clock is ahead of the browser's
+
+/** The server's clock, in Unix seconds. */
+export const now = () => Date.now() / 1000 + ahead;
+
+/** Note what time it is at the server, if it says so. */
+export function setNow(time) {
+  if (isNumber(time)) ahead = time - Date.now() / 1000;
+}
+
 /** Four significant digits at most: 0.0312, 12.3, 1,234. */
 export function number(value, digits = 3) {
   if (!isNumber(value)) return MISSING;
@@ -78,9 +88,10 @@ export function duration(seconds) {
 const coarse = (seconds) => (seconds < 100 || seconds >= 3600 ? duration(seconds) : `${Math.round(seconds / 60)} min`);
 
 /** How long ago, from Unix seconds. */
-export function ago(time, now = Date.now() / 1000) {
+export function ago(time) {
   if (!isNumber(time)) return MISSING;
-  return now - time < 2 ? "just now" : `${coarse(Math.max(0, Math.round(now - time)))} ago`;
+  const seconds = now() - time;
+  return seconds < 2 ? "just now" : `${coarse(Math.round(seconds))} ago`;
 }
 
 export function clock(time) {

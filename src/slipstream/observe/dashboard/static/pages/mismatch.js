@@ -3,7 +3,7 @@
 import * as address from "../address.js";
 import { get, latest } from "../api.js";
 import { Chart, COLOURS, limited } from "../chart.js";
-import { h, render } from "../dom.js";
+import { announceError, h, render } from "../dom.js";
 import { compact, fixed, integer, number, oneLine, signed } from "../format.js";
 import { TokenView } from "../tokens.js";
 
@@ -23,7 +23,7 @@ export async function mount(root, { run }) {
   const onZoom = (zoom) => {
     const limits = limited(zoom, [1, Math.max(2, run.last_step)]);
     address.change({ from: limits && Math.floor(limits[0]), to: limits && Math.ceil(limits[1]) });
-    return show();
+    return show().catch(announceError);
   };
   const overSteps = new Chart({
     title: "Difference of logprobs",
@@ -97,7 +97,7 @@ export async function mount(root, { run }) {
         label,
         colour,
         dash,
-        values: series[name].mean.map((value) => (value > 0 ? value : null)),
+        values: ((name === "max" && series.max.max) || series[name].mean).map((value) => (value > 0 ? value : null)),
       }));
     if (threshold)
       lines.push({ label: "explained by rounding", colour: "grey", dash: 3, values: x.map(() => threshold) });
@@ -229,12 +229,16 @@ export async function mount(root, { run }) {
         "Open the completion",
       );
       render(context.firstChild, h("div.stack", {}, h("p", {}, link), view.root));
-      const sample = await get(`runs/${run.id}/rollouts/${row.id}`, {
-        from: Math.max(0, row.position - CONTEXT),
-        to: row.position + CONTEXT + 1,
-      });
-      view.show(sample, "gap");
-      view.elements[row.position - sample.from]?.classList.add("active");
+      try {
+        const sample = await get(`runs/${run.id}/rollouts/${row.id}`, {
+          from: Math.max(0, row.position - CONTEXT),
+          to: row.position + CONTEXT + 1,
+        });
+        view.show(sample, "gap");
+        view.elements[row.position - sample.from]?.classList.add("active");
+      } catch (error) {
+        render(context.firstChild, h("p.notice.warn", { role: "alert" }, error.message));
+      }
     }
     if (isOpen) toggle();
     return [

@@ -72,7 +72,6 @@ export async function mount(root, { run }) {
       return found;
     } catch (error) {
       if (error.name === "AbortError") return null;
-      if (error.status !== 400) throw error;
       render(list, h("p.notice.warn", { role: "alert" }, error.message));
       return null;
     }

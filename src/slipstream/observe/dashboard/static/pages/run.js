@@ -3,7 +3,7 @@
 import * as address from "../address.js";
 import { get } from "../api.js";
 import { Chart, COLOURS, align, limited, medians, smooth } from "../chart.js";
-import { h, render } from "../dom.js";
+import { announceError, h, render } from "../dom.js";
 import { compact, duration, fixed, integer, number, percent, percentLabel, plural } from "../format.js";
 
 export const title = "Run";
@@ -90,6 +90,7 @@ const POINTS = 400;
 
 export async function mount(root, { run, runs }) {
   let loaded = []; // per run: {run, steps, evaluations, colour, dash}
+  let loads = 0; // counts calls of `load`, of which the last one wins
   const zoomed = () => {
     const [from, to] = [address.number("from"), address.number("to")];
     return from !== null && to !== null && from < to ? [from, to] : null;
@@ -97,7 +98,7 @@ export async function mount(root, { run, runs }) {
   const onZoom = (zoom) => {
     const limits = limited(zoom, extent(loaded, address.get("x")));
     address.change({ from: limits && Number(limits[0].toFixed(2)), to: limits && Number(limits[1].toFixed(2)) });
-    return loaded.some(({ steps }) => steps.stride > 1) ? load().then(draw) : draw();
+    return loaded.some(({ steps }) => steps.stride > 1) ? load().then(draw, announceError) : draw();
   };
   const time = new Chart({ title: "Step time by phase", ...seconds, stacked: true, wide: "wide", height: 220, onZoom });
   const charts = CHARTS.map((options) => new Chart({ ...options, onZoom }));
@@ -122,7 +123,7 @@ export async function mount(root, { run, runs }) {
         "data-x": name,
         onclick: () => {
           address.change({ x: name === "step" ? null : name, from: null, to: null });
-          load().then(draw);
+          load().then(draw, announceError);
         },
       },
       label,
@@ -137,8 +138,9 @@ export async function mount(root, { run, runs }) {
   const nothing = h("div.panel.empty");
 
   async function load() {
+    const turn = ++loads;
     const zoom = address.get("x") === "time" ? null : zoomed();
-    loaded = await Promise.all(
+    const found = await Promise.all(
       runs.map(async (entry, index) => {
         const range = zoom && { from: Math.max(1, Math.floor(zoom[0])), to: Math.ceil(zoom[1]) };
         const detail = await get(`runs/${entry.id}`);
@@ -147,6 +149,7 @@ export async function mount(root, { run, runs }) {
         return { run: { ...entry, ...detail }, steps, colour: COLOURS[index % COLOURS.length], dash: index % 4 };
       }),
     );
+    if (turn === loads) loaded = found;
   }
 
   function draw() {

@@ -2,7 +2,7 @@
 
 import * as address from "../address.js";
 import { apiUrl, get, latest } from "../api.js";
-import { announce, debounce, h, render, update } from "../dom.js";
+import { announce, announceError, debounce, h, render, update } from "../dom.js";
 import { clock, duration, integer, oneLine } from "../format.js";
 import { Lanes } from "../lanes.js";
 import { syncReport, syncTable } from "../sync_report.js";
@@ -54,7 +54,7 @@ export async function mount(root, { run }) {
     h("p", {}, "Spans appear as soon as trainer, gateway or an engine has finished its first phase."),
   );
   let data = null;
-  let following = !address.get("from");
+  let following = true;
   let loaded = [0, 0]; // what part of the run `data` covers, in seconds after its begin
 
   function setFollowing(yes) {
@@ -62,16 +62,18 @@ export async function mount(root, { run }) {
     follow.setAttribute("aria-pressed", String(yes));
     if (!yes) return;
     address.change({ from: null, to: null });
-    fetchSpans().then(() => toEnd());
+    showEnd().catch(announceError);
   }
 
-  /** Show the last seconds, as many as are in view or as some steps take. */
-  function toEnd(width = Math.min(60, Math.max(0.2, FIRST_STEPS * (run.latest?.step_seconds || 2)))) {
-    if (data) lanes.view(data.end - data.begin - 0.97 * width, data.end - data.begin + 0.03 * width);
+  /** Load and show the last seconds, as many as some steps take, unless the view is moved meanwhile. */
+  async function showEnd(width = Math.min(60, Math.max(0.2, FIRST_STEPS * (run.latest?.step_seconds || 2)))) {
+    await fetchSpans({ seconds: Math.max(1, width) });
+    if (data && following) lanes.view(data.end - data.begin - 0.97 * width, data.end - data.begin + 0.03 * width);
   }
 
-  async function fetchSpans(from = null, to = null) {
-    const query = from === null ? {} : { from: from.toFixed(6), to: to.toFixed(6) };
+  const fetchPart = (from, to) => fetchSpans({ from: from.toFixed(6), to: to.toFixed(6) });
+
+  async function fetchSpans(query) {
     data = await load(`runs/${run.id}/timeline`, { ...query, spans: SPANS });
     const hasSpans = data.end > data.begin; // of the run; the part that was asked for may have none
     empty.hidden = hasSpans;
@@ -95,10 +97,10 @@ export async function mount(root, { run }) {
       lanes.from >= Math.max(loaded[0], 0) - 1e-9 && lanes.to <= Math.min(loaded[1], data.end - begin) + 0.02 * width;
     const isCoarse = data.aggregated && width < (loaded[1] - loaded[0]) / 4;
     try {
-      if (!isCovered || isCoarse) await fetchSpans(begin + lanes.from - width / 2, begin + lanes.to + width / 2);
+      if (!isCovered || isCoarse) await fetchPart(begin + lanes.from - width / 2, begin + lanes.to + width / 2);
       else list();
     } catch (error) {
-      if (error.name !== "AbortError") announce(error.message);
+      announceError(error);
     }
   }, 120);
 
@@ -229,12 +231,10 @@ export async function mount(root, { run }) {
   render(root, panel, empty, report, listing, syncs);
   const [from, to] = [address.number("from"), address.number("to")];
   if (from !== null && to !== null && from < to) {
-    await fetchSpans(from - (to - from) / 2, to + (to - from) / 2);
+    await fetchPart(from - (to - from) / 2, to + (to - from) / 2);
     if (data) lanes.view(from - data.begin, to - data.begin);
-  } else {
-    await fetchSpans();
-    toEnd();
-  }
+    following = !data;
+  } else await showEnd();
   if (data)
     download.href = apiUrl(`runs/${run.id}/trace`, { from: data.begin + lanes.from, to: data.begin + lanes.to });
   follow.hidden = run.state !== "live";
@@ -244,11 +244,7 @@ export async function mount(root, { run }) {
   return {
     refresh: async () => {
       await showSyncs();
-      if (!data) await fetchSpans();
-      else if (following) {
-        await fetchSpans();
-        if (following) toEnd(lanes.to - lanes.from);
-      }
+      if (following) await showEnd(data ? lanes.to - lanes.from : undefined);
     },
     redraw: () => lanes.draw(),
     destroy: () => lanes.destroy(),
