@@ -10,7 +10,7 @@ CUT_OFF = """
 import socket, sys, time
 from slipstream.runtime import failpoints
 peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-failpoints.PARTITION_SECONDS = 1.0
+failpoints.PARTITION_SECONDS = 3.0
 failpoints.fail("engine.sample", "partition")
 time.sleep(0.2)
 peer.sendall(b"I")

@@ -645,8 +645,8 @@ async def collected(subject: Subject, *requests: Request) -> list[Completion | F
 
 async def started(subject: Subject, one: Request) -> tuple[asyncio.Task[list[Completion | Failure]], Completion]:
     """Start `one` and wait until a short request next to it has finished. Returns the short one's completion, too."""
-    short = asyncio.create_task(collected(subject, request("short", subject.prompts[1], max_tokens=1)))
     running = asyncio.create_task(collected(subject, one))
+    short = asyncio.create_task(collected(subject, request("short", subject.prompts[1], max_tokens=1)))
     (first,) = await short
     assert isinstance(first, Completion)
     return running, first

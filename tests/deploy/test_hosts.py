@@ -265,7 +265,7 @@ def sbatch(cluster, *arguments, **variables):
     )
     job = {"SLURM_JOB_NAME": "slipstream", "SLURM_JOB_ID": "77"}
     done = subprocess.run(
-        ["bash", "-c", script.stdout], env={**own, **job}, capture_output=True, text=True, timeout=200, check=False
+        ["bash", "-c", script.stdout], env={**own, **job}, capture_output=True, text=True, timeout=1200, check=False
     )
     return done, cluster / "runs" / "slipstream-77-0"
 

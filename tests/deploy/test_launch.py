@@ -302,7 +302,7 @@ def test_an_engine_that_was_stopped_is_lost_and_comes_back(model, tmp_path):
         assert tokens(bridge) == reference(model, model[2][0])
 
 
-def _until(done, seconds=20):
+def _until(done, seconds=120):
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline

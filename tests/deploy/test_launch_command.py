@@ -65,7 +65,7 @@ def held(where: Path, *more: str, end: signal.Signals = signal.SIGINT) -> Iterat
             started = [psutil.Process(pid) for pid in pids]
             process.send_signal(end)
             assert process.wait(120) == (-9 if end == signal.SIGKILL else 0)
-            assert not psutil.wait_procs(started, timeout=20)[1]
+            assert not psutil.wait_procs(started, timeout=120)[1]
         finally:
             process.kill()
     holding = [path for path in (where / "run").rglob("*") if path.is_file() and token.encode() in path.read_bytes()]

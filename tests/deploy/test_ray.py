@@ -71,7 +71,7 @@ def fleet(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sl
     """Two engines on two nodes, each on the GPU that Ray believes its node to have. Afterwards, nothing of them must be left."""
     run_dir = tmp_path_factory.mktemp("run")
     cluster = RayConfig(strategy="STRICT_SPREAD")
-    settings = {"engines": 2, "engine": OPTIONS, "devices": "auto", "cluster": cluster}
+    settings = {"engines": 2, "engine": OPTIONS, "devices": "auto", "cluster": cluster, "start_timeout": 600}
     with slipstream.launch(nodes.model, run_dir=run_dir, **settings) as bridge:
         assert [e.info.devices for e in bridge.status().engines] == [("0",), ("0",)]
         assert nodes.ray.available_resources().get("GPU", 0) == 0
@@ -120,7 +120,7 @@ def busy(bridge: slipstream.Bridge) -> str:
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=20)[1]
+    return not psutil.wait_procs(processes, timeout=120)[1]
 
 
 def eventually(done: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
@@ -194,7 +194,7 @@ def test_an_actor_for_frameworks(nodes: Nodes, tmp_path: Path) -> None:
     actor = nodes.ray.remote(RolloutActor).remote(str(nodes.model), engine=OPTIONS, run_dir=tmp_path / "run")
 
     def get(call: Any) -> Any:
-        return nodes.ray.get(call, timeout=60)
+        return nodes.ray.get(call, timeout=300)
 
     def answers() -> Any:
         calls = [actor.generate.remote([(1, 2, 3), (4, 5)], GREEDY), actor.compute_logprobs.remote([(1, 2, 3, 4)])]

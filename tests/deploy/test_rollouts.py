@@ -57,7 +57,7 @@ def kill(bridge: Any, name: str) -> None:
 
 def healed(bridge: Any, params: Any) -> None:
     """Wait until the engine is back, and repair it."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         try:
             if bridge.status().engines and bridge.status().engines[0].state == "ready":

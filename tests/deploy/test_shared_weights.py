@@ -114,7 +114,7 @@ def engines(bridge):
     return {e.info.name: e for e in bridge.status().engines}
 
 
-def wait_until(done, seconds=60.0):
+def wait_until(done, seconds=300.0):
     until = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < until, "it did not come to pass"

@@ -29,7 +29,7 @@ def test_two_ranks_bring_their_shards_to_two_nodes(tmp_path):
         own = environment({**job, "GLOO_SOCKET_IFNAME": "eth0"})
         own["PATH"] = f"{cluster}:{own['PATH']}"
         done = subprocess.run(
-            ["srun", *role, "--", *trainer], env=own, capture_output=True, text=True, timeout=300, check=False
+            ["srun", *role, "--", *trainer], env=own, capture_output=True, text=True, timeout=1200, check=False
         )
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))

@@ -38,7 +38,7 @@ from slipstream.types import (
 )
 
 NAME = "attached"
-START_SECONDS = 450.0
+START_SECONDS = 1500.0
 SECONDS = 120.0
 
 

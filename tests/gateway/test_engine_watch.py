@@ -123,7 +123,7 @@ def test_nothing_of_an_engine_that_lies_is_delivered(lie):
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(50):
         while not await condition():
             await asyncio.sleep(0.02)
 

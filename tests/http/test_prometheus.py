@@ -93,11 +93,13 @@ HEADERS = {"Authorization": "Bearer a-token"}
 
 
 def scrape(url):
-    return httpx.get(f"{url}/metrics", headers=HEADERS).text
+    return httpx.get(f"{url}/metrics", headers=HEADERS, timeout=60).text
 
 
 def test_the_metrics_say_what_happened(url):
-    httpx.post(f"{url}/v1/completions", headers=HEADERS, json={"prompt": [1], "max_tokens": 2}).raise_for_status()
+    httpx.post(
+        f"{url}/v1/completions", headers=HEADERS, json={"prompt": [1], "max_tokens": 2}, timeout=60
+    ).raise_for_status()
     samples = {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(scrape(url))
@@ -124,7 +126,7 @@ def names_of(text):
 
 
 def test_every_metric_of_the_dashboard_exists(url):
-    httpx.get(f"{url}/ready", headers=HEADERS)
+    httpx.get(f"{url}/ready", headers=HEADERS, timeout=60)
     scraped = names_of(scrape(url))
     text = DASHBOARD.read_text()
     assert len(names_of(text)) > 20 and names_of(text) <= scraped

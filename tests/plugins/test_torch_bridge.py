@@ -83,7 +83,7 @@ def test_local_mode_brings_each_step_to_the_engines(fleet, tmp_path):
             assert tokens(fleet) == hf_greedy(module, PROMPT, COUNT)
             seen.append((version, tokens(fleet)))
         assert [version for version, _ in seen] == list(range(seen[0][0], seen[0][0] + 3)) and len(set(seen)) == 3
-        left = Path(httpx.get(f"{fleet.http_url}/bridge/info").json()["weights"])
+        left = Path(httpx.get(f"{fleet.http_url}/bridge/info", timeout=60).json()["weights"])
     assert not list(left.glob("torch-*"))
     with pytest.raises(NotReady, match="call initialize"):
         bridge.broadcast_weights()
@@ -165,7 +165,7 @@ def test_the_gateway_warns_that_it_asks_for_no_token(fleet):
     ],
 )
 def test_without_a_token_only_local_trainers_are_served(fleet, path, headers, status):
-    assert httpx.get(fleet.http_url + path, headers=headers).status_code == status
+    assert httpx.get(fleet.http_url + path, headers=headers, timeout=60).status_code == status
 
 
 def test_without_the_switch_a_token_is_needed(tmp_path):

@@ -30,7 +30,7 @@ def test_ten_syncs_of_six_architectures_generate_the_tokens_of_transformers(tmp_
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     *found, refused = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

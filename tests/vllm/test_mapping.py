@@ -18,7 +18,7 @@ from slipstream.observe import doctor
 from tests.tiny import tiny_config, write_config
 from tests.vllm.real import PYTHON, needs_vllm
 
-pytestmark = [needs_vllm, pytest.mark.timeout(600)]
+pytestmark = needs_vllm
 
 FAMILIES = ("mixtral", "qwen3_moe", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Families with experts come first: vLLM creates their process groups only if the first model has experts."""

@@ -59,7 +59,7 @@ from tests.vllm.real import PYTHON, needs_vllm
 
 pytestmark = needs_vllm
 
-START_SECONDS = 200.0
+START_SECONDS = 1500.0
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -170,6 +170,7 @@ def test_an_update_while_samples_are_generated(bridge: Bridge, subject: Subject,
 
     async def run() -> Completions:
         running = asyncio.create_task(bridge.agenerate([PROMPT] * 3, sampling, adapter=names))
+        await asyncio.sleep(0)  # sends them
         await started()
         await subject.engine.pause()
         syncing = bridge.start_sync(tree(LORAS[0], seed=2), adapter=LORAS[0], in_flight=in_flight)

@@ -35,7 +35,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--disable-gpu"], timeout=180_000)
         yield browser
         browser.close()
 
@@ -66,6 +66,7 @@ class Dashboard:
         if key not in self._pages:
             size = {"width": width, "height": 900}
             context = self.browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+            context.set_default_timeout(120_000)
             context.set_default_timeout(20_000)
             if login:
                 cookie = {"name": self.access.cookie_name, "value": self.access.log_in(TOKEN), "url": self.base}
@@ -150,7 +151,13 @@ def live(server: Dashboard) -> Iterator[Callable[[], None]]:
         process.wait()
         process.stdin.close()
         process.stdout.close()
-        shutil.rmtree(server.root / "live")
+        wait_for(lambda: is_gone(server.root / "live"))
+
+
+def is_gone(directory: Path) -> bool:
+    """Delete a directory in which the server may just now be creating a file, as readers of SQLite do."""
+    shutil.rmtree(directory, ignore_errors=True)
+    return not directory.exists()
 
 
 def killed_run(directory: Path) -> None:

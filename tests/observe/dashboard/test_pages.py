@@ -62,7 +62,8 @@ def test_a_slow_page_opens_while_its_run_changes(dashboard: Dashboard, live: Any
     page = dashboard.open("fleet", "live")
     held: list[Any] = []
     page.route("**/steps?*", lambda route: held.append(route))
-    page.keyboard.press("1")
+    with page.expect_request("**/steps?*"):
+        page.keyboard.press("1")
     for _ in range(3):
         live()
         page.wait_for_timeout(700)  # the server looks twice a second

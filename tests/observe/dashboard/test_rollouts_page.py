@@ -73,7 +73,8 @@ def test_a_completion_of_36000_tokens_opens_at_once(dashboard: Dashboard) -> Non
     page.locator(".siblings button").first.click()
     page.get_by_role("heading", name="Completion, 36,000 tokens", exact=True).wait_for()
     assert page.locator(".tokens span").count() >= 600  # the first ones are there with the heading
-    wait_for(lambda: page.locator(".tokens span").count() == recorded.LONG)  # Ctrl-F finds the others
+    all_there = "(count) => document.querySelectorAll('.tokens span').length === count"  # Ctrl-F finds the others
+    page.wait_for_function(all_there, arg=recorded.LONG, polling=500, timeout=180_000)
     page.locator(".tokens").focus()
     page.keyboard.press("End")
     assert "35,999 of 36,000" in page.locator(".tip").inner_text()

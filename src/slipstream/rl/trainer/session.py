@@ -28,7 +28,7 @@ from slipstream.rl.rewards.reward_model import check_reward_model
 from slipstream.rl.trainer import resume
 from slipstream.runtime.private_files import private_directory
 
-VLLM_START_SECONDS = 300.0
+VLLM_START_SECONDS = 1200.0
 """vLLM compiles when it starts: one to two minutes on a GPU."""
 
 
