@@ -186,7 +186,7 @@ def start_recording(directory: Path) -> subprocess.Popen[str]:
     return process
 
 
-def wait_for(is_done: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(is_done: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_done():
         assert time.monotonic() < deadline, "nothing happened"
