@@ -7,8 +7,10 @@
 #   SLIPSTREAM_REQUIRE_BROWSER=1  fail if Chromium, which the dashboard's tests need, is missing and cannot be installed
 #   SLIPSTREAM_REQUIRE_NETNS=1    fail if network namespaces, which the multi-host tests need, are unavailable
 #   SLIPSTREAM_TEST_RETRY=1       repeat tests that failed, if they are few; those that pass then are listed as unstable
+#   SLIPSTREAM_TEST_MINUTES=80    stop tests that still run then (default: 150), so that there is a summary of the others
 #   SLIPSTREAM_TEST_WORKERS       number of pytest workers beside the tests of vLLM (default: 3, as tests also wait)
 set -u
+deadline=$(($(date +%s) + 60 * ${SLIPSTREAM_TEST_MINUTES:-150}))
 venv=$1 vllm=$2
 log=$vllm.log
 work=$(mktemp -d)
@@ -18,19 +20,24 @@ mkdir "$JAX_COMPILATION_CACHE_DIR"
 trap 'rm -rf "$work"' EXIT
 line="=================================================================================================="
 
-# Run pytest with a time limit, as it may wait forever for children of a crashed test process: run_tests LIMIT NAME ARGUMENTS...
-run_tests() {
-    limit=$1 name=$2
-    shift 2
-    set -- "$venv/bin/python" -m pytest -o cache_dir="$work/$name" "$@"
-    if command -v timeout > /dev/null; then set -- timeout --foreground --signal=INT --kill-after=30 "$limit" "$@"; fi
+within_time() {
+    left=$((deadline - $(date +%s)))
+    if command -v timeout > /dev/null; then set -- timeout --foreground --signal=INT --kill-after=30 $((left > 1 ? left : 1)) "$@"; fi
     "$@"
+}
+
+# Run pytest until the deadline, as it may wait forever for children of a crashed test process: run_tests NAME ARGUMENTS...
+run_tests() {
+    name=$1
+    shift
+    set -- "$venv/bin/python" -m pytest -o cache_dir="$work/$name" "$@"
+    within_time "$@"
     status=$?
     if test "$status" -ne 1 -o "${SLIPSTREAM_TEST_RETRY:-0}" = 0; then return "$status"; fi
     names=$work/$name.failed # JSON has a line for each test that failed; all tests of a module fail with its fixture
     sed -n 's/^  "\(.*\)": true,*$/\1/p' "$work/$name/v/cache/lastfailed" > "$names"
     if test "$(sed 's/::.*//' "$names" | sort -u | wc -l)" -gt 3; then return "$status"; fi
-    "$@" --last-failed -n 0 --junitxml="$work/again.xml" && cat "$names" >> "$unstable"
+    within_time "$@" --last-failed -n 0 --junitxml="$work/again.xml" && cat "$names" >> "$unstable"
 }
 
 # Beside the other tests: those of determinism, with the optimizations that users get, those under faults, and those with vLLM.
@@ -40,17 +47,17 @@ run_tests() {
     setup=$?
     until test -e "$venv/.installed-test"; do sleep 1; done
     failed=0
-    SLIPSTREAM_TEST_OPTIMIZED=1 run_tests 60m determinism tests/engines/test_determinism.py || failed=1
-    run_tests 60m chaos tests/chaos || failed=1 # here, as the other tests take longer than those with vLLM
+    SLIPSTREAM_TEST_OPTIMIZED=1 run_tests determinism tests/engines/test_determinism.py || failed=1
+    run_tests chaos tests/chaos || failed=1 # here, as the other tests take longer than those with vLLM
     test "$setup" -eq 0 || exit $((200 + failed))
     # One thread that does not spin is enough for tiny models, and leaves the processor to the other tests. So does not compiling
     # the few functions that vLLM would have compiled.
     export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive VLLM_CPU_OMP_THREADS_BIND=nobind TORCHDYNAMO_DISABLE=1
-    SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python" run_tests 120m vllm tests/vllm && exit "$failed"
+    SLIPSTREAM_VLLM_PYTHON="$(pwd)/$vllm/bin/python" run_tests vllm tests/vllm && exit "$failed"
 ) > "$log" 2>&1 &
 beside=$!
 make VENV="$venv" "$venv/.installed-test" || { kill "$beside"; exit 1; }
-run_tests 150m main --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
+run_tests main --ignore=tests/vllm --ignore=tests/gpu --ignore=tests/engines/test_determinism.py \
     --ignore=tests/chaos -n "${SLIPSTREAM_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder \
     --max-worker-restart=0 --junitxml="$report"
 other_tests=$?
