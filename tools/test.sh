@@ -10,11 +10,12 @@
 #   SLIPSTREAM_TEST_MINUTES=80    stop tests that still run then (default: 150), so that there is a summary of the others
 #   SLIPSTREAM_TEST_WORKERS       number of pytest workers beside the tests of vLLM (default: 3, as tests also wait)
 set -u
-deadline=$(($(date +%s) + 60 * ${SLIPSTREAM_TEST_MINUTES:-150}))
+minutes=${SLIPSTREAM_TEST_MINUTES:-150}
+deadline=$(($(date +%s) + 60 * minutes))
 venv=$1 vllm=$2
 log=$vllm.log
 work=$(mktemp -d)
-report=$work/report.xml unstable=$work/unstable
+report=$work/report.xml unstable=$work/unstable stopped=$work/stopped
 export JAX_COMPILATION_CACHE_DIR="$work/jax" # programs are compiled once for all tests below
 mkdir "$JAX_COMPILATION_CACHE_DIR"
 trap 'rm -rf "$work"' EXIT
@@ -33,6 +34,7 @@ run_tests() {
     set -- "$venv/bin/python" -m pytest -o cache_dir="$work/$name" "$@"
     within_time "$@"
     status=$?
+    if test "$status" -eq 124; then echo "STOPPED after $minutes minutes: not all tests of part '$name' ran." >> "$stopped"; fi
     if test "$status" -ne 1 -o "${SLIPSTREAM_TEST_RETRY:-0}" = 0; then return "$status"; fi
     names=$work/$name.failed # JSON has a line for each test that failed; all tests of a module fail with its fixture
     sed -n 's/^  "\(.*\)": true,*$/\1/p' "$work/$name/v/cache/lastfailed" > "$names"
@@ -83,6 +85,11 @@ if test -n "$not_run"; then
     echo "NOT RUN: these multi-host tests, because network namespaces cannot be created here, neither as root with"
     echo "'ip netns' nor in a user namespace. Set SLIPSTREAM_REQUIRE_NETNS=1 to make this a failure."
     echo "$not_run"
+    echo "$line"
+fi
+if test -s "$stopped"; then
+    echo "$line"
+    cat "$stopped"
     echo "$line"
 fi
 if test -s "$unstable"; then
