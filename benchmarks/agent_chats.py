@@ -163,9 +163,9 @@ class Chat:
         bias = {str(self._token(FAMILIES[self.family].end_of_turn)): self.random.choice((0.0, 4.0))}
         answer = await self.client.chat.completions.create(
             model="",
-            messages=messages,  # type: ignore[arg-type]  # plain dicts
+            messages=messages,  # plain dicts
             max_tokens=self.random.randint(2, MAX_TOKENS),
-            logit_bias=bias,  # type: ignore[arg-type]  # floats
+            logit_bias=bias,  # floats
             extra_headers={"X-Slipstream-Session": self.id},
             extra_body={"return_token_ids": True},
         )

@@ -40,7 +40,7 @@ class WorkerDraft:
         try:
             with set_current_vllm_config(self._config):
                 initialize_layerwise_reload(self._module)
-                self._module.load_weights(chain(tensors.items(), kept))  # type: ignore[operator]
+                self._module.load_weights(chain(tensors.items(), kept))
                 finalize_layerwise_reload(self._module, self._model_config)
         except BaseException:
             abandon(self._module)

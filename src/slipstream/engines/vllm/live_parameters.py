@@ -254,7 +254,7 @@ class LiveParameters:
 def _elapsed(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
     """Return the seconds between two recorded times; waits for the second."""
     if isinstance(start, float) or isinstance(end, float):
-        return float(end) - float(start)  # type: ignore[arg-type]
+        return float(end) - float(start)
     end.synchronize()
     return 1e-3 * float(start.elapsed_time(end))
 

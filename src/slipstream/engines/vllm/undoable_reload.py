@@ -92,7 +92,7 @@ def pack_tied(model: torch.nn.Module) -> None:
         if (weight := getattr(module, "weight", None)) is None:
             continue
         if id(weight) in seen and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
+            module.quant_method.process_weights_after_loading(module)
         seen.add(id(weight))
 
 

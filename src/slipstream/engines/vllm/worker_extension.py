@@ -343,7 +343,7 @@ class WorkerExtension(AdapterExtension):
         for storage in self._slipstream_storages(tag):
             if storage.nbytes() == 0 and (size := self._slipstream_sizes.pop(storage._cdata, 0)):
                 storage.resize_(size)
-                storage.fill_(0)  # type: ignore[attr-defined]
+                storage.fill_(0)
 
     def _slipstream_storages(self, tag: str) -> list[torch.UntypedStorage]:
         tensors = (

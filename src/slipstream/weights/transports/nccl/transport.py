@@ -211,7 +211,7 @@ def _packer(plan: Plan, moves: dict[int, Move], device: jax.Device | torch.devic
     if type(device).__module__ == "torch":
         from slipstream.weights.transports.nccl.torch_packing import TorchPacker
 
-        return TorchPacker(plan, moves, device)  # type: ignore[arg-type]
+        return TorchPacker(plan, moves, device)
     import jax
 
     return Packer(plan, moves, device or jax.local_devices()[0])
