@@ -40,7 +40,7 @@ bench: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) uv || true
+	$(PIP) uv 'setuptools>=78.1.1' || true # Python 3.11 brings a setuptools with a known vulnerability
 	$(INSTALL) -e '.[plot,bench]'
 	@touch $@
 
