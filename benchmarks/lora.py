@@ -3,7 +3,7 @@ r"""LoRA adapters on one engine in another process: how long the update of one t
     python benchmarks/lora.py [--engine embedded] [--layers 30] [--slots 64] [--rank 8] [--repeats 15] \
         [--json benchmarks/results/lora.json]
 
-The model has the 135M shape (SmolLM2) in float32. Adapters change all four projections of attention. The references, in the
+Where JAX has a GPU, trainer and engines share it. The model has the 135M shape (SmolLM2) in float32. Adapters change all four projections of attention. The references, in the
 same rounds: a sync of all weights, and an engine without adapters, whose tokens per second are compared with those of an engine
 with adapters: for the base model, for one adapter, and for as many adapters as there are rows. Medians are printed."""
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import statistics
 import tempfile
 import time
@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import psutil
+from machine import describe_device
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -37,7 +37,7 @@ from slipstream.model.transformer.adapters import init_adapter
 from slipstream.types import Lora, SamplingParams
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-MAX_SECONDS = 0.010
+MAX_SECONDS = {"cpu": 0.010, "gpu": 0.005}
 ROWS, TOKENS = 64, 4
 
 
@@ -48,16 +48,19 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--vllm-python", default="", help="Python command of an environment with vLLM")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = measure(arguments.engine, arguments.layers, arguments.slots, arguments.rank, arguments.repeats)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on a GPU, trainer and engines share it
+    results = measure(arguments)
     show(results, Console())
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def measure(engine: str, layers: int, slots: int, rank: int, repeats: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    layers, slots, rank = arguments.layers, arguments.slots, arguments.rank
     config = ModelConfig(
         "llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=layers, num_heads=9,
         num_kv_heads=3, head_dim=64, tie_word_embeddings=True,
@@ -70,14 +73,16 @@ def measure(engine: str, layers: int, slots: int, rank: int, repeats: int) -> di
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (root / "config.json").write_text(json.dumps(to_hf(config)))
-        kind = {"embedded": EmbeddedConfig, "vllm": VllmConfig}[engine]
+        shared: dict[str, Any] = dict(dtype="float32", max_num_seqs=ROWS, max_model_len=64, kv_cache_tokens=64 * ROWS)
+        if arguments.engine == "embedded":
+            engine = EmbeddedConfig(device_weights=jax.default_backend() == "gpu", **shared)
+        else:
+            engine = VllmConfig(python=arguments.vllm_python, **shared)
         room = AdapterConfig(slots=slots, rank=rank, targets=TARGETS)
         with_adapters, without = (
             stack.enter_context(
                 slipstream.launch(
-                    root,
-                    engine=kind(max_num_seqs=ROWS, max_model_len=64, adapters=adapters),
-                    run_dir=root / name,
+                    root, engine=engine.replace(adapters=adapters), run_dir=root / name, share_gpus=True, start_timeout=400
                 )
             )
             for name, adapters in (("with", room), ("without", None))
@@ -95,7 +100,7 @@ def measure(engine: str, layers: int, slots: int, rank: int, repeats: int) -> di
         }
         for bridge, names in lanes.values():
             generate(bridge, names)
-        for turn in track(range(repeats), "rounds"):
+        for turn in track(range(arguments.repeats), "rounds"):
             for name, report in (
                 ("all weights", with_adapters.sync(versions[turn % 2])),
                 ("all weights, none changed", with_adapters.sync(versions[turn % 2])),
@@ -108,8 +113,8 @@ def measure(engine: str, layers: int, slots: int, rank: int, repeats: int) -> di
                 for name, (bridge, names) in lanes.items():
                     rates[name].append(generate(bridge, names))
     return {
-        "machine": {"system": platform.platform(), "cpus": psutil.cpu_count(), "jax": jax.__version__},
-        "engine": engine,
+        "machine": describe_device(),
+        "engine": arguments.engine,
         "layers": layers,
         "slots": slots,
         "rank": rank,
@@ -150,8 +155,9 @@ def show(results: dict[str, Any], console: Console) -> None:
         table.add_row(name, f"{value:.0f}", f"{value / reference:.2f}")
     console.print(table)
     slowest = max(value for name, value in results["median_seconds"].items() if "adapter" in name)
-    verdict = "reached" if slowest <= MAX_SECONDS else "not reached"
-    console.print(f"target of {MAX_SECONDS * 1e3:.0f} ms for the update of one adapter: {verdict}")
+    goal = MAX_SECONDS["cpu" if results["machine"]["device"] == "cpu" else "gpu"]
+    verdict = "reached" if slowest <= goal else "not reached"
+    console.print(f"target of {goal * 1e3:.0f} ms for the update of one adapter: {verdict}")
 
 
 if __name__ == "__main__":

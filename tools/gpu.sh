@@ -24,8 +24,10 @@
 #            compared with cold starts; 8 minutes
 #   train    tests of the train step, and its benchmark: 1.24B, 8 × 1,024 tokens; 9 minutes
 #   trainlong  the same benchmark with 4 × 8,192 tokens; 9 minutes
-#   grpo     whole GRPO steps with the embedded engine and with vLLM, compared with TRL; 9 minutes. Needs TRL: installed, or
-#            as wheels in carry/trl*/
+#   adapters LoRA adapters: tests with vLLM, then the benchmark with the embedded engine and with vLLM; not timed yet
+#   onpolicy deltas, logprobs equal to the bit, and routing replay; not timed yet
+#   trl      TRL's unmodified GRPOTrainer, with weights over NCCL. Needs TRL: installed, or as wheels in carry/trl*/
+#   grpo     whole GRPO steps with the embedded engine and with vLLM, compared with TRL; 9 minutes. Needs TRL as well
 #
 # Wheels of TRL, for a machine without network that has torch, transformers and accelerate. Two folders, since pyarrow alone
 # has 55 MB, and uploads may be limited:
@@ -53,6 +55,16 @@ logged() { # logged NAME COMMAND...: run the command with output in NAME.log, re
 }
 
 pytest() { "$python" -m pytest -q -rs -s -p no:cacheprovider "$@"; }
+
+trl_wheels() {
+    # A folder of another name would not do: dill pickles modules outside of "site-packages" by value, and pyarrow cannot.
+    local site
+    site=$(realpath "$out")/trl/site-packages
+    for wheel in carry/trl*/*.whl; do
+        [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$site" || exit
+    done
+    export PYTHONPATH=$PYTHONPATH:$site
+}
 
 smollm() {
     "$python" -m slipstream.cli train examples/smollm_grpo.toml "run_dir=$out/smollm" &&
@@ -157,13 +169,27 @@ case $what in
     trainlong)
         logged train_step_long "$python" benchmarks/train_step.py --gpu --cases 4x8192 --json "$out/train_step_long.json"
         ;;
-    grpo)
-        # A folder of another name would not do: dill pickles modules outside of "site-packages" by value, and pyarrow cannot.
-        site=$(realpath "$out")/trl/site-packages
-        for wheel in carry/trl*/*.whl; do
-            [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$site" || exit
+    adapters)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        logged vllm pytest tests/gpu/test_vllm_lora_gpu.py
+        for engine in embedded vllm; do
+            logged "lora-$engine" "$python" benchmarks/lora.py --engine "$engine" --vllm-python "$python" --slots 8 \
+                --json "$out/lora_$engine.json"
         done
-        export PYTHONPATH=$PYTHONPATH:$site
+        ;;
+    onpolicy)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        logged delta pytest tests/gpu/test_delta_gpu.py
+        logged onpolicy pytest tests/gpu/test_on_policy_gpu.py
+        logged routes "$python" benchmarks/routing_replay.py --gpu --json "$out/routing_replay_gpu.json"
+        ;;
+    trl)
+        export XLA_PYTHON_CLIENT_PREALLOCATE=false
+        trl_wheels
+        logged trl pytest tests/gpu/test_trl_gpu.py
+        ;;
+    grpo)
+        trl_wheels
         logged grpo_step "$python" benchmarks/grpo_step.py --gpu --sides ours,ours-vllm,trl --vllm-python "$python" \
             --json "$out/grpo_step_gpu.json"
         ;;
