@@ -75,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         (root / "config.json").write_text(json.dumps(to_hf(config)))
         shared: dict[str, Any] = dict(dtype="float32", max_num_seqs=ROWS, max_model_len=64, kv_cache_tokens=64 * ROWS)
         if arguments.engine == "embedded":
-            engine = EmbeddedConfig(device_weights=jax.default_backend() == "gpu", **shared)
+            engine = EmbeddedConfig(**shared)
         else:
             engine = VllmConfig(python=arguments.vllm_python, **shared)
         room = AdapterConfig(slots=slots, rank=rank, targets=TARGETS)

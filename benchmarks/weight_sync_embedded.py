@@ -67,9 +67,7 @@ def measure(name: str, rounds: int, console: Console) -> dict[str, Any]:
     dtype: Literal["float32", "bfloat16"] = "float32" if is_tiny else "bfloat16"
     specs = families.tensors(config)
     result: dict[str, Any] = {"tensors": len(specs), "seconds": {}, "verified": {}, "failed": {}}
-    options = EmbeddedConfig(
-        dtype=dtype, max_num_seqs=16, max_model_len=512, kv_cache_tokens=8192, device_weights=not is_tiny
-    )
+    options = EmbeddedConfig(dtype=dtype, max_num_seqs=16, max_model_len=512, kv_cache_tokens=8192)
     versions = [make(specs, dtype, seed) for seed in range(2)]
     result["num_bytes"] = sum(array.nbytes for array in versions[0].values())
     copy = host_copy(versions) if is_tiny else raw_copy(versions)

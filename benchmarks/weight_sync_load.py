@@ -57,9 +57,7 @@ def run(engine: str, on_gpu: bool, num_syncs: int, running: int, waiting: int, p
     shared: dict[str, Any] = dict(
         dtype=dtype, max_num_seqs=running, max_model_len=8 * tokens, kv_cache_tokens=running * 8 * tokens
     )
-    options = (
-        VllmConfig(python=python, **shared) if engine == "vllm" else EmbeddedConfig(device_weights=on_gpu, **shared)
-    )
+    options = VllmConfig(python=python, **shared) if engine == "vllm" else EmbeddedConfig(**shared)
     specs = families.tensors(config)
     versions = [make(specs, dtype, seed) for seed in range(2)]
     turns = itertools.cycle(versions)

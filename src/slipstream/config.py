@@ -197,9 +197,6 @@ class EmbeddedConfig(_LocalEngineSettings):
     record_routes: bool = False
     """Return with each completion the experts that its tokens were sent to, for `replay_routes` of a training run. For models
     with experts."""
-    device_weights: bool = False
-    """Copy new weights from GPU memory of a trainer in another process (`cuda`), instead of receiving them through the host.
-    Off by default because it has not run on a GPU yet."""
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.engines.embedded.scheduling.steps_per_tick import (
+    LONGEST_TICK_SECONDS,
     MAX_BUSY_OVERHEAD,
+    MAX_OVERHEAD,
     MAX_TICK_SECONDS,
     MIN_TICK_SECONDS,
     StepsPerTick,
@@ -22,11 +24,23 @@ def test_as_many_steps_as_fit() -> None:
     limits = StepsPerTick(SIZES)
     assert limits.steps(8, most=16) == 16 and limits.overhead(8) == 1  # no measurements yet
     limits.record_tick(7, 10, 0.1, 0.02)
-    assert limits.steps(8, most=16) == 3 and limits.overhead(8) == 2
-    assert limits.steps(32, most=16) == 3  # taken from the nearest measured size
+    assert limits.steps(8, most=16) == 15 and limits.overhead(8) == 2
+    assert limits.steps(32, most=16) == 15  # taken from the nearest measured size
     for _ in range(50):
-        limits.record_tick(17, 1, 1.0, 0.5)
+        limits.record_tick(17, 1, 1.0, 0.0)
     assert limits.steps(32, most=16) == 1 and limits.steps(0, most=16) == 3
+
+
+def test_ticks_are_long_enough_for_the_overhead_of_the_host() -> None:
+    limits = StepsPerTick(SIZES)
+    for host_seconds, expected in (
+        (0.0001, MAX_TICK_SECONDS),
+        (0.002, 0.002 / MAX_OVERHEAD),
+        (0.1, LONGEST_TICK_SECONDS),
+    ):
+        for _ in range(100):
+            limits.record_tick(8, 1, 0.01, host_seconds)
+        assert round(limits.tick_seconds, 9) == expected
 
 
 def test_a_tick_ends_early_when_the_remaining_rows_fit_a_smaller_program() -> None:
@@ -57,14 +71,14 @@ def run(limits: StepsPerTick, commits: int, interval: float, idle: float, *, ask
 
 def test_waiting_commits_shorten_the_ticks_of_an_idle_engine() -> None:
     limits = StepsPerTick(SIZES)
-    limits.record_tick(8, 10, 0.01, 0.001)
+    limits.record_tick(8, 10, 0.01, 0.0005)
     run(limits, 30, interval=0.07, idle=0.02)
     assert MIN_TICK_SECONDS <= limits.tick_seconds < MAX_TICK_SECONDS / 2
     found = limits.tick_seconds
     run(limits, 100, interval=0.07, idle=0.02)
     assert limits.tick_seconds == found  # it has settled
     run(limits, 1, interval=0.07, idle=0.0)
-    assert limits.tick_seconds == max(found, 0.001 / MAX_BUSY_OVERHEAD)  # now it is busy
+    assert limits.tick_seconds == max(found, 0.0005 / MAX_BUSY_OVERHEAD)  # now it is busy
 
 
 def test_the_overhead_of_a_busy_engine_is_bounded() -> None:
@@ -76,7 +90,7 @@ def test_the_overhead_of_a_busy_engine_is_bounded() -> None:
     run(limits, 1, interval=0.07, idle=0.0)
     assert limits.tick_seconds == MAX_TICK_SECONDS
     run(limits, 100, interval=10.0, idle=0.0)
-    assert limits.tick_seconds == MAX_TICK_SECONDS  # commits are rare, so they wait for a small share
+    assert limits.tick_seconds == LONGEST_TICK_SECONDS  # commits are rare, so they wait for a small share
 
 
 def test_commits_to_an_idle_engine_do_not_shorten_ticks() -> None:
@@ -114,4 +128,4 @@ def test_tick_seconds_stay_within_bounds(commits: list[tuple[float, float, float
     limits = StepsPerTick(SIZES)
     for interval, waited, idle in commits:
         limits.record_commit(interval, waited, idle)
-        assert MIN_TICK_SECONDS <= limits.tick_seconds <= MAX_TICK_SECONDS
+        assert MIN_TICK_SECONDS <= limits.tick_seconds <= LONGEST_TICK_SECONDS

@@ -67,4 +67,6 @@ def test_a_whole_run_is_on_policy_to_the_bit(engines: int, tmp_path) -> None:
     )
     for step in slipstream.train(config).steps:
         print(f"\nstep {step.step}: gap {step.metrics.gap:.1e}, {step.metrics.equal_share:.1%} of tokens equal", end="")
-        assert (step.metrics.gap, step.metrics.equal_share, step.metrics.ratio) == (0, 1, 1)
+        assert step.metrics.gap == 0
+        # XLA divides float32 approximately on a GPU, so that the mean of ones may be 1.0000001.
+        assert (step.metrics.equal_share, step.metrics.ratio) == pytest.approx((1, 1), abs=1e-6)

@@ -42,14 +42,15 @@ print(json.dumps(trainer.state.log_history))
 
 
 def test_trl_trains_unmodified_over_nccl(tmp_path: Path) -> None:
-    model, weights = make_model(tmp_path / "tiny"), Path("/dev/shm") / f"slipstream-trl-{os.getpid()}"
+    model = make_model(tmp_path / "tiny", hidden_size=128, head_dim=32)  # which vLLM has quick kernels for
+    weights = Path("/dev/shm") / f"slipstream-trl-{os.getpid()}"
     weights.mkdir()
     try:
         http = HttpConfig(weights=str(weights), nccl_python=PYTHON)
         env = os.environ | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # trainer and receiver may share the only GPU
         with slipstream.launch(
-            model, engine=engine_options(), engines=1, http=http, run_dir=tmp_path / "run"
+            model, engine=engine_options(), engines=1, http=http, run_dir=tmp_path / "run", start_timeout=400
         ) as bridge:
             token = (tmp_path / "run" / "token").read_text()
             url = bridge.http_url.replace("://", f"://trainer:{token}@")

@@ -14,7 +14,8 @@ import httpx
 
 import slipstream
 from slipstream.bridge.bridge import Bridge
-from tests.tiny import hf_directory
+from slipstream.model.checkpoints import hf_weights
+from tests.tiny import random_params, tiny_config, write_tokenizer
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ style | default('') }}"
@@ -54,9 +55,11 @@ def answer(response: httpx.Response, status: int) -> Any:
     return response.json()
 
 
-def make_model(path: Path, seed: int = 0) -> Path:
+def make_model(path: Path, seed: int = 0, **shape: Any) -> Path:
     """Write a model with a chat template and a tokenizer that transformers can read."""
-    hf_directory(path, seed=seed, tokenizer=True, vocab_size=64)
+    config = tiny_config(vocab_size=64, **shape)
+    hf_weights.save(path, random_params(config, seed), config)
+    write_tokenizer(path)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<eos>",

@@ -22,12 +22,13 @@ import slipstream
 from slipstream.config import EmbeddedConfig, SyncOptions
 from slipstream.errors import DeadlineExceeded, MappingError, NonFiniteWeights, TransferError, UpdateInProgress
 from slipstream.model import families
+from slipstream.model.tree import flatten
 from slipstream.runtime import event_loop
 from slipstream.types import CommitReport, Destinations, Offer, StageReport, UpdateReports, UpdateSteps
 from slipstream.weights.sources.named_tensors import named_tensors
 from slipstream.weights.sources.transforms import Permute, Take, Unstack
 from slipstream.weights.sources.tree_mapping import Rule, Target, TreeMapping, Within
-from slipstream.weights.update import publication, transport_choice
+from slipstream.weights.update import publication, publisher, transport_choice
 from slipstream.weights.update.publisher import Publisher
 from slipstream.weights.update.transfer import Sent
 from slipstream.weights.update.unchanged import HeldTensors
@@ -65,6 +66,19 @@ def test_a_whole_tree_as_a_part_is_the_whole(bridge: slipstream.Bridge) -> None:
     """The way to the engine stays, and with it what the engine is known to hold."""
     sent = [bridge.sync(PARAMS, partial=partial).num_bytes for partial in (False, True, False)]
     assert sent == [ALL_BYTES, 0, 0]
+    assert bridge.verify(PARAMS).is_same
+
+
+@pytest.mark.parametrize(("framework", "transport"), [("jax", "device"), ("torch", "memory")])
+def test_only_jax_arrays_go_from_device_to_device(
+    bridge: slipstream.Bridge, framework: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded engine copies them with a JAX program."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(publisher, "on_accelerator", lambda tensors: True)
+    monkeypatch.setattr(publisher, "gpu_ordinals", lambda tensors: set())
+    tensors = {name: torch.tensor(np.asarray(leaf)) for name, leaf in flatten(PARAMS).items()}
+    assert bridge.sync(tensors if framework == "torch" else PARAMS).engines[0].transport == transport
     assert bridge.verify(PARAMS).is_same
 
 

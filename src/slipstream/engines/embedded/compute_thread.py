@@ -200,20 +200,19 @@ class ComputeThread:
             if tick.is_empty:
                 raise RuntimeError("requests are waiting, none is running, and none could be admitted")
             dispatched = self._executor.dispatch(policy, tick)
-            dispatched_at = time.perf_counter()
             self._deliver()
             result = dispatched.wait(policy.version)
             self._executor.take_routes([sample for sample in tick.decode if sample.finish_reason is not None])
-            finished_at = time.perf_counter()
             self._outbox += scheduler.finish_prefill(tick)
             self._outbox += [sample for sample in tick.decode if scheduler.record(sample)]
         except Exception:
             return self._fail_live()
-        ended_at = time.perf_counter()
-        self._draw_rate.add(result.num_drawn, ended_at - started)
-        self._count(tick, result, dispatched_at - started + ended_at - finished_at)
+        seconds = time.perf_counter() - started
+        self._draw_rate.add(result.num_drawn, seconds)
+        self._count(tick, result, seconds)
 
-    def _count(self, tick: Tick, result: TickResult, host_seconds: float) -> None:
+    def _count(self, tick: Tick, result: TickResult, seconds: float) -> None:
+        host_seconds = max(0.0, seconds - result.prefill_seconds - result.decode_seconds)
         if result.num_steps:
             self._steps_per_tick.record_tick(len(tick.decode), result.num_steps, result.decode_seconds, host_seconds)
         self._seconds["prefill"] += result.prefill_seconds
@@ -240,7 +239,7 @@ class ComputeThread:
     def _swap(self, swap: _Swap) -> None:
         if not swap.done.set_running_or_notify_cancel():
             return
-        boundary, redrawn = time.perf_counter(), 0
+        boundary, redrawn, before = time.perf_counter(), 0, self.policy
         rate = self._draw_rate.tokens_per_second if self._has_draws else 0.0
         try:
             if swap.in_flight in ("recompute", "requeue"):
@@ -254,6 +253,7 @@ class ComputeThread:
         stopped_at, self._held_at = self._held_at or boundary, None
         pause = time.perf_counter() - stopped_at
         swap.done.set_result(CommitReport(pause, boundary - swap.requested_at, 0.0, rate, redrawn))
+        del before  # frees the old weights, unless they are referenced elsewhere; until here, so that nothing waits for it
 
     @property
     def _has_draws(self) -> bool:
@@ -299,7 +299,7 @@ class ComputeThread:
         self._outbox += [FailedRequest(request, error) for request in failed]
 
     def _set_policy(self, policy: Policy) -> None:
-        self.policy = self._executor.to_devices(policy)  # frees the old weights, unless they are referenced elsewhere
+        self.policy = self._executor.to_devices(policy)
         self.drop_reason = None
         self._asleep.discard("weights")
         self._scheduler.set_version(policy.version)
@@ -373,6 +373,7 @@ class ComputeThread:
         self._executor.drop_cache()
 
     def _shut_down(self, error: EngineLost) -> None:
+        self._executor.close()
         self._fail_all(error)
         self._deliver()
         for swap in self._pending_swaps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -126,7 +127,9 @@ class EmbeddedEngine(EngineFrontend):
         self._tensors, self._parameters = tensors_and_parameters(model, draft, options.tensor_parallel_size)
         listen = ListenConfig(options.listen, options.certificate, options.key)
         self._host_inbox = Inbox(self._parameters, options.dtype, name, listen)
-        self._device_inbox = DeviceInbox(self._parameters, options.dtype, name, self._placement.devices)
+        self._device_inbox = DeviceInbox(
+            self._parameters, options.dtype, name, self._placement.devices, self._placement.shardings
+        )
         self._inbox: Inbox | DeviceInbox = self._host_inbox
         """The one that receives the current update, or received the last one."""
         self._is_small_update = False
@@ -239,7 +242,8 @@ class EmbeddedEngine(EngineFrontend):
     @property
     def _device_transports(self) -> tuple[str, ...]:
         """Transports from the GPU of another process."""
-        return ("cuda",) if self._options.device_weights and self._placement.platform == "gpu" else ()
+        has_driver = self._placement.platform == "gpu" and importlib.util.find_spec("cuda") is not None
+        return ("cuda",) if has_driver else ()
 
     @property
     def _shared_transports(self) -> tuple[str, ...]:

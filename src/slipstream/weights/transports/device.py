@@ -144,6 +144,11 @@ def _platform(tensor: Any) -> str:
     return str(next(iter(tensor.sharding.device_set)).platform)
 
 
+def are_jax_arrays(tensors: Mapping[str, Tensor]) -> bool:
+    leaves = (tensor.leaves if isinstance(tensor, MappedTensor) else (tensor,) for tensor in tensors.values())
+    return all(is_jax_array(leaf) for of_tensor in leaves for leaf in of_tensor)
+
+
 def gpu_ordinals(tensors: Mapping[str, Tensor]) -> set[int]:
     """Return the GPUs of this process that hold tensors which are `on_accelerator`."""
     return {ordinal for tensor in tensors.values() for ordinal in _ordinals(tensor)}

@@ -11,11 +11,12 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from slipstream.errors import ChecksumMismatch, TransferError
 from slipstream.weights.device_checksum import jax_checksum
@@ -29,12 +30,21 @@ MAX_PROGRAMS = 4
 """Programs that are kept, since trainers may alternate between whole and partial updates."""
 
 
-class CopyProgram:
-    """Compiled once for the pieces of an update, which are usually the same in the next one."""
+class CopyForm(NamedTuple):
+    shape: tuple[int, ...]
+    sharding: Sharding
 
-    def __init__(self, dtype: str, device: jax.Device) -> None:
-        """`dtype` and `device` are those of the copies."""
-        self._dtype, self._device = numpy_dtype(dtype), device
+
+class CopyProgram:
+    """Compiled once for the pieces of an update, which are usually the same in the next one.
+
+    A model has hundreds of tensors, and any call for each of them takes longer than copying them all. So the program makes
+    arrays that need nothing more."""
+
+    def __init__(self, dtype: str, device: jax.Device, forms: Mapping[int, CopyForm] | None = None) -> None:
+        """`dtype` and `device` are those of the copies. `forms` are the shapes and shardings that copies get, by index of
+        the piece; others keep the shape of their piece."""
+        self._dtype, self._device, self._forms = numpy_dtype(dtype), device, forms or {}
         self._programs: dict[object, Callable[[list[jax.Array]], tuple[list[jax.Array], jax.Array]]] = {}
 
     def __call__(
@@ -43,20 +53,29 @@ class CopyProgram:
         """Start copying pieces, given as arrays and how to cut each. Return the copies and their checksums, which are empty
         unless asked for."""
         cuts = [cut for _, cut in pieces.values()]
-        key = checksums, *map(id, cuts)
+        arrays = [array for array, _ in pieces.values()]
+        is_here = all(array.devices() == {self._device} for array in arrays)
+        key = checksums, is_here, *pieces, *map(id, cuts)
         if key not in self._programs:
+            forms = [self._forms.get(index) for index in pieces]
+            shardings = [form.sharding if form else None for form in forms]
 
             def copy(arrays: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
                 values = [cut(array) for cut, array in zip(cuts, arrays)]
                 sums = [jax_checksum(value) for value in values] if checksums else []
+                values = [v.reshape(form.shape) if form else v for v, form in zip(values, forms)]
                 # An explicit copy: a program returns an unchanged input itself, which the trainer may donate.
                 return [jnp.copy(v.astype(self._dtype)) for v in values], jnp.array(sums, jnp.uint32)
 
             for old in list(self._programs)[: 1 - MAX_PROGRAMS]:
                 del self._programs[old]
-            self._programs[key] = jax.jit(copy)  # `cuts` stay alive with it, and so their ids are not reused
-        copies, sums = self._programs[key]([array for array, _ in pieces.values()])
-        return dict(zip(pieces, jax.device_put(copies, self._device))), sums
+            # `cuts` stay alive with it, and so their ids are not reused
+            self._programs[key] = jax.jit(copy, out_shardings=(shardings, None)) if is_here else jax.jit(copy)
+        copies, sums = self._programs[key](arrays)
+        if not is_here:
+            targets = [form.sharding if form else self._device for form in map(self._forms.get, pieces)]
+            copies = jax.device_put(copies, targets)
+        return dict(zip(pieces, copies)), sums
 
 
 # --- in one process ---

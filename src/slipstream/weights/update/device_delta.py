@@ -1,4 +1,4 @@
-"""Deltas of JAX arrays, found and coded on the device that holds them (`delta="device"`). It ran on CPU; not run on a GPU.
+"""Deltas of JAX arrays, found and coded on the device that holds them (`delta="device"`).
 
 One program per device casts the pieces, compares them with what was sent before, which it keeps there, and gathers the entries
 of `weights/delta.py`. Shapes are static: entries go to a buffer for one in `ENTRIES_SHARE` elements; an update with more is

@@ -11,23 +11,33 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from slipstream.tensors.boxes import full_box, shape_of, slices
 from slipstream.types import Destinations, Offer, Parameter, StageReport
 from slipstream.weights.plan import Move, Plan
 from slipstream.weights.rank_image import numpy_dtype
 from slipstream.weights.transports.device import LOCAL, DeviceReceiver
-from slipstream.weights.transports.device_copy import CopyProgram, LocalReceiver
+from slipstream.weights.transports.device_copy import CopyForm, CopyProgram, LocalReceiver
 from slipstream.weights.update.transfer import EngineInbox, IncomingUpdate
 
 
 class DeviceInbox(EngineInbox):
     """Its methods are those of `Inbox`."""
 
-    def __init__(self, parameters: Sequence[Parameter], dtype: str, name: str, devices: Sequence[jax.Device]) -> None:
-        """`devices` are those of the ranks."""
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        dtype: str,
+        name: str,
+        devices: Sequence[jax.Device],
+        shardings: Mapping[str, Sharding],
+    ) -> None:
+        """`devices` are those of the ranks. `shardings` are those of the engine's arrays by parameter: whole parameters on a
+        single device arrive in them."""
         super().__init__(parameters, dtype, name)
         self._devices = devices
+        self._shardings = shardings if len(devices) == 1 else {}
         self._own = {(p.name, p.rank): p for p in self._parameters}
         self._receivers: list[DeviceReceiver] = []
         self._links: tuple[tuple[bytes, ...], ...] = ()
@@ -51,11 +61,21 @@ class DeviceInbox(EngineInbox):
         links = []
         for rank, device in enumerate(self._devices):
             senders = sorted({move.sender for move in plan.incoming.get(rank, ())})
-            receiver = _receiver(transport, senders, CopyProgram(self._dtype, device), device)
+            program = CopyProgram(self._dtype, device, self._forms(plan, rank))
+            receiver = _receiver(transport, senders, program, device)
             receiver.start()
             self._receivers.append(receiver)
             links.append(tuple(receiver.links.get(sender, b"") for sender in range(1 + max(senders, default=0))))
         self._links = tuple(links)
+
+    def _forms(self, plan: Plan, rank: int) -> dict[int, CopyForm]:
+        """The forms of pieces that are whole parameters."""
+        forms = {}
+        for index, move in enumerate(plan.incoming.get(rank, ())):
+            shape = self._own[move.parameter, rank].shape
+            if move.parameter in self._shardings and move.local_box == full_box(shape):
+                forms[index] = CopyForm(shape, self._shardings[move.parameter])
+        return forms
 
     def receive(
         self, version: int, manifests: Sequence[Sequence[bytes]]
@@ -90,7 +110,7 @@ class DeviceInbox(EngineInbox):
         for name, parts in pieces.items():
             (move, copy), shape = parts[0], self._own[name, rank].shape
             if move.local_box == full_box(shape):
-                local[name] = copy.reshape(shape)
+                local[name] = copy if copy.shape == shape else copy.reshape(shape)
             else:
                 split[name] = parts
         if split:

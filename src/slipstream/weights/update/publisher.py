@@ -23,7 +23,7 @@ from slipstream.weights.checksum import ScanOptions
 from slipstream.weights.plan import Plan, SourceTensor, make_plan
 from slipstream.weights.sources import named_tensors
 from slipstream.weights.sources.named_tensors import Tensor
-from slipstream.weights.transports.device import gpu_ordinals, on_accelerator
+from slipstream.weights.transports.device import are_jax_arrays, gpu_ordinals, on_accelerator
 from slipstream.weights.update import snapshot, transport_choice
 from slipstream.weights.update.publication import AdapterOffer, Publication, Route, UpdateClient
 from slipstream.weights.update.sent_pieces import SentPieces
@@ -202,11 +202,14 @@ class Publisher:
             return dict(self._routes)
         options, on_gpu = self._options, not self._through_host and on_accelerator(tensors)
         routes, ordinals = {}, gpu_ordinals(tensors) if on_gpu else set()
+        is_jax = on_gpu and are_jax_arrays(tensors)
         for engine in engines:
             plan = self._plan(sources, engine, partial)
             is_seen = not on_gpu or gpus.are_visible(ordinals, engine.devices)
+            # The embedded engine has not been tried with PyTorch's memory.
+            reads_gpu = on_gpu and (is_jax or engine.kind != "embedded")
             transport = transport_choice.choose(
-                engine.name, engine.transports, engine.host, engine.pid, options.transport, on_gpu, is_seen
+                engine.name, engine.transports, engine.host, engine.pid, options.transport, reads_gpu, is_seen
             )
             route = self._routes.get(engine.name)
             is_same = route is not None and _identity(route.engine) == _identity(engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -74,6 +75,12 @@ class Executor:
         self._has_cache = False
         self._has_groups = False
         """Rows that start with the same pages have been seen. From then on one kind of program decodes all batches."""
+        self._watch = ThreadPoolExecutor(1, thread_name_prefix="slipstream-clock")
+        """Waits for prefills to end. On a GPU the thread that dispatches cannot: XLA returns from a loop's dispatch, and so from
+        that of a decode program, only with its last step."""
+
+    def close(self) -> None:
+        self._watch.shutdown(wait=False)
 
     @property
     def activity(self) -> str:
@@ -150,15 +157,18 @@ class Executor:
                 draft_cache = draft.copy(draft_cache, tick.copies)
         if tick.prefill:
             batch, size = self._prefill_batch(tick.prefill, PREFILL)
+            started = time.perf_counter()
             prefilled, cache = programs.prefill(params, cache, batch, stacks)
-            dispatched.prefill = ProgramRun(prefilled, size)
+            ended = self._watch.submit(_ended_at, prefilled) if tick.decode else None
+            dispatched.prefill = ProgramRun(prefilled, size, started, ended)
             if draft and draft_cache:
                 _, draft_cache = draft.prefill(policy.draft or {}, draft_cache, batch)
         if tick.scoring:
             wants_top = any(chunk.sample.request.sampling.top_logprobs for chunk in tick.scoring)
             batch, size = self._prefill_batch(tick.scoring, SCORE[wants_top])
+            started = time.perf_counter()
             scores, cache = programs.score(params, cache, batch, programs.max_top if wants_top else 0, stacks)
-            dispatched.scoring = ProgramRun(scores, size)
+            dispatched.scoring = ProgramRun(scores, size, started)
         if tick.decode:
             rich = any(is_rich(sample.request.sampling) for sample in tick.decode)
             num_speculative = 0 if rich else self.shapes.num_speculative
@@ -168,6 +178,7 @@ class Executor:
             program = VERIFY if num_speculative else decode[rich]
             size = programs.choice.choose(program, self.shapes.rows, len(tick.decode), tick.upcoming)
             rows, settings = self._decode_batch(tick, size.taken), self._settings(tick.decode, size.taken, rich)
+            started = time.perf_counter()
             if num_speculative:
                 draft_tokens: Any
                 if draft and draft_cache:
@@ -188,7 +199,7 @@ class Executor:
                 result, cache = programs.decode(
                     params, cache, rows, settings, tick.steps, history, tick.early_exit_rows, stacks
                 )
-            dispatched.decode = ProgramRun(result, size)
+            dispatched.decode = ProgramRun(result, size, started)
         self._cache, self._draft_cache = cache, draft_cache
         return dispatched
 
@@ -277,11 +288,20 @@ def _num_common(tables: Sequence[Sequence[int]]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
+def _ended_at(result: Any) -> float:
+    jax.block_until_ready(result)
+    return time.perf_counter()
+
+
 class ProgramRun(NamedTuple):
     """A dispatched program and its result on the device."""
 
     result: Any
     size: ProgramSize
+    started: float
+    """When it was dispatched. Its time counts from then on, or from the end of the program before it."""
+    ended: Future[float] | None = None
+    """When the device was done, if another program follows; otherwise that is when its result has been fetched."""
 
 
 class DispatchedTick:
@@ -293,29 +313,34 @@ class DispatchedTick:
         self.scoring: ProgramRun | None = None
         self.decode: ProgramRun | None = None
         self.num_drafted = 0
+        self._ended = 0.0
+        """When the last program that was fetched had ended."""
 
     def wait(self, version: int) -> TickResult:
         """Wait for the device and append the results to the samples."""
-        start = time.perf_counter()
+        prefill = scoring = decode = 0.0
         if self.prefill is not None:
-            self._fetch(self.prefill)
+            _, prefill = self._fetch(self.prefill)
         if self.scoring is not None:
-            self._add_scores(self._fetch(self.scoring), version)
-        middle = time.perf_counter()
+            scores, scoring = self._fetch(self.scoring)
+            self._add_scores(scores, version)
         num_drawn = num_steps = num_accepted = 0
         if self.decode is not None:
-            result: DecodeResult = self._fetch(self.decode)
+            result: DecodeResult
+            result, decode = self._fetch(self.decode)
             num_drawn, num_steps = int(result.num_drawn.sum()), int(result.num_drawn.max(initial=0))
             self._add_tokens(result, version)
             num_accepted = num_drawn - len(self._tick.decode) if self.num_drafted else 0
-        end = time.perf_counter()
-        return TickResult(middle - start, end - middle, num_drawn, num_steps, self.num_drafted, num_accepted)
+        return TickResult(prefill + scoring, decode, num_drawn, num_steps, self.num_drafted, num_accepted)
 
-    def _fetch(self, run: ProgramRun) -> Any:
-        start = time.perf_counter()
+    def _fetch(self, run: ProgramRun) -> tuple[Any, float]:
+        """Return the result, and how long the device took for it."""
         result = jax.device_get(run.result)
-        self._choice.record(run.size, time.perf_counter() - start)
-        return result
+        ended = time.perf_counter() if run.ended is None else run.ended.result()
+        seconds = ended - max(run.started, self._ended)
+        self._ended = ended
+        self._choice.record(run.size, seconds)
+        return result, seconds
 
     def _add_scores(self, scores: Sequence[np.ndarray], version: int) -> None:
         row = 0
@@ -343,9 +368,10 @@ class DispatchedTick:
 
 
 class TickResult(NamedTuple):
-    """Times and counts of a finished tick."""
+    """Counts of a finished tick, and how long the device worked on it."""
 
     prefill_seconds: float
+    """Scoring included."""
     decode_seconds: float
     num_drawn: int
     num_steps: int

@@ -35,7 +35,8 @@ class Placement:
         """Arrays over the memory that updates are received into, by name and addresses."""
         self._shapes = {spec.name: spec.shape for spec in tensors(config)}
         self.replicated = NamedSharding(self._mesh, PartitionSpec())
-        self._shardings = {name: self.sharding(dim) for name, dim in shard_dims(config, tp).items()}
+        self.shardings = {name: self.sharding(dim) for name, dim in shard_dims(config, tp).items()}
+        """By tensor."""
         heads = "tp" if config.num_kv_heads % tp == 0 else None
         self.cache = NamedSharding(self._mesh, PartitionSpec(None, heads))
         """Sharding of pages `[pages, kv_heads, …]`."""
@@ -49,7 +50,7 @@ class Placement:
         arrays to its next step or write to memory that it shared. Without `copy`, leaves that need no change are kept."""
         check_shapes({name: leaf.shape for name, leaf in flatten(params).items()}, self._config, "the parameters")
         leaves = {
-            name: jax.device_put(leaf.astype(self.dtype), self._shardings[name], may_alias=not copy)
+            name: jax.device_put(leaf.astype(self.dtype), self.shardings[name], may_alias=not copy)
             for name, leaf in flatten(params).items()
         }
         return unflatten(jax.block_until_ready(leaves))
@@ -60,7 +61,7 @@ class Placement:
             return params  # the common case, and the engine does not step meanwhile
         leaves = {}
         for name, leaf in flatten(params).items():
-            leaves[name] = leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._shardings[name])
+            leaves[name] = leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self.shardings[name])
         return unflatten(jax.block_until_ready(leaves))
 
     @property
@@ -98,7 +99,9 @@ class Placement:
         return unflatten({name: leaves[name] for name in self._shapes})
 
     def _join(self, name: str, shards: Sequence[Any]) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(self._shapes[name], self._shardings[name], list(shards))
+        if len(shards) == 1 and shards[0].sharding == self.shardings[name]:
+            return shards[0]
+        return jax.make_array_from_single_device_arrays(self._shapes[name], self.shardings[name], list(shards))
 
     def adopt(self, arrays: Mapping[str, DLPackView]) -> Params:
         """Build a tree over a trainer's memory on the single device, without a copy."""

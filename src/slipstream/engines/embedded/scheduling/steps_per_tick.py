@@ -1,6 +1,6 @@
 """How many decode steps one tick (a round trip to the device) runs. Pure: measured times in, a number out.
 
-More steps per tick amortize the host's overhead. Two things call for fewer:
+More steps per tick amortize the host's overhead, until it is a small share of the time. Two things call for fewer:
 
 - A commit waits for the tick in progress, new prompts wait for the next one, and the trainer waits for both. Ticks become
   shorter where commits spend a good part of the time between them waiting. An idle engine shortens them freely, a busy one
@@ -11,14 +11,17 @@ More steps per tick amortize the host's overhead. Two things call for fewer:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.engines.embedded.scheduling.shapes import bucket
 
-MAX_TICK_SECONDS, MIN_TICK_SECONDS = 0.03, 0.004
-"""New requests, commits and cancellations wait for a tick to end."""
+LONGEST_TICK_SECONDS, MAX_TICK_SECONDS, MIN_TICK_SECONDS = 0.15, 0.03, 0.004
+"""New requests, commits and cancellations wait for a tick to end. Above the second, ticks are as long as `MAX_OVERHEAD` needs."""
+MAX_OVERHEAD = 1 / 50
+"""Share of the time that the host may take where nobody waits for ticks to end."""
 LONG_WAIT, SHORT_WAIT = 1 / 16, 1 / 64
 """Shares of the time between commits: waiting above the first shortens ticks, below the second lengthens them."""
 MIN_IDLE = 1 / 8
@@ -35,9 +38,15 @@ class StepsPerTick:
     """Moving average of a decode step's time, by row count."""
     host_seconds: float = 0.0
     """Moving average of a tick's time outside its steps."""
-    tick_seconds: float = MAX_TICK_SECONDS
+    limit: float = math.inf
+    """Seconds to which waiting commits have shortened ticks."""
     commit_wait: float = 0.0
     """Moving average of the share of time that commits waited for a tick to end."""
+
+    @property
+    def tick_seconds(self) -> float:
+        longest = min(max(self.host_seconds / MAX_OVERHEAD, MAX_TICK_SECONDS), LONGEST_TICK_SECONDS)
+        return min(self.limit, longest)
 
     def steps(self, rows: int, most: int) -> int:
         seconds = self._step_seconds(rows)
@@ -76,11 +85,11 @@ class StepsPerTick:
         if idle < MIN_IDLE * interval:
             shortest = min(max(self.host_seconds / MAX_BUSY_OVERHEAD, shortest), MAX_TICK_SECONDS)
         if self.commit_wait > LONG_WAIT and self.tick_seconds > shortest:
-            self.tick_seconds /= 2
+            self.limit = self.tick_seconds / 2
             self.commit_wait /= 2  # what it will be with ticks half as long
         elif self.commit_wait < SHORT_WAIT:
-            self.tick_seconds = min(self.tick_seconds * 2, MAX_TICK_SECONDS)
-        self.tick_seconds = max(self.tick_seconds, shortest)
+            self.limit *= 2
+        self.limit = max(self.limit, shortest)
 
 
 def best_num_steps(remaining: Sequence[int], most: int, overhead: float) -> int:
