@@ -1,6 +1,7 @@
 """Checks of the architecture: imports between folders, modules kept out of processes, public names."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -66,13 +67,22 @@ FOLDERS = [
 """All folders of the package, lowest first. A module imports from its own folder and from folders before it."""
 
 
+@functools.cache
+def nodes() -> dict[Path, list[ast.AST]]:
+    """The imports and classes of every file."""
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    paths = (path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
+    return {path: [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, kinds)] for path in paths}
+
+
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """Every module with the modules of this package that it imports, lazy and type-only imports included."""
-    paths = {module_name(path): path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name}
+    paths = {module_name(path): path for path in nodes()}
     found: dict[str, set[str]] = {}
     for module, path in paths.items():
         names: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes()[path]:
             if isinstance(node, ast.ImportFrom) and node.module:
                 names |= {n if (n := f"{node.module}.{a.name}") in paths else node.module for a in node.names}
             elif isinstance(node, ast.Import):
@@ -115,11 +125,10 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_a_class_name_has_one_meaning():
     places: dict[str, list[str]] = {}
-    for path in SOURCE.rglob("*.py"):
-        if "_pb2" not in path.name:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    places.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(SOURCE)))
+    for path, found in nodes().items():
+        for node in found:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(SOURCE)))
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}
 
 

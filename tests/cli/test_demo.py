@@ -1,7 +1,6 @@
 """The demo end to end with real processes, and its output."""
 
 import dataclasses
-import functools
 import io
 import json
 import signal
@@ -15,24 +14,16 @@ import pytest
 from rich.console import Console
 
 from slipstream.cli import demo
-from slipstream.config import EmbeddedConfig, load
+from slipstream.config import load
 from slipstream.errors import ConfigError, Unsupported
 from slipstream.model.checkpoints import hf_weights
-from slipstream.rl.config import AlgorithmConfig, TaskConfig, TrainConfig
+from slipstream.rl.config import TrainConfig
 from slipstream.rl.reporting import plot
 from slipstream.rl.reporting.progress import training_display
 from slipstream.rl.reporting.records import Evaluation, PhaseSeconds, StepRecord, UpdateMetrics, WarmupRecord
 from slipstream.types import SyncReport
+from tests.rl.runs import SHORT
 
-SMALL = TrainConfig(
-    steps=12,
-    warmup_steps=1,
-    eval_prompts=8,
-    engines=0,
-    task=TaskConfig(digits=2),
-    algorithm=AlgorithmConfig(prompts=8, group=8, max_tokens=4),
-    engine=EmbeddedConfig(max_num_seqs=64, max_model_len=16),
-)
 METRICS = UpdateMetrics(loss=-0.1, ratio=1.0, clip_share=0.0, kl=0.0, entropy=0.7, gap=0.0, gradient_norm=2.0)
 SYNC = SyncReport(7, 1000, 0.0, 0.001, 0.001, 0.001, 0.0035, ())
 STEP = StepRecord(20, 6, 0.25, 0.125, 1000, METRICS, PhaseSeconds(0.0, 0.5, 0.0, 0.1, 0.004), SYNC)
@@ -52,7 +43,8 @@ def alive(pid):
 
 
 def test_the_demo_with_processes_and_too_few_steps_says_that_it_did_not_learn(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "TrainConfig", functools.partial(TrainConfig, warmup_steps=2, eval_prompts=32))
+    small = {name: getattr(SHORT, name) for name in ("warmup_steps", "eval_prompts", "task", "algorithm", "engine")}
+    monkeypatch.setattr(demo, "TrainConfig", lambda **settings: TrainConfig(**settings | small))
     out = console()
     assert demo.run(steps=3, engines=1, out=str(tmp_path / "run"), console=out) == 1
     said = out.file.getvalue()
@@ -102,16 +94,16 @@ def test_an_interrupted_demo_ends_its_processes(tmp_path):
 
 def test_exit_codes_of_train(tmp_path):
     def train(name, **changes):
-        config = SMALL.replace(run_dir=str(tmp_path / name), **changes)
+        config = SHORT.replace(run_dir=str(tmp_path / name), **changes)
         return demo.run_train(config, console())
 
-    assert train("reached", warmup_steps=20, target_accuracy=0.001) == 0
-    assert train("missed", steps=1, target_accuracy=1.0) == 1
+    assert train("reached", steps=12, warmup_steps=20, target_accuracy=0.001) == 0
+    assert train("missed", target_accuracy=1.0) == 1
 
 
 def test_without_a_directory_a_run_makes_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert demo.run_train(SMALL.replace(steps=1), console()) == 0
+    assert demo.run_train(SHORT, console()) == 0
     (made,) = (tmp_path / "runs").iterdir()
     assert {"metrics.jsonl", "curve.png", "checkpoint", "model"} <= {p.name for p in made.iterdir()}
 
@@ -125,10 +117,10 @@ def test_a_restarted_trainer_finds_the_programs_that_the_last_one_compiled(tmp_p
     monkeypatch.setattr(demo.TrainSession, "records", interrupt)
     monkeypatch.setattr(jax.config, "update", settings.__setitem__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo.run_train(SMALL.replace(run_dir=str(tmp_path / "run")), console()) == 130
+    assert demo.run_train(SHORT.replace(run_dir=str(tmp_path / "run")), console()) == 130
     assert settings == {}  # the user has configured another cache (tests/conftest.py)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    assert demo.run_train(SMALL.replace(run_dir=str(tmp_path / "run")), console()) == 130
+    assert demo.run_train(SHORT.replace(run_dir=str(tmp_path / "run")), console()) == 130
     assert settings["jax_compilation_cache_dir"] == str(tmp_path / "slipstream" / "programs")
 
 
@@ -182,7 +174,7 @@ def test_without_matplotlib_there_is_a_hint_and_no_plot(tmp_path, monkeypatch):
     with pytest.raises(Unsupported, match=r"pip install 'slipstream-rl\[plot\]'"):
         plot.write_curve(tmp_path / "c.png", [STEP], [EVALUATION])
     out = console()
-    assert demo.run_train(SMALL.replace(steps=1, run_dir=str(tmp_path / "run")), out) == 0
+    assert demo.run_train(SHORT.replace(run_dir=str(tmp_path / "run")), out) == 0
     assert "pip install 'slipstream-rl[plot]'" in out.file.getvalue()
 
 

@@ -33,7 +33,7 @@ from tests.engines.sglang_stand_in import standing_in
 from tests.engines.test_remote import drawn
 from tests.engines.vllm_server import Script, serving
 from tests.gateway.scripted import ScriptedEngine, attached
-from tests.tiny import hf_directory, tiny_config, write_config
+from tests.tiny import random_params, tiny_config, write_config, write_tokenizer
 
 TOKEN = "secret"
 SAMPLING = SamplingParams()
@@ -317,32 +317,26 @@ def test_settings_that_are_not_for_a_server_are_refused(options, said):
         fleet.open()
 
 
-def test_the_command_generates_through_sglang_servers_with_a_key(tmp_path, monkeypatch):
+def saved(directory, seed):
+    """A model with weights."""
+    config = tiny_config()
+    hf_weights.save(directory, random_params(config, seed), config)
+    return directory
+
+
+def test_the_command_generates_through_an_sglang_server_with_a_key(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.delenv("SLIPSTREAM_SGLANG_TOKEN", raising=False)
-    model = hf_directory(tmp_path / "model", seed=0)
+    model = saved(tmp_path / "model", seed=0)
     prompts, key, config = tmp_path / "p.jsonl", tmp_path / "key", read_config(model)
-    asked = [(5 + i, 6, 7) for i in range(8)]
+    asked = [(5 + i, 6, 7) for i in range(3)]
     prompts.write_text("".join(json.dumps({"prompt": prompt, "ignore_eos": True}) + "\n" for prompt in asked))
     key.write_text("sesame\n")
     subject = Subject(None, config, hf_weights.load(model, config))
     expected = [list(greedy_reference(subject, prompt, 4)) for prompt in asked]
-    with contextlib.ExitStack() as stack:
-        for name in ("one", "two"):
-            (tmp_path / name).mkdir()
-        servers = [stack.enter_context(standing_in(model, tmp_path / name)) for name in ("one", "two")]
-        command = [
-            "fanout",
-            str(prompts),
-            "--model",
-            str(model),
-            "--max-tokens",
-            "4",
-            "--temperature",
-            "0",
-            "--ordered",
-        ]
-        command += [text for server in servers for text in ("--server", server.url)]
+    with standing_in(model, tmp_path) as server:
+        command = ["fanout", str(prompts), "--model", str(model), "--server", server.url, "--max-tokens", "4"]
+        command += ["--temperature", "0", "--ordered"]
 
         def run(name, *settings):
             output = tmp_path / f"{name}.jsonl"
@@ -351,21 +345,20 @@ def test_the_command_generates_through_sglang_servers_with_a_key(tmp_path, monke
                 raise done.exception
             return [row["completions"][0] for row in rows(output)]
 
-        for server in servers:
-            server.tell(key="sesame")
+        server.tell(key="sesame")
         with pytest.raises(LaunchFailed, match=r"Unauthorized.*token_file"):
             run("locked", "dialect=sglang")
         found = run("key", "dialect=sglang", f"token_file={key}")
         assert [completion["token_ids"] for completion in found] == expected
-        assert {completion["engine"] for completion in found} == {"engine-0", "engine-1"}
+        assert {completion["engine"] for completion in found} == {"engine-0"}
 
 
 # --- with real engines ------------------------------------------------------------------------------------------------
 
 
 def test_the_command_is_killed_and_goes_on_with_a_checkpoint_of_its_own(tmp_path):
-    model = hf_directory(tmp_path / "model", seed=0, tokenizer=True)
-    tuned = hf_directory(tmp_path / "tuned", seed=1)
+    model, tuned = saved(tmp_path / "model", seed=0), saved(tmp_path / "tuned", seed=1)
+    write_tokenizer(model)
     prompts, output = tmp_path / "p.txt", tmp_path / "p.txt.out.jsonl"
     prompts.write_text("".join(f"say {chr(97 + i % 26)} {i}\n" for i in range(120)))
     command = [
@@ -379,7 +372,7 @@ def test_the_command_is_killed_and_goes_on_with_a_checkpoint_of_its_own(tmp_path
         "--temperature",
         "0",
     ]
-    with launch(model, engines=2) as bridge:
+    with launch(model) as bridge:
         command += ["--run-dir", bridge.run_dir, "--in-flight", "8"]
         process = subprocess.Popen([*command, "--weights", str(tuned)], stderr=subprocess.DEVNULL)
         while not output.exists() or output.read_bytes().count(b"\n") < 10:

@@ -14,6 +14,9 @@ import pytest
 import slipstream
 from slipstream.config import EmbeddedConfig
 from slipstream.deploy.processes import certificates
+from slipstream.deploy.slurm.job import JobNode
+from slipstream.deploy.slurm.node import NodeRole
+from slipstream.errors import ConfigError
 from slipstream.model.checkpoints.sample_model import write_sample_config
 from tests.deploy import host_trainer
 from tests.deploy.lan import Machine, environment, lan
@@ -33,21 +36,31 @@ class Network:
     other_ca: str
 
 
-def expected_of(model, seed):
-    """Return the tokens of an engine in this process."""
-    with slipstream.inprocess(model, engine=EmbeddedConfig(max_num_seqs=8, max_model_len=64)) as bridge:
-        bridge.sync(host_trainer.weights(model, seed))
-        return host_trainer.answers(bridge)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    write_sample_config(directory := tmp_path_factory.mktemp("model"))
+    return directory
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory):
+def expected(model):
+    """The tokens of an engine in this process with the weights of each seed."""
+    with slipstream.inprocess(model, engine=EmbeddedConfig(max_num_seqs=8, max_model_len=64)) as bridge:
+
+        def of(seed):
+            bridge.sync(host_trainer.weights(model, seed))
+            return host_trainer.answers(bridge)
+
+        return [of(seed) for seed in host_trainer.SEEDS]
+
+
+@pytest.fixture(scope="module")
+def network(model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("network")
     with lan(directory, *NODES) as machines:
-        write_sample_config(directory / "model")
         files = certificates.make(directory / "certificates", NODES)
         other = certificates.make(directory / "other", ["node1"])
-        yield Network(directory, {machine.name: machine for machine in machines}, directory / "model", files, other.ca)
+        yield Network(directory, {machine.name: machine for machine in machines}, model, files, other.ca)
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ def eventually(done, log, seconds=60):
         time.sleep(0.05)
 
 
-def test_sync_and_generate_across_machines(network, up):
+def test_sync_and_generate_across_machines(network, up, expected):
     node4, out = network.machines["node4"], network.directory / "trained.json"
     credentials = {"SLIPSTREAM_TOKEN": up.token, "SLIPSTREAM_CA": network.files.ca}
     command = node4.command(sys.executable, TRAINER, str(network.model), "2", str(out), up.address)
@@ -114,7 +127,6 @@ def test_sync_and_generate_across_machines(network, up):
     facts = json.loads(out.read_text())
 
     assert up.address.startswith("node1:")
-    expected = [expected_of(network.model, seed) for seed in host_trainer.SEEDS]
     assert expected[0] != expected[1]
     assert facts["tokens"] == [{"node2": tokens, "node3": tokens} for tokens in expected]
     assert set(facts["transports"]) == {"tcp"} and len(facts["transports"]) == 4
@@ -139,34 +151,57 @@ def test_sync_and_generate_across_machines(network, up):
     assert not any(row.tobytes() in seen for row in embedding)
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("wrong token", "Unauthorized: the gateway at node1:{port}: token missing or wrong"),
-        ("wrong ca", "TlsError: the certificate of the gateway at node1:{port} was not signed by"),
-        ("wrong name", "TlsError: the certificate of the gateway at 10.77.0.1:{port} is not valid for '10.77.0.1'"),
-        (
-            "no ca",
-            "ConfigError: the gateway at node1:{port} is beyond loopback, where the token must not travel in the clear; give the "
-            "run's CA (ca=, --ca or SLIPSTREAM_CA), or join by its run directory",
-        ),
-    ],
-    ids=["token", "ca", "name", "plaintext"],
-)
-def test_refused_connections_have_a_reason(network, up, case, said):
+COMMANDS = """
+import contextlib, io, json, os, sys
+from slipstream.cli.main import main
+for arguments, variables in json.load(sys.stdin):
+    sys.argv[1:] = arguments
+    os.environ.update(variables)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, said.getvalue()]))
+"""
+
+
+def refusals(network, up, cases):
+    """Ask for the status, and join as an engine, at each of `cases`: address, token and CA. All in one process on node4, as
+    starting a command takes long. The gateway is contacted before the model is loaded: there is no model."""
+    asked = []
+    for address, token, ca in cases:
+        variables = {"SLIPSTREAM_TOKEN": token, "SLIPSTREAM_CA": ca}
+        for command in (["status"], ["engine", "--model", str(network.directory / "none")]):
+            asked.append([[*command, "--gateway", address], variables])
+    command = network.machines["node4"].command(sys.executable, "-c", COMMANDS)
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, timeout=240, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == 2 * len(cases)
+    return list(zip(answers[::2], answers[1::2], strict=True))
+
+
+def test_refused_connections_have_a_reason(network, up):
     port = up.address.rpartition(":")[2]
-    address = f"10.77.0.1:{port}" if case == "wrong name" else up.address
-    credentials = {
-        "SLIPSTREAM_TOKEN": "wrong" if case == "wrong token" else up.token,
-        "SLIPSTREAM_CA": {"wrong ca": network.other_ca, "no ca": ""}.get(case, network.files.ca),
+    ca, number = network.files.ca, f"10.77.0.1:{port}"
+    cases = {
+        (up.address, "wrong", ca): f"Unauthorized: the gateway at node1:{port}: token missing or wrong",
+        (up.address, up.token, network.other_ca): (
+            f"TlsError: the certificate of the gateway at node1:{port} was not signed by"
+        ),
+        (number, up.token, ca): f"TlsError: the certificate of the gateway at {number} is not valid for '10.77.0.1'",
+        (up.address, up.token, ""): (
+            f"ConfigError: the gateway at node1:{port} is beyond loopback, where the token must not travel in the clear; "
+            "give the run's CA (ca=, --ca or SLIPSTREAM_CA), or join by its run directory"
+        ),
     }
-    trainer, engine = network.machines["node4"], network.machines["node2"]
-    asked = trainer.run(trainer.slipstream("status", "--gateway", address), **credentials)
-    # The gateway is contacted before the model is loaded: there is no model.
-    joins = engine.slipstream("engine", "--gateway", address, "--model", str(network.directory / "none"))
-    joined = engine.run(joins, **credentials)
-    for done in (asked, joined):
-        assert done.returncode in (1, 2) and f"slipstream: {said.format(port=port)}" in done.stderr
+    for answers, said in zip(refusals(network, up, cases), cases.values(), strict=True):
+        for code, text in answers:
+            assert code in (1, 2) and f"slipstream: {said}" in text
 
 
 def test_plaintext_is_refused_with_a_reason(network, up):
@@ -177,14 +212,12 @@ def test_plaintext_is_refused_with_a_reason(network, up):
     with subprocess.Popen(dig, stdout=subprocess.PIPE, text=True, env=environment()) as tunnel:
         try:
             near = f"127.0.0.1:{int(tunnel.stdout.readline())}"
-            ask = node4.slipstream("status", "--gateway", near)
-            join = node4.slipstream("engine", "--gateway", near, "--model", str(network.directory / "none"))
-            told = [node4.run(command, SLIPSTREAM_TOKEN=up.token, SLIPSTREAM_CA="") for command in (ask, join)]
+            ((asked, joined),) = refusals(network, up, [(near, up.token, "")])
         finally:
             tunnel.terminate()
-    for done in told:
+    for code, text in (asked, joined):
         said = f"slipstream: TlsError: the gateway at {near} requires TLS; pass the CA of the run"
-        assert done.returncode in (1, 2) and said in done.stderr
+        assert code in (1, 2) and said in text
     # The connection was plaintext, and the token was not sent.
     eventually(lambda: greeting in up.seen.read_bytes(), network.directory / "gateway.log")
     assert up.token.encode() not in up.seen.read_bytes()
@@ -270,33 +303,29 @@ def sbatch(cluster, *arguments, **variables):
     return done, cluster / "runs" / "slipstream-77-0"
 
 
-def test_a_slurm_job_on_three_nodes(network, tmp_path):
+def test_a_slurm_job_on_two_nodes(network, expected, tmp_path):
     cluster = cluster_in(tmp_path, {name: machine.command() for name, machine in network.machines.items()})
     out = cluster / "trained.json"
-    trainer = ["--", sys.executable, TRAINER, str(network.model), "2", str(out)]
-    options = ["--model", str(network.model), "--inference-nodes", "2"]
-    done, run_dir = sbatch(cluster, *options, *trainer, SLURM_JOB_NODELIST="node[1-3]", KILL_AN_ENGINE="1")
+    trainer = ["--", sys.executable, TRAINER, str(network.model), "1", str(out)]
+    options = ["--model", str(network.model), "--inference-nodes", "1"]
+    done, run_dir = sbatch(cluster, *options, *trainer, SLURM_JOB_NODELIST="node[1-2]", KILL_AN_ENGINE="1")
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
-    expected = [expected_of(network.model, seed) for seed in host_trainer.SEEDS]
-    assert facts["tokens"] == [{"node2-0": tokens, "node3-0": tokens} for tokens in expected]
+    assert facts["tokens"] == [{"node2-0": tokens} for tokens in expected]
     assert set(facts["transports"]) == {"tcp"}
-    assert list(facts["killed"].values()) == [expected[1]]  # restarted on its node, and repaired
+    assert facts["killed"] == {"node2-0": expected[1]}  # restarted on its node, and repaired
     assert not (run_dir / "gateway.json").exists() and not (run_dir / "token").exists()
     assert run_dir.stat().st_mode & 0o077 == 0
-    again, _ = sbatch(
-        cluster, "--model", str(network.model), "--inference-nodes", "1", "--", "true", SLURM_JOB_NODELIST="node1,node2"
-    )  # the same job and attempt
-    assert again.returncode == 2 and "was used by another attempt" in again.stderr
+    with pytest.raises(ConfigError, match="was used by another attempt"):
+        NodeRole(JobNode(("node1", "node2"), 0, 1), run_dir, network.model, ["true"]).run()
 
 
-def test_a_slurm_job_on_one_machine_ends_as_its_trainer_does(tmp_path):
-    """Without a network."""
-    write_sample_config(model := tmp_path / "model")
-    cluster, out = cluster_in(tmp_path, {"node4": []}), tmp_path / "trained.json"
-    command = f"{sys.executable} {TRAINER} {model} 2 {out} && exit 3"
+def test_a_slurm_job_on_one_machine_ends_as_its_trainer_does(model, tmp_path):
+    """Without a network. The trainer is a command that lists the engines."""
+    cluster, out = cluster_in(tmp_path, {"node4": []}), tmp_path / "status"
+    command = f'slipstream status --run-dir "$SLIPSTREAM_RUN_DIR" > {out} && exit 3'
     options = ["--model", str(model), "--inference-nodes", "0", "--engines-per-node", "2"]
-    done, _ = sbatch(cluster, *options, "--", "sh", "-c", command, SLURM_JOB_NODELIST="node4")
+    done, run_dir = sbatch(cluster, *options, "--", "sh", "-c", command, SLURM_JOB_NODELIST="node4")
     assert done.returncode == 3, done.stderr
-    facts = json.loads(out.read_text())
-    assert facts["tokens"][1] == {name: expected_of(model, 2) for name in ("node4-0", "node4-1")}
+    assert {"node4-0", "node4-1"} <= set(out.read_text().split())
+    assert not (run_dir / "gateway.json").exists() and not (run_dir / "token").exists()

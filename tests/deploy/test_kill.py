@@ -1,5 +1,6 @@
 """After kill -9 of any role, no process and no shared memory is left."""
 
+import contextlib
 import json
 import os
 import signal
@@ -22,9 +23,9 @@ import jax, slipstream
 from slipstream.errors import GatewayLost, SlipstreamError
 from slipstream.model.transformer import decoder
 from slipstream.model.checkpoints.hf_config import read_config
-model, run_dir = sys.argv[1:]
+model, run_dir, engines = sys.argv[1:]
 params = decoder.init(read_config(model), jax.random.key(0))
-with slipstream.launch(model, engines=2, run_dir=run_dir, timeout=30) as bridge:
+with slipstream.launch(model, engines=int(engines), run_dir=run_dir, timeout=30) as bridge:
     print("up", flush=True)
     while True:
         try:
@@ -41,19 +42,21 @@ def segments():
     return list(shm.directory().glob(f"slipstream-{os.getuid()}-*"))
 
 
-@pytest.fixture
-def trainer(tmp_path):
-    """A process that syncs and generates in a loop, with a gateway and two engines."""
-    write_sample_config(tmp_path / "model")
+@contextlib.contextmanager
+def training(directory, engines):
+    """A process that syncs and generates in a loop, with a gateway and engines."""
+    write_sample_config(directory / "model")
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(tmp_path / "model"), str(tmp_path / "run")],
+        [sys.executable, "-c", TRAINER, str(directory / "model"), str(directory / "run"), str(engines)],
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline().strip() == "up"
-    yield process, tmp_path / "run"
-    process.kill()
-    process.wait()
+    try:
+        assert process.stdout.readline().strip() == "up"
+        yield process, directory / "run"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def gone_within(seconds, processes):
@@ -61,22 +64,22 @@ def gone_within(seconds, processes):
     return [p.cmdline() for p in alive]
 
 
-@pytest.mark.parametrize("role", ["gateway", "an engine, then the trainer"])
-def test_nothing_is_left_after_kill_9(trainer, role):
-    process, run_dir = trainer
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 3
-    gateway = json.loads((run_dir / "gateway.json").read_text())["pid"]
-    engine = next(c.pid for c in children if c.pid != gateway)
-    time.sleep(0.5)  # during syncs
-    os.kill(gateway if role == "gateway" else engine, signal.SIGKILL)
-    if role != "gateway":
-        time.sleep(1)  # the trainer goes on with the other engine
-        assert process.poll() is None
-        process.kill()
-    process.wait(timeout=30)  # killed, or ended with a typed error
-    assert gone_within(15, children) == []
-    assert segments() == []
+@pytest.mark.parametrize(("role", "engines"), [("gateway", 1), ("an engine, then the trainer", 2)])
+def test_nothing_is_left_after_kill_9(tmp_path, role, engines):
+    with training(tmp_path, engines) as (process, run_dir):
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 1 + engines
+        gateway = json.loads((run_dir / "gateway.json").read_text())["pid"]
+        engine = next(c.pid for c in children if c.pid != gateway)
+        time.sleep(0.5)  # during syncs
+        os.kill(gateway if role == "gateway" else engine, signal.SIGKILL)
+        if role != "gateway":
+            time.sleep(1)  # the trainer goes on with the other engine
+            assert process.poll() is None
+            process.kill()
+        process.wait(timeout=30)  # killed, or ended with a typed error
+        assert gone_within(15, children) == []
+        assert segments() == []
 
 
 GATEWAY_OWNER = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import signal
 import subprocess
@@ -16,8 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 import slipstream
+from slipstream.cli.main import app
 from slipstream.config import EmbeddedConfig, RayConfig
 from slipstream.deploy.processes.run_dir import read_run_dir
 from slipstream.errors import ConfigError, DeadlineExceeded, InvalidPrompt, LaunchFailed, Unsupported
@@ -34,7 +37,9 @@ OPTIONS = EmbeddedConfig(max_num_seqs=8)
 LONG = SamplingParams(max_tokens=300, n=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 DRIVER = str(Path(__file__).with_name("ray_driver.py"))
-NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 << 20}
+NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 << 20, "include_log_monitor": False}
+NO_SPARE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+"""Else each node starts a worker per CPU in advance."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Nodes:
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """A cluster of two nodes, without a dashboard."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as home:  # sockets: short
-        patch.setenv("RAY_TMPDIR", home)
+        for name, value in {"RAY_TMPDIR": home, **NO_SPARE_WORKERS}.items():
+            patch.setenv(name, value)
         import ray
         from ray.cluster_utils import Cluster
 
@@ -236,18 +242,25 @@ def test_what_cannot_be_started_says_why(nodes: Nodes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "address", "said"),
+    ("address", "said"),
     [
-        ("", "127.0.0.1:1", "ConfigError: there is no Ray cluster at '127.0.0.1:1': "),
-        ("", "ray://127.0.0.1:10001", "ConfigError: ray://127.0.0.1:10001 is an address for Ray Client"),
-        ("sys.modules['ray'] = None", "", "ConfigError: Ray cannot be imported"),
+        ("127.0.0.1:1", "there is no Ray cluster at '127.0.0.1:1': "),
+        ("ray://127.0.0.1:10001", "ray://127.0.0.1:10001 is an address for Ray Client"),
     ],
 )
-def test_clusters_that_cannot_be_joined(tmp_path: Path, before: str, address: str, said: str) -> None:
-    code = f"import sys, slipstream\n{before}\n"
-    code += f"slipstream.launch('model', run_dir='run', cluster=slipstream.RayConfig(address={address!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert said in done.stderr and done.returncode == 1
+def test_clusters_that_cannot_be_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, said: str
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        slipstream.launch("model", run_dir=tmp_path / "run", cluster=RayConfig(address=address))
+
+
+def test_without_ray_there_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "slipstream.deploy.ray.cluster", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="Ray cannot be imported"):
+        slipstream.launch("model", run_dir=tmp_path / "run", cluster="ray")
 
 
 def test_the_command_holds_a_fleet_until_it_is_killed(nodes: Nodes, tmp_path: Path) -> None:
@@ -264,9 +277,9 @@ def test_the_command_holds_a_fleet_until_it_is_killed(nodes: Nodes, tmp_path: Pa
 
 
 def test_ray_options_need_ray(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slipstream.cli", "launch", "--model", str(tmp_path), "--ray-option", "gpus=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "needs --ray" in done.stderr
+    with pytest.raises(ConfigError, match="needs --ray"):
+        command = ["launch", "--model", str(tmp_path), "--ray-option", "gpus=1"]
+        CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 def test_two_machines(tmp_path: Path) -> None:
@@ -274,7 +287,8 @@ def test_two_machines(tmp_path: Path) -> None:
     with lan(tmp_path, "node1", "node2") as (node1, node2), tempfile.TemporaryDirectory(prefix="ray-") as home:
         model = write_config(tmp_path / "model", CONFIG)
         command = node1.command(sys.executable, DRIVER, str(model), str(tmp_path / "run"), node1.address)
-        driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment({"RAY_TMPDIR": home}))
+        own = {"RAY_TMPDIR": home, **NO_SPARE_WORKERS}
+        driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(own))
         assert driver.stdout is not None
         cluster = driver.stdout.readline().strip()
         join = [
@@ -283,10 +297,11 @@ def test_two_machines(tmp_path: Path) -> None:
             "start",
             "--block",
             "--num-cpus=1",
+            "--include-log-monitor=false",
             f"--object-store-memory={80 << 20}",
         ]
         join += [f"--address={cluster}", f"--node-ip-address={node2.address}"]
-        other = node2.start(node2.command(sys.executable, *join), tmp_path / "node2.log", RAY_TMPDIR=home)
+        other = node2.start(node2.command(sys.executable, *join), tmp_path / "node2.log", **own)
         try:
             facts = json.loads(driver.stdout.read())
             assert driver.wait(30) == 0

@@ -28,11 +28,12 @@ SAMPLING = SamplingParams(max_tokens=6, n=2, ignore_eos=True)
 LONG = SamplingParams(max_tokens=50, n=2, ignore_eos=True)
 
 
-@pytest.fixture
-def bridge(tmp_path: Path) -> Iterator[Any]:
-    directory = write_config(tmp_path / "model", CONFIG)
-    gateway = GatewayConfig(lease_seconds=2.0)
-    with slipstream.launch(directory, run_dir=tmp_path / "run", gateway=gateway, timeout=30, keep_alive=True) as found:
+@pytest.fixture(scope="module")
+def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One fleet, whose history goes on: tests with a staleness limit of 0 come before those with a limit of 1."""
+    directory = tmp_path_factory.mktemp("fleet")
+    model, gateway = write_config(directory / "model", CONFIG), GatewayConfig(lease_seconds=2.0)
+    with slipstream.launch(model, run_dir=directory / "run", gateway=gateway, timeout=30, keep_alive=True) as found:
         yield found
 
 
@@ -68,8 +69,12 @@ def healed(bridge: Any, params: Any) -> None:
         time.sleep(0.1)
 
 
+def journal(bridge: Any) -> Journal:
+    return Journal(Path(bridge.run_dir) / "journal.sqlite")
+
+
 def history(bridge: Any, bound: int) -> list[str]:
-    return check(Journal(Path(bridge.run_dir) / "journal.sqlite"), bound)
+    return check(journal(bridge), bound)
 
 
 def test_on_policy_in_one_process(local: Any) -> None:
@@ -182,62 +187,8 @@ def test_without_weights_there_is_nothing_to_take(tmp_path: Path) -> None:
         bridge.rollouts(patience=0.1).submit(["a"], [(1,)], SAMPLING)
 
 
-def test_a_gateway_that_is_killed_goes_on(bridge: Any) -> None:
-    params = random_params(CONFIG, 0)
-    bridge.sync(params)
-    rollouts = bridge.rollouts(max_staleness=1, batch=3)
-    ids, tokens = prompts(6)
-    rollouts.submit(ids, tokens, LONG)
-    first = rollouts.take()
-    kill(bridge, "gateway")
-    assert rollouts.submit(ids, tokens, LONG) == 0
-    second = rollouts.take()
-    assert sorted(g.id for g in first + second) == ids
-    assert [g.position for g in first + second] == [1, 2, 3, 4, 5, 6]
-    again = bridge.rollouts(max_staleness=1, batch=3, position=3)
-    assert again.take() == second
-    healed(bridge, params)
-    bridge.sync(random_params(CONFIG, 1))
-    assert history(bridge, 1) == []
-
-
-def test_a_gateway_that_is_killed_while_groups_are_expected(bridge: Any) -> None:
-    bridge.sync(random_params(CONFIG, 0))
-    rollouts = bridge.rollouts(max_staleness=1, batch=2)
-    ids, tokens = prompts(6)
-    rollouts.submit(ids, tokens, LONG)
-    seen = rollouts.take()
-    rollouts.expect(1)
-    kill(bridge, "gateway")
-    healed(bridge, random_params(CONFIG, 0))
-    bridge.sync(random_params(CONFIG, 1))
-    seen += rollouts.take()
-    rollouts.expect(2)
-    bridge.sync(random_params(CONFIG, 2))
-    seen += rollouts.take()
-    assert sorted(g.id for g in seen) == ids and [g.version for g in seen] == [0, 0, 1, 1, 2, 2]
-    assert history(bridge, 1) == []
-
-
-def test_an_engine_that_is_killed_is_replaced_and_repaired(bridge: Any) -> None:
-    params = random_params(CONFIG, 0)
-    bridge.sync(params)
-    rollouts = bridge.rollouts(max_staleness=0, batch=4)
-    ids, tokens = prompts(4)
-    rollouts.submit(ids, tokens, LONG)
-    kill(bridge, "engine")
-    with pytest.raises(DeadlineExceeded, match=r"of 4 groups finished within 0\.2 s"):
-        rollouts.take(timeout=0.2)
-    healed(bridge, params)
-    taken = rollouts.take()
-    assert [g.id for g in taken] == ids and {g.version for g in taken} == {0} and {g.age for g in taken} == {0}
-    assert bridge.repair(params) is None
-    bridge.sync(random_params(CONFIG, 1))
-    assert bridge.version == 1 and history(bridge, 0) == []
-
-
 def test_who_asks_for_more_than_a_batch_before_a_sync_gets_it(bridge: Any) -> None:
-    bridge.sync(random_params(CONFIG, 0))
+    version = bridge.sync(random_params(CONFIG, 0)).version
     rollouts = bridge.rollouts(max_staleness=0, batch=2)
     ids, tokens = prompts(6)
     rollouts.submit(ids, tokens, SAMPLING)
@@ -245,20 +196,75 @@ def test_who_asks_for_more_than_a_batch_before_a_sync_gets_it(bridge: Any) -> No
     with pytest.raises(StaleRollouts, match="take with more=True"):
         rollouts.take(1)
     more = rollouts.take(3, more=True)
-    assert [(g.id, g.version, g.age) for g in more] == [(id, 0, 0) for id in ids[2:5]]
+    assert [(g.id, g.version, g.age) for g in more] == [(id, version, 0) for id in ids[2:5]]
     bridge.sync(random_params(CONFIG, 1))
-    assert [(g.id, g.version) for g in rollouts.take(1)] == [(ids[5], 1)] and history(bridge, 0) == []
+    assert [(g.id, g.version) for g in rollouts.take(1)] == [(ids[5], version + 1)] and history(bridge, 0) == []
+
+
+def test_an_engine_that_is_killed_is_replaced_and_repaired(bridge: Any) -> None:
+    params = random_params(CONFIG, 0)
+    version = bridge.sync(params).version
+    rollouts = bridge.rollouts(max_staleness=0, batch=4, position=journal(bridge).last_position())
+    ids, tokens = prompts(4, first=100)
+    rollouts.submit(ids, tokens, LONG)
+    kill(bridge, "engine")
+    with pytest.raises(DeadlineExceeded, match=r"of 4 groups finished within 0\.2 s"):
+        rollouts.take(timeout=0.2)
+    healed(bridge, params)
+    taken = rollouts.take()
+    assert [g.id for g in taken] == ids and {g.version for g in taken} == {version} and {g.age for g in taken} == {0}
+    assert bridge.repair(params) is None
+    bridge.sync(random_params(CONFIG, 1))
+    assert bridge.version == version + 1 and history(bridge, 0) == []
+
+
+def test_a_gateway_that_is_killed_goes_on(bridge: Any) -> None:
+    params, first_position = random_params(CONFIG, 0), journal(bridge).last_position()
+    bridge.sync(params)
+    rollouts = bridge.rollouts(max_staleness=1, batch=3, position=first_position)
+    ids, tokens = prompts(6, first=200)
+    rollouts.submit(ids, tokens, LONG)
+    first = rollouts.take()
+    kill(bridge, "gateway")
+    assert rollouts.submit(ids, tokens, LONG) == 0
+    second = rollouts.take()
+    assert sorted(g.id for g in first + second) == ids
+    assert [g.position - first_position for g in first + second] == [1, 2, 3, 4, 5, 6]
+    again = bridge.rollouts(max_staleness=1, batch=3, position=first_position + 3)
+    assert again.take() == second
+    healed(bridge, params)
+    bridge.sync(random_params(CONFIG, 1))
+    assert history(bridge, 1) == []
+
+
+def test_a_gateway_that_is_killed_while_groups_are_expected(bridge: Any) -> None:
+    version = bridge.sync(random_params(CONFIG, 0)).version
+    rollouts = bridge.rollouts(max_staleness=1, batch=2, position=journal(bridge).last_position())
+    ids, tokens = prompts(6, first=300)
+    rollouts.submit(ids, tokens, LONG)
+    seen = rollouts.take()
+    rollouts.expect(version + 1)
+    kill(bridge, "gateway")
+    healed(bridge, random_params(CONFIG, 0))
+    bridge.sync(random_params(CONFIG, 1))
+    seen += rollouts.take()
+    rollouts.expect(version + 2)
+    bridge.sync(random_params(CONFIG, 2))
+    seen += rollouts.take()
+    assert sorted(g.id for g in seen) == ids
+    assert [g.version - version for g in seen] == [0, 0, 1, 1, 2, 2]
+    assert history(bridge, 1) == []
 
 
 def test_an_update_in_mid_generation_ages_what_runs(bridge: Any) -> None:
-    bridge.sync(random_params(CONFIG, 0))
-    rollouts = bridge.rollouts(max_staleness=1, batch=2)
-    ids, tokens = prompts(8)
+    version = bridge.sync(random_params(CONFIG, 0)).version
+    rollouts = bridge.rollouts(max_staleness=1, batch=2, position=journal(bridge).last_position())
+    ids, tokens = prompts(8, first=400)
     rollouts.submit(ids, tokens, LONG)
     seen = []
     for seed in range(1, 5):
         groups = rollouts.take()
-        assert all(0 <= g.age <= 1 and g.version == seed - 1 for g in groups)
+        assert all(0 <= g.age <= 1 and g.version == version + seed - 1 for g in groups)
         assert all(g.version - g.age == min(c.version for c in g.completions) for g in groups)
         seen += [g.id for g in groups]
         bridge.sync(random_params(CONFIG, seed))

@@ -1,6 +1,7 @@
 """Shared weights between processes, and their behavior when one of them is killed."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -45,6 +46,7 @@ def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     config = write_sample_config(directory)
 
+    @functools.cache
     def weights(seed):
         leaves = flatten(decoder.init(config, jax.random.key(seed)))
         return {name: 4 * np.asarray(x) if x.ndim > 1 else np.asarray(x) for name, x in leaves.items()}
@@ -81,10 +83,17 @@ def tokens(bridge, engine=""):
     return [c.token_ids for c in bridge.generate(PROMPTS, GREEDY, engine=engine)]
 
 
-def expected(model, weights):
+@pytest.fixture(scope="module")
+def expected(model):
+    """The tokens of an engine in this process, as a function of the seed of its weights."""
     with slipstream.inprocess(model[0], engine=OPTIONS) as bridge:
-        bridge.sync(weights)
-        return tokens(bridge)
+
+        @functools.cache
+        def of(seed):
+            bridge.sync(model[1](seed))
+            return tokens(bridge)
+
+        yield of
 
 
 def mappings(pid):
@@ -121,19 +130,19 @@ def wait_until(done, seconds=300.0):
         time.sleep(0.02)
 
 
-def test_two_engines_serve_from_one_memory(model, fleet, bridge):
+def test_two_engines_serve_from_one_memory(model, fleet, bridge, expected):
     shared = persist(lambda: bridge.share(model[1](1)))
     assert {e.transport for e in shared.report.engines} == {"shared"} and len(shared.report.engines) == 2
     assert bridge.version == shared.version == shared.report.version
     first = tokens(fleet, "engine-0")
-    assert first == tokens(fleet, "engine-1") == expected(model, model[1](1))
+    assert first == tokens(fleet, "engine-1") == expected(1)
     with shared.updating():
         for name, array in model[1](2).items():
             shared.arrays[name][...] = array
         with pytest.raises(UpdateInProgress):
             bridge.sync(model[1](3))
     second = tokens(fleet, "engine-0")
-    assert second == tokens(fleet, "engine-1") == expected(model, model[1](2)) != first
+    assert second == tokens(fleet, "engine-1") == expected(2) != first
     assert fleet.generate(PROMPTS, GREEDY)[0].version == shared.version == bridge.version
     assert not bridge.verify(model[1](2)).differences
     with pytest.raises(VersionError, match="not held"):
@@ -142,14 +151,14 @@ def test_two_engines_serve_from_one_memory(model, fleet, bridge):
         pass
 
 
-def test_a_trainer_that_is_killed_between_updates_leaves_its_version_serving(model, fleet, bridge, tmp_path):
+def test_a_trainer_that_is_killed_between_updates_leaves_its_version_serving(model, fleet, bridge, expected, tmp_path):
     with trainer(fleet, model[1](4), tmp_path) as process:
         pids = [e.info.pid for e in engines(fleet).values()]
         assert all(mappings(pid) for pid in (process.pid, *pids))
         before = tokens(fleet)
         process.kill()
         process.wait()
-    assert before == expected(model, model[1](4))
+    assert before == expected(4)
 
     def serve_a_copy():
         """Memory of dead trainers is freed."""
@@ -158,11 +167,11 @@ def test_a_trainer_that_is_killed_between_updates_leaves_its_version_serving(mod
 
     wait_until(serve_a_copy)
     persist(lambda: bridge.sync(model[1](2)))  # another trainer takes over
-    assert tokens(fleet) == expected(model, model[1](2))
+    assert tokens(fleet) == expected(2)
     assert not list(shm.directory().glob(f"slipstream-{os.getuid()}-*"))
 
 
-def test_a_trainer_that_is_killed_inside_an_update_leaves_no_policy(model, fleet, bridge, tmp_path):
+def test_a_trainer_that_is_killed_inside_an_update_leaves_no_policy(model, fleet, bridge, expected, tmp_path):
     with trainer(fleet, model[1](4), tmp_path) as process:
         version = fleet.status().version
         process.stdin.write("\n")
@@ -174,11 +183,11 @@ def test_a_trainer_that_is_killed_inside_an_update_leaves_no_policy(model, fleet
     with pytest.raises(NotReady, match=rf"update to version {version + 1} was aborted, or its trainer died"):
         tokens(fleet)
     assert persist(lambda: bridge.sync(model[1](2))).version == version + 1
-    assert tokens(fleet) == expected(model, model[1](2))
+    assert tokens(fleet) == expected(2)
     assert not any(mappings(e.info.pid) for e in engines(fleet).values())
 
 
-def test_an_engine_that_is_killed_inside_an_update_shares_again_when_it_is_back(model, fleet, bridge):
+def test_an_engine_that_is_killed_inside_an_update_shares_again_when_it_is_back(model, fleet, bridge, expected):
     victim = engines(fleet)["engine-1"].info.pid
 
     def is_gone():
@@ -194,4 +203,4 @@ def test_an_engine_that_is_killed_inside_an_update_shares_again_when_it_is_back(
     wait_until(lambda: engines(fleet)["engine-1"].state == "empty")
     with shared.updating():
         pass
-    assert [tokens(fleet, name) for name in ("engine-0", "engine-1")] == [expected(model, model[1](2))] * 2
+    assert [tokens(fleet, name) for name in ("engine-0", "engine-1")] == [expected(2)] * 2

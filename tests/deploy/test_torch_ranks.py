@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 
+from slipstream.model.checkpoints import hf_weights
 from tests.deploy.lan import environment, lan
 from tests.deploy.test_hosts import cluster_in
-from tests.tiny import hf_directory
+from tests.tiny import random_params, tiny_config
 
 
 def test_two_ranks_bring_their_shards_to_two_nodes(tmp_path):
     """Everything comes from the job's environment: who is who, where they meet, and where the logs are."""
-    model = hf_directory(tmp_path / "model")
+    config = tiny_config()
+    hf_weights.save(model := tmp_path / "model", random_params(config), config)
     with lan(tmp_path, "node1", "node2", "node3", "node4") as machines:
         cluster = cluster_in(tmp_path, {machine.name: machine.command() for machine in machines})
         role = [

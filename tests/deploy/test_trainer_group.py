@@ -95,7 +95,7 @@ def fleet(tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(to_hf(CONFIG)))
     group = ProcessGroup(tmp_path / "run", 120)
     group.start_gateway(GatewayConfig())
-    shapes = {"tp1": 1, "tp2": 2, "tp3": 3, "again": 1}
+    shapes = {"tp1": 1, "tp3": 3, "again": 1}
     for name, tp in shapes.items():
         group.start_engine(
             name, tmp_path / "model", EmbeddedConfig(max_num_seqs=4, max_model_len=64, tensor_parallel_size=tp), 3.0
@@ -107,32 +107,32 @@ def fleet(tmp_path):
     group.close()
 
 
-def test_two_processes_feed_engines_of_tp_1_2_and_3_and_a_replica(fleet):
+def test_two_processes_feed_engines_of_tp_1_and_3_and_a_replica(fleet):
     run_dir, trainers = fleet
     sequence = (5, 17, 3, 42, 42, 8, 90)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(weights(0)))
     with slipstream.connect(run_dir) as reader:
-        for version, seed in enumerate((1, 2, 3, 4, 5)):
+        for version, seed in enumerate((1, 2, 3, 4)):
             if version == 2:
-                trainers.tell("next")  # over tcp one of the four engines gets its bytes from another
+                trainers.tell("next")  # over tcp one of the three engines gets its bytes from another
             answers = trainers.sync(seed)
             assert [a.get("version") for a in answers] == [version, version], answers
-            assert {a["engines"] for a in answers} == {4}
-            copies = 4 if version < 2 else 3
+            assert {a["engines"] for a in answers} == {3}
+            copies = 3 if version < 2 else 2
             # Norms go to every rank of each engine.
             assert copies * whole <= sum(a["bytes"] for a in answers) < (copies + 0.5) * whole
             assert max(a["bytes"] for a in answers) < 1.1 * min(a["bytes"] for a in answers)
             own = np.asarray(decoder.logprobs(weights(seed), CONFIG, jnp.asarray([sequence])))[0]
-            for name in ("tp1", "tp2", "tp3", "again"):
+            for name in ("tp1", "tp3", "again"):
                 (score,) = reader.score([sequence], engine=name)
                 assert score.version == version
                 np.testing.assert_allclose(score.logprobs, own, atol=1e-4, err_msg=name)
         # One of the two dies between updates: the other gets an error that names it, and the old version stays.
         os.kill(trainers.processes[1].pid, signal.SIGKILL)
-        trainers.tell(6, ranks=[0])
+        trainers.tell(5, ranks=[0])
         answer = json.loads(trainers.processes[0].stdout.readline())
         assert "trainer process" in answer["error"] and "1" in answer["error"], answer
         (score,) = reader.score([sequence], engine="tp3")
-        assert score.version == 4
+        assert score.version == 3
         np.testing.assert_allclose(score.logprobs, own, atol=1e-4)
         assert {e.state for e in reader.status().engines} == {"ready"}

@@ -121,8 +121,11 @@ class AttachedEngine:
 
 
 @contextlib.contextmanager
-def attached(python: str, model: Path, run_dir: Path, *options: str, **variables: str) -> Iterator[AttachedEngine]:
-    """Starts an engine process with `python`, and ends it. `variables` are of its environment."""
+def attached(
+    python: str, model: Path, run_dir: Path, *options: str, preloaded: Any = None, **variables: str
+) -> Iterator[AttachedEngine]:
+    """Starts an engine process with `python`, and ends it. `variables` are of its environment. With a `Preloaded` process (tests/vllm),
+    it forks the engine."""
     token, service, stack = secrets.token_hex(16), Service(lease_seconds=30.0), contextlib.AsyncExitStack()
 
     async def serve() -> str:
@@ -137,8 +140,9 @@ def attached(python: str, model: Path, run_dir: Path, *options: str, **variables
     command = [python, "-m", "slipstream.cli", "engine", "--run-dir", str(run_dir), "--model", str(model)]
     log = run_dir / "engine.log"
     with open(log, "wb") as file:
-        process = subprocess.Popen(
-            [*command, "--name", NAME, "--owner", str(os.getpid()), *options],
+        popen, owner = (subprocess.Popen, os.getpid()) if preloaded is None else (preloaded.popen, preloaded.pid)
+        process = popen(
+            [*command, "--name", NAME, "--owner", str(owner), *options],
             stdout=file,
             stderr=file,
             env=os.environ | variables,

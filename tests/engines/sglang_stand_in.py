@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 class StandIn:
     def __init__(self, model: Path, where: Path) -> None:
         self.model, self._where, self._count = model, where, 0
+        # One client: each loads the certificates of the system. It keeps no connection, which the server might just be closing.
+        self._client = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
         self._start()
 
     def _start(self) -> None:
@@ -47,11 +49,11 @@ class StandIn:
         return self
 
     def tell(self, **test: Any) -> None:
-        httpx.post(f"{self.url}/_test", json=test, timeout=30).raise_for_status()
+        self._client.post(f"{self.url}/_test", json=test).raise_for_status()
 
     @property
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/_test", timeout=30).raise_for_status().json()
+        found: dict[str, Any] = self._client.get(f"{self.url}/_test").raise_for_status().json()
         return found
 
     def kill(self) -> None:
@@ -70,3 +72,4 @@ def standing_in(model: Path, where: Path) -> Iterator[StandIn]:
         yield made
     finally:
         made.kill()
+        made._client.close()

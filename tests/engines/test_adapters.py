@@ -86,6 +86,15 @@ def generate(bridge: Bridge, *names: str) -> Completions:
     return bridge.generate([PROMPT] * len(names), GREEDY, adapter=names)
 
 
+def likeliest(module: Any, completion: Completion) -> tuple[int, ...]:
+    """The token that transformers finds likeliest in place of each: the same ones if the completion is greedy."""
+    import torch
+
+    with torch.no_grad():
+        logits = module(torch.tensor([completion.prompt_token_ids + completion.token_ids])).logits[0]
+    return tuple(logits.argmax(-1)[len(completion.prompt_token_ids) - 1 : -1].tolist())
+
+
 def bits(completion: Completion) -> tuple[Any, ...]:
     return completion.token_ids, completion.logprobs, completion.raw_logprobs
 
@@ -99,7 +108,7 @@ def test_64_adapters_generate_what_transformers_generates(bridge: Bridge, module
     assert found[0].token_ids == hf_greedy(module, PROMPT, 6)
     for completion, (lora, tree) in zip(found[1:], ADAPTERS):
         with adapted(module, tree, lora):
-            assert completion.token_ids == hf_greedy(module, PROMPT, 6), lora
+            assert completion.token_ids == likeliest(module, completion), lora
         assert completion.adapter == lora.name
         assert completion.spans == (VersionSpan(bridge.version, 0, 6),)
     assert len({completion.token_ids for completion in found}) > NUM_SLOTS / 2, "they differ from each other"

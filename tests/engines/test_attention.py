@@ -91,8 +91,13 @@ DECODE = [[0], [37], [-1], [7], [8], [15], [16], [60]]
 PREFILL = [[*range(3, 19)], [*range(35, 51)], [*range(9), *[-1] * 7], [-1] * 16, [*range(16, 32)], [0, *[-1] * 15]]
 
 
-@pytest.mark.parametrize(("group", "page_size"), [(1, 4), (3, 16), (4, 4)])
-@pytest.mark.parametrize("spec", [PLAIN, LayerAttention(0.5, window=6, softcap=2.0)], ids=["plain", "window and cap"])
+WINDOW_AND_CAP = LayerAttention(0.5, window=6, softcap=2.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "page_size", "spec"),
+    [(1, 4, PLAIN), (3, 16, PLAIN), (3, 16, WINDOW_AND_CAP), (4, 4, WINDOW_AND_CAP)],
+)
 @pytest.mark.parametrize("positions", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_blockwise_equals_naive(positions: list[list[int]], spec: LayerAttention, group: int, page_size: int) -> None:
     out, expected = both(batch(positions, group, page_size), spec, page_size)
@@ -177,8 +182,10 @@ def test_a_block_has_the_bits_of_its_single_rows(kv_heads: int, group: int, head
         np.testing.assert_array_equal(out.reshape(together[block].shape), together[block])
 
 
-@sizes
-@pytest.mark.parametrize("spec", [PLAIN, CAPPED], ids=["plain", "window and cap"])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "page_size", "spec"),
+    [(*SIZES[0], PLAIN), (*SIZES[1], CAPPED), (*SIZES[2], PLAIN), (*SIZES[2], CAPPED)],
+)
 def test_sequences_of_a_single_page_have_the_same_bits_in_any_batch(
     kv_heads: int, group: int, head_dim: int, page_size: int, spec: LayerAttention
 ) -> None:

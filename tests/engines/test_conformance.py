@@ -17,7 +17,7 @@ from tests.tiny import random_params, tiny_config
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """Few rows, so that requests queue; a context length that is not a power of two, so that buckets reach their cap."""
     tp = int(request.param[-1])
-    config = tiny_config("qwen2", max_position_embeddings=60, num_layers=3 - tp)
+    config = tiny_config("qwen2", max_position_embeddings=60, num_layers=1)
     params = random_params(config)
     options = EmbeddedConfig(max_num_seqs=4, tensor_parallel_size=tp)
     subject = Subject(EmbeddedEngine(config, params, options=options), config, params)

@@ -24,12 +24,12 @@ from tests.conformance.engines import Subject, request
 from tests.engines.subjects import CONFIG, close, publish, stats, subject_of
 from tests.tiny import random_params, variant
 
+CHUNKS = {"max_num_batched_tokens": 16}
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
-    "small pool, chunks of 16": {"num_pages": 18, "max_num_batched_tokens": 16},  # two long requests do not fit
-    "more rows, one token at a time": {"max_num_seqs": 8, "decode_steps": 1},
+    "small pool, chunks of 16, more rows": {"num_pages": 18, "max_num_seqs": 8} | CHUNKS,  # two long requests do not fit
     "prompt lookup, small pool": {"speculation": "prompt_lookup", "num_pages": 18},
-    "tp=2": {"tensor_parallel_size": 2},
+    "tp=2": {"tensor_parallel_size": 2} | CHUNKS,  # of one size, so that one program prefills
 }
 Make = Callable[..., Subject]
 
@@ -82,7 +82,10 @@ class Alone:
 @pytest.fixture(scope="module")
 def alone(make: Make) -> dict[int, Alone]:
     """Reference per `tp`: sharding a matrix product changes its last bits."""
-    return {tp: Alone(make(tensor_parallel_size=tp, enable_prefix_caching=False)) for tp in (1, 2)}
+    chunks: dict[int, dict[str, Any]] = {1: {}, 2: CHUNKS}
+    return {
+        tp: Alone(make(tensor_parallel_size=tp, enable_prefix_caching=False, **options)) for tp, options in chunks.items()
+    }
 
 
 def assert_same_bits(found: Completion, expected: Completion) -> None:
@@ -137,9 +140,9 @@ def test_a_request_gets_the_same_bits_in_any_batch(name: str, make: Make, alone:
     reference = alone[tp]
 
     # The same batches for every engine, so that the reference is computed once. Rich programs are not repeated on two
-    # devices and for one token at a time: they take long to compile and are not specific to them.
+    # devices: they take long to compile and are not specific to them.
     @settings(max_examples=12, derandomize=True)
-    @given(batches(rich=tp == 1 and "decode_steps" not in ENGINES[name]))
+    @given(batches(rich=tp == 1))
     def check(batch: list[Request]) -> None:
         assert_as_alone(subject, batch, reference)
 
@@ -152,9 +155,9 @@ def test_a_request_gets_the_same_bits_in_any_batch(name: str, make: Make, alone:
 
 @pytest.mark.parametrize("name", ["mixtral"])
 def test_other_families_too(name: str, make: Make) -> None:
-    """Experts, which mix tokens of all rows; sliding windows and soft caps."""
-    config = variant(name)
-    options = {"max_num_batched_tokens": 16, "decode_steps": 1}
+    """Experts, which mix tokens of all rows. One token at a time."""
+    config = variant(name, num_layers=1)
+    options = CHUNKS | {"decode_steps": 1}
     batch = mixed_batch()
     subject, reference = (
         make(config, num_pages=18, **options),
@@ -167,7 +170,7 @@ def test_other_families_too(name: str, make: Make) -> None:
 
 def test_with_an_adapter_too(make: Make) -> None:
     """In a batch with other adapters, with preemption, from the prefix cache, and after the update of another."""
-    options: dict[str, Any] = {"adapters": AdapterConfig(slots=3, rank=5), "decode_steps": 1}
+    options: dict[str, Any] = {"adapters": AdapterConfig(slots=3, rank=5), "decode_steps": 1} | CHUNKS
     subject, alone = make(num_pages=18, **options), make(enable_prefix_caching=False, **options)
     loras = [Lora(name, rank, 2.0, ("k_proj", "v_proj", "o_proj")) for name, rank in (("a", 5), ("b", 1))]
     for each in (subject, alone):
@@ -189,12 +192,13 @@ def load(subject: Subject, lora: Lora, seed: int) -> None:
 
 
 def mixed_batch() -> list[Request]:
+    """Samples of the first request share pages, so that the program for groups of rows is the only one that decodes."""
     rng = np.random.default_rng(0)
     return [
         request(
             str(index),
-            BEGINNINGS[index % 4] + tuple(rng.integers(5, 90, rng.integers(1, 20)).tolist()),
-            n=1 + index % 3,
+            BEGINNINGS[(index + 3) % 4] + tuple(rng.integers(5, 90, rng.integers(1, 20)).tolist()),
+            n=3 - index % 3,
             seed=index,
             temperature=(0, 0.7, 1)[index % 3],
             max_tokens=8 + 2 * index,

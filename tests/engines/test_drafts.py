@@ -150,7 +150,7 @@ SMALL = tiny_config(num_layers=1, vocab_size=6, eos_token_ids=(0,), bos_token_id
 SMALL_DRAFT = tiny_config("qwen2", num_layers=1, vocab_size=6, eos_token_ids=(0,), bos_token_id=0)
 PROMPT = (2, 3, 4, 5, 2, 3)
 """Prompt lookup drafts 4, 5, 2."""
-NUM_SEEDS, NUM_SAMPLES = 4, 1000
+NUM_SEEDS, NUM_SAMPLES = 4, 500
 GUESSERS: dict[str, dict[str, Any]] = {
     "prompt lookup": {"speculation": "prompt_lookup", "num_speculative_tokens": 3},
     "draft": GUESSING | {"draft": SMALL_DRAFT, "draft_params": random_params(SMALL_DRAFT, 1)},

@@ -145,7 +145,7 @@ def test_truncation_of_a_large_vocabulary_equals_the_naive_one() -> None:
 
 
 def test_ties_with_the_last_one_kept_stay() -> None:
-    logits = np.array([0, 3, 2, 2, 1, 2, 0, 0], np.float32)
+    logits = np.array([0, 3, 2, 2, 1, 2, *[0] * (VOCAB - 6)], np.float32)
     for fields in ({"top_k": 2}, {"top_p": 0.6}):
         drawn = draw(logits, [fields | {"seed": seed} for seed in range(100)])
         assert set(drawn.token.tolist()) == {1, 2, 3, 5}
@@ -211,7 +211,7 @@ def test_counts_grow_as_if_counted_anew() -> None:
 
 
 def test_top_logprobs_are_raw_and_sorted() -> None:
-    for vocab, num_top in ((VOCAB, 20), (BIG, 20), (5, 5)):
+    for vocab, num_top in ((BIG, 20), (5, 5)):
         logits = np.round(logits_of(6, vocab), 1)  # so that there are ties
         rows = [{"temperature": 0.3, "top_k": 2}, {"temperature": 0}]
         drawn = draw(logits, rows, num_top=num_top)
@@ -224,7 +224,7 @@ def test_top_logprobs_are_raw_and_sorted() -> None:
 
 # --- draws ---
 
-KEYS = 8_000
+KEYS = 4_000
 
 
 LANE_ENDS = (0, 1, 16, 1023, 1024, 1025, 1500, 2046, 2047, 2048, 2049, BIG - 1)
@@ -293,7 +293,7 @@ def test_a_weighted_choice_never_takes_a_zero_weight() -> None:
         assert (np.take_along_axis(weights, picked[:, None], 1) > 0).all()
 
 
-@pytest.mark.parametrize("vocab", [5, 128, 1024, BIG])
+@pytest.mark.parametrize("vocab", [5, 1024, BIG])
 def test_all_mass_on_one_token(vocab: int) -> None:
     for token in {0, 1, vocab // 2, vocab - 2, vocab - 1}:
         logits = np.full(vocab, -200, np.float32)
@@ -339,10 +339,9 @@ def random_params(rng: np.random.Generator, rich: bool) -> SamplingParams:
 
 
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
-@pytest.mark.parametrize("vocab", [500, 4999])  # plain reductions differ for the larger one
-def test_a_row_has_the_same_bits_in_any_batch(vocab: int, rich: bool) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(rich: bool) -> None:
     rng = np.random.default_rng(0)
-    total = 128
+    total, vocab = 128, 4999  # large enough that plain reductions differ
     logits = (rng.standard_normal((total, vocab)) * rng.uniform(0.3, 5, (total, 1))).astype(np.float32)
     positions = rng.integers(10, 60, total).astype(np.int32)
     tokens = rng.integers(-1, vocab, (total, 40)).astype(np.int32)

@@ -320,41 +320,38 @@ def event(**over: Any) -> dict[str, Any]:
     return {"output_ids": [9], "meta_info": meta | over}
 
 
-@pytest.mark.parametrize(
-    ("found", "error", "text"),
-    [
-        ({"error": {"message": "boom", "code": 500}}, EngineFailure, "boom"),
-        ({"error": {"message": "min_p", "code": 400}}, InvalidSampling, "min_p"),
-        (event(finish_reason={"type": "abort", "message": "Aborted"}), EngineFailure, "aborted a request: Aborted"),
-        (
-            event(finish_reason={"type": "abort", "message": "no", "status_code": 400}),
-            InvalidSampling,
-            "aborted a request: no",
-        ),
-        (event(finish_reason={"type": "stop", "matched": 9}), EngineFailure, "stopped at token 9"),
-        (event(finish_reason={"type": "length", "length": 1}), EngineFailure, "after 1 of 4 tokens"),
-        (event(finish_reason={"type": "whim"}), EngineFailure, "whim"),
-        (event(finish_reason="stop"), ProtocolMismatch, "as many logprobs"),
-        (event(output_token_logprobs=[]), ProtocolMismatch, "as many logprobs"),
-        (event(output_token_logprobs=[[-0.5, 8, None]]), ProtocolMismatch, "as many logprobs"),
-        (event(output_token_logprobs=[[0.5, 9, None]]), ProtocolMismatch, "as many logprobs"),
-        (event(weight_version=None), ProtocolMismatch, "an event"),
-        ([], ProtocolMismatch, "an event"),
-    ],
-)
-def test_a_malformed_response_fails_its_request(
-    server: StandIn, found: Any, error: type[SlipstreamError], text: str
-) -> None:
-    async def scenario(engine: RemoteEngine) -> Any:
-        server.tell(event=found)
-        (bad,) = await collected(engine, request())
-        server.tell(event=None)
-        (good,) = await collected(engine, request())
-        return bad, good
+MALFORMED: list[tuple[Any, type[SlipstreamError], str]] = [
+    ({"error": {"message": "boom", "code": 500}}, EngineFailure, "boom"),
+    ({"error": {"message": "min_p", "code": 400}}, InvalidSampling, "min_p"),
+    (event(finish_reason={"type": "abort", "message": "Aborted"}), EngineFailure, "aborted a request: Aborted"),
+    (
+        event(finish_reason={"type": "abort", "message": "no", "status_code": 400}),
+        InvalidSampling,
+        "aborted a request: no",
+    ),
+    (event(finish_reason={"type": "stop", "matched": 9}), EngineFailure, "stopped at token 9"),
+    (event(finish_reason={"type": "length", "length": 1}), EngineFailure, "after 1 of 4 tokens"),
+    (event(finish_reason={"type": "whim"}), EngineFailure, "whim"),
+    (event(finish_reason="stop"), ProtocolMismatch, "as many logprobs"),
+    (event(output_token_logprobs=[]), ProtocolMismatch, "as many logprobs"),
+    (event(output_token_logprobs=[[-0.5, 8, None]]), ProtocolMismatch, "as many logprobs"),
+    (event(output_token_logprobs=[[0.5, 9, None]]), ProtocolMismatch, "as many logprobs"),
+    (event(weight_version=None), ProtocolMismatch, "an event"),
+    ([], ProtocolMismatch, "an event"),
+]
 
-    bad, good = with_engine(server, scenario)
-    assert isinstance(bad, Failure) and isinstance(bad.error, error) and text in str(bad.error)
-    assert isinstance(good, Completion)
+
+def test_a_malformed_response_fails_its_request(server: StandIn) -> None:
+    async def scenario(engine: RemoteEngine) -> None:
+        for found, error, text in MALFORMED:
+            server.tell(event=found)
+            (bad,) = await collected(engine, request())
+            assert isinstance(bad, Failure) and isinstance(bad.error, error) and text in str(bad.error), found
+            server.tell(event=None)
+            (good,) = await collected(engine, request())
+            assert isinstance(good, Completion), found
+
+    with_engine(server, scenario)
 
 
 ANYTHING = anything(

@@ -16,22 +16,18 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from slipstream.cli.main import app
 from slipstream.config import HttpConfig
+from slipstream.errors import ConfigError
 from slipstream.gateway.tokens import TokenTable
 from slipstream.http import limits
 from slipstream.http.server import _bind
 from slipstream.http.server import serve as run_server
 from slipstream.http.state import Front
 from tests.http.fakes import TOKEN, FakeFleet, progress
-from tests.http.served import eventually, serve
-
-
-@pytest.fixture(scope="module")
-def impatient(tmp_path_factory):
-    """A server that waits half a second for a body."""
-    with serve(tmp_path_factory.mktemp("impatient"), body_seconds=0.5) as found:
-        yield found
+from tests.http.served import eventually
 
 
 def requests_of(served):
@@ -43,12 +39,12 @@ def opened(served):
     return socket.create_connection((where.hostname, where.port), timeout=60)
 
 
-def request_of(served, path, body):
+def request_of(token, path, body):
     data = json.dumps(body).encode()
     lines = [
         f"POST {path} HTTP/1.1",
         "Host: front",
-        f"Authorization: Bearer {served.token}",
+        f"Authorization: Bearer {token}",
         f"Content-Length: {len(data)}",
     ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
@@ -63,7 +59,7 @@ def test_a_disconnect_cancels_the_generation(served, path, stream):
     served.bridge.pause()
     try:
         with opened(served) as client:
-            client.sendall(request_of(served, path, body))
+            client.sendall(request_of(served.token, path, body))
             eventually(lambda: requests_of(served) == 1)
         eventually(lambda: requests_of(served) == 0)
     finally:
@@ -77,36 +73,10 @@ def test_a_client_that_does_not_read_does_not_block_others(served):
     with opened(served) as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         body = {"prompt": ["abc"] * 60, "n": 4, "max_tokens": 40, "logprobs": 20, "stream": True}
-        lazy.sendall(request_of(served, "/v1/completions", body))
+        lazy.sendall(request_of(served.token, "/v1/completions", body))
         eventually(lambda: requests_of(served) > 0)
         assert served.post("/v1/completions", {"prompt": "abc"})["choices"]
     eventually(lambda: requests_of(served) == 0)
-
-
-def test_a_slow_body_is_answered_with_408(impatient):
-    with opened(impatient) as slow:
-        slow.sendall(request_of(impatient, "/v1/completions", {"prompt": "abc"})[:-5])
-        answer = http.client.HTTPResponse(slow)
-        answer.begin()
-        assert answer.status == 408 and "body_seconds" in json.loads(answer.read())["error"]["message"]
-        assert slow.recv(1) == b"", "the connection must be closed"
-    with opened(impatient) as half:  # disconnects before the end of the body
-        half.sendall(request_of(impatient, "/v1/completions", {"prompt": "abc"})[:-5])
-    assert impatient.get("/health")
-
-
-def test_connections_without_a_whole_request_are_closed(impatient):
-    where = urlsplit(impatient.url)
-    kept = http.client.HTTPConnection(where.hostname, where.port, timeout=10)
-    kept.request("GET", "/health")
-    kept.getresponse().read()
-    silent, begun = opened(impatient), opened(impatient)
-    begun.sendall(b"GET /health HTTP/1.1\r\nHost: fro")
-    kept.sock.sendall(b"GET /health")
-    for client in (silent, begun, kept.sock):
-        client.settimeout(10)
-        assert client.recv(1) == b""
-        client.close()
 
 
 def served_by(fleet, test, **config):
@@ -118,6 +88,60 @@ def served_by(fleet, test, **config):
             await test((urlsplit(url).hostname, urlsplit(url).port), front)
 
     asyncio.run(main())
+
+
+def impatient(client):
+    """Run `client(connect)` in a thread, with a server that waits half a second for a body. Return what it returns."""
+    found = []
+
+    async def test(where, front):
+        found.append(await asyncio.to_thread(client, lambda: socket.create_connection(where, timeout=60)))
+
+    served_by(FakeFleet(), test, body_seconds=0.5)
+    return found[0]
+
+
+def health(connect):
+    with connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: front\r\nConnection: close\r\n\r\n")
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        return answer.status
+
+
+def test_a_slow_body_is_answered_with_408():
+    begun = request_of(TOKEN, "/v1/completions", {"prompt": "abc"})[:-5]
+
+    def client(connect):
+        with connect() as slow:
+            slow.sendall(begun)
+            answer = http.client.HTTPResponse(slow)
+            answer.begin()
+            assert answer.status == 408 and "body_seconds" in json.loads(answer.read())["error"]["message"]
+            assert slow.recv(1) == b"", "the connection must be closed"
+        with connect() as half:  # disconnects before the end of the body
+            half.sendall(begun)
+        return health(connect)
+
+    assert impatient(client) == 200
+
+
+def test_connections_without_a_whole_request_are_closed():
+    def client(connect):
+        kept, silent, begun = connect(), connect(), connect()
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: front\r\n\r\n")
+        answer = http.client.HTTPResponse(kept)
+        answer.begin()
+        answer.read()
+        begun.sendall(b"GET /health HTTP/1.1\r\nHost: fro")
+        kept.sendall(b"GET /health")
+        for peer in (silent, begun, kept):
+            peer.settimeout(10)
+            assert peer.recv(1) == b""
+            peer.close()
+        return answer.status
+
+    assert impatient(client) == 200
 
 
 def test_more_connections_than_permitted_are_refused():
@@ -210,8 +234,9 @@ def test_malformed_requests_do_no_harm(served):
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-def start(run_dir, *options):
-    return subprocess.Popen([sys.executable, "-m", "slipstream.cli", "gateway", "--run-dir", str(run_dir), *options])
+def start(run_dir, *options, **streams):
+    command = [sys.executable, "-m", "slipstream.cli", "gateway", "--run-dir", str(run_dir), *options]
+    return subprocess.Popen(command, **streams)
 
 
 def facts_of(run_dir, process):
@@ -242,26 +267,31 @@ def test_the_server_listens_on_loopback_and_restarts_on_the_same_port(tmp_path):
         assert facts_of(tmp_path, process)["http"] == url
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
+        assert not (tmp_path / "token").exists() and not (tmp_path / "gateway.json").exists()
     finally:
         process.kill()
         process.wait()
 
 
 def test_invalid_settings_are_refused_at_the_start(tmp_path):
-    def refused(*options):
-        command = [sys.executable, "-m", "slipstream.cli", "gateway", "--run-dir", str(tmp_path), *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2, done.stderr
-        return done.stderr
-
-    assert "TLS is required" in refused("--http", "0", "host=0.0.0.0")
-    assert "needs --http" in refused("model=x")
-    assert "did you mean 'model'" in refused("--http", "0", "modle=x")
-    assert "is not a directory" in refused("--http", "0", f"model={tmp_path / 'nowhere'}")
+    command = ["gateway", "--run-dir", str(tmp_path)]
+    for said, *options in (
+        ("TLS is required", "--http", "0", "host=0.0.0.0"),
+        ("needs --http", "model=x"),
+        ("did you mean 'model'", "--http", "0", "modle=x"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            CliRunner().invoke(app, [*command, *options], catch_exceptions=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert "cannot listen for HTTP" in refused("--http", str(taken.getsockname()[1]))
+        for said, *options in (
+            (b"is not a directory", "--http", "0", f"model={tmp_path / 'nowhere'}"),
+            (b"cannot listen for HTTP", "--http", str(taken.getsockname()[1])),
+        ):
+            process = start(tmp_path, *options, stderr=subprocess.PIPE)
+            _, text = process.communicate(timeout=60)
+            assert process.returncode == 2 and said in text
     assert not (tmp_path / "token").exists()
 
 

@@ -13,6 +13,7 @@ from slipstream.model.checkpoints import hf_weights
 from slipstream.model.config import ModelConfig
 from slipstream.model.families import names, tensors
 from slipstream.model.transformer import decoder
+from slipstream.model.tree import unflatten
 from tests.tiny import VARIANTS, hf_model, random_params, tiny_config, variant
 
 forward = jax.jit(decoder.forward, static_argnums=1)
@@ -42,16 +43,21 @@ def test_logits_equal_transformers(name: str) -> None:
 @pytest.mark.parametrize("family", names())
 def test_logits_depend_on_every_tensor(family: str) -> None:
     """Every tensor affects the result; an ignored one could pass a comparison by chance."""
-    config = tiny_config(family)
-    params = random_params(config)
-    tokens = jnp.asarray(random_tokens(config, 2, 12))
-    grads = jax.jit(jax.grad(lambda p: jnp.square(decoder.forward(p, config, tokens)).sum()))(params)
-    still = [name for name, g in hf_weights.flatten(grads).items() if not np.abs(g).max() > 0]
-    assert still == []
+    config = variant(family)  # and tokens as above, so that one program serves both tests
+    flat = hf_weights.flatten(random_params(config))
+    tokens = random_tokens(config, 3, 40)
+    before = np.asarray(forward(unflatten(flat), config, tokens))
+    rng = np.random.default_rng(1)
+
+    def has_effect(name: str) -> bool:
+        other = jnp.asarray(np.asarray(flat[name]) + 0.3 * rng.standard_normal(flat[name].shape), jnp.float32)
+        return np.abs(forward(unflatten(flat | {name: other}), config, tokens) - before).max() > 1e-3
+
+    assert [name for name in flat if not has_effect(name)] == []
 
 
 def test_padding_on_the_right_changes_nothing_to_its_left() -> None:
-    config = tiny_config()
+    config = tiny_config(num_layers=1)
     params = random_params(config)
     tokens = random_tokens(config, 2, 9)
     padded = np.concatenate([tokens, np.zeros((2, 5), tokens.dtype)], axis=1)
@@ -64,33 +70,32 @@ def test_padding_on_the_right_changes_nothing_to_its_left() -> None:
 
 def test_only_relative_positions_matter() -> None:
     """Rotary embeddings are relative: a constant offset cancels."""
-    config = tiny_config()
+    config = tiny_config(num_layers=1)
     params = random_params(config)
-    tokens = jnp.asarray(random_tokens(config, 1, 9))
+    tokens = jnp.asarray(random_tokens(config, 2, 9))
     shifted = forward(params, config, tokens, jnp.arange(9)[None] + 7)
     np.testing.assert_allclose(shifted, forward(params, config, tokens), atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_are_the_log_softmax_of_the_logits(temperature: float) -> None:
-    config = tiny_config("qwen2")
+    config = variant("qwen2")
     params = random_params(config)
-    tokens = random_tokens(config, 2, 10)
-    logits = np.asarray(forward(params, config, jnp.asarray(tokens)), np.float64) / temperature
+    tokens = random_tokens(config, 3, 40)
+    logits = np.asarray(forward(params, config, tokens), np.float64) / temperature
     everything = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = np.take_along_axis(everything[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
-    ours = logprobs(params, config, jnp.asarray(tokens), temperature=temperature)
+    ours = logprobs(params, config, tokens, temperature=temperature)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*names(), "llama-tied", "qwen3_moe-dense-layer"])
 def test_init_makes_every_tensor_of_the_family(name: str) -> None:
     config = variant(name)
-    flat = hf_weights.flatten(decoder.init(config, jax.random.key(3), jnp.bfloat16))
+    flat, again = (hf_weights.flatten(decoder.init(config, jax.random.key(3), jnp.bfloat16)) for _ in range(2))
     assert {n: a.shape for n, a in flat.items()} == {t.name: t.shape for t in tensors(config)}
     assert all(a.dtype == jnp.bfloat16 for a in flat.values())
-    again = hf_weights.flatten(decoder.init(config, jax.random.key(3), jnp.bfloat16))
-    assert all((flat[n] == again[n]).all() for n in flat)
+    assert all(np.array_equal(flat[n], again[n]) for n in flat)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3_text"])
@@ -100,9 +105,9 @@ def test_bfloat16_is_as_exact_as_in_transformers(name: str) -> None:
 
     config = variant(name)
     tokens = random_tokens(config, 3, 40)
-    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_params(config))
+    rounded = jax.tree.map(lambda p: np.asarray(p).astype(jnp.bfloat16), random_params(config))
     ours = forward(rounded, config, tokens)
-    exact = forward(jax.tree.map(lambda p: p.astype(jnp.float32), rounded), config, tokens)
+    exact = forward(jax.tree.map(lambda p: p.astype(np.float32), rounded), config, tokens)
     theirs = hf_logits(hf_model(config).to(torch.bfloat16), tokens)
     assert ours.dtype == jnp.float32
     assert np.abs(ours - exact).mean() < 1.1 * np.abs(theirs - exact).mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,8 +16,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from slipstream.config import EmbeddedConfig
-from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import ConfigError, MappingError
 from slipstream.model import families
 from slipstream.model.checkpoints import hf_weights
@@ -31,7 +30,7 @@ SHAPE = dict(
     vocab_size=96,
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
@@ -49,7 +48,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 4},
     "gemma2": {"sliding_window": 7},
-    "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 3},
+    "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2},
 }
 """Settings of tiny models in `transformers`; others have the default of the config class."""
 
@@ -163,19 +162,6 @@ def test_the_page_adds_a_family_that_computes_what_it_says(biased_llama: str, tm
     np.testing.assert_allclose(forward(params, config, tokens), theirs, atol=2e-4, rtol=0)
 
 
-def test_the_embedded_engine_serves_an_added_family(biased_llama: str) -> None:
-    config = tiny_config(biased_llama, num_layers=1)
-    params = random_params(config)
-    engine = EmbeddedEngine(config, params, options=EmbeddedConfig(max_num_seqs=2, tensor_parallel_size=2))
-    subject = Subject(engine, config, params)
-    new = random_params(config, seed=9)
-    assert subject.complete([5, 6, 7], temperature=0).token_ids == greedy_reference(subject, [5, 6, 7], 8)
-    subject.publish(new)
-    assert subject.complete([5, 6, 7], temperature=0).token_ids == greedy_reference(subject, [5, 6, 7], 8, new)
-    subject.runner.run(engine.close())
-    subject.runner.close()
-
-
 def test_an_added_family_refuses_the_tensors_of_another(biased_llama: str, tmp_path: Path) -> None:
     with pytest.raises(MappingError, match=r"q_proj\.bias"):
         hf_weights.save(tmp_path, random_params(tiny_config()), tiny_config(biased_llama))
@@ -191,33 +177,55 @@ def test_a_name_is_registered_once() -> None:
 LAUNCH = """
 import sys, slipstream
 from slipstream.config import EmbeddedConfig
+from slipstream.model.checkpoints import hf_weights
 
-config = EmbeddedConfig(max_num_seqs=4, plugins=sys.argv[3:])
-with slipstream.launch(sys.argv[1], engine=config, run_dir=sys.argv[2]) as bridge:
-    print(bridge.generate([(1, 2, 3)], slipstream.SamplingParams(temperature=0, max_tokens=4))[0].token_ids)
+model, other, run_dir, plugin = sys.argv[1:]
+greedy = slipstream.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+config = EmbeddedConfig(max_num_seqs=4, tensor_parallel_size=2, plugins=[plugin])
+with slipstream.launch(model, engine=config, run_dir=run_dir) as bridge:
+    print(bridge.generate([(1, 2, 3)], greedy)[0].token_ids)
+    bridge.sync(hf_weights.load(other))
+    print(bridge.generate([(1, 2, 3)], greedy)[0].token_ids)
 """
 
 
-@pytest.mark.parametrize("how", ["entry point", "named", "unknown"])
-def test_launched_engines_serve_a_family_of_another_package(biased_llama: str, tmp_path: Path, how: str) -> None:
-    (tmp_path / "own_families.py").write_text(CODE)
-    if how == "entry point":
-        (tmp_path / "own-1.0.dist-info").mkdir()
-        (tmp_path / "own-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
-        entries = f"[{families.ENTRY_POINTS}]\nbiased_llama = own_families\n"
-        (tmp_path / "own-1.0.dist-info" / "entry_points.txt").write_text(entries)
-    config = tiny_config(biased_llama)
-    hf_weights.save(tmp_path / "model", params := random_params(config), config)
-    more = {"named": ["own_families"], "unknown": ["other_families"]}.get(how, [])
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(tmp_path / "model"), str(tmp_path / "run"), *more],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+def python(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where packages are found in `path` as well."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    if how == "unknown":
+
+
+def test_a_package_that_is_installed_adds_its_family_to_any_process(tmp_path: Path) -> None:
+    (tmp_path / "own_families.py").write_text(CODE)
+    (tmp_path / "own-1.0.dist-info").mkdir()
+    (tmp_path / "own-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    entries = f"[{families.ENTRY_POINTS}]\nbiased_llama = own_families\n"
+    (tmp_path / "own-1.0.dist-info" / "entry_points.txt").write_text(entries)
+    config = to_hf(tiny_config()) | {"model_type": "biased_llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = "import sys; from slipstream.model.checkpoints.hf_config import read_config; print(read_config(sys.argv[1]).family)"
+    done = python(tmp_path, "-c", code, str(tmp_path))
+    assert done.stdout.strip() == "biased_llama", done.stderr
+
+
+@pytest.mark.parametrize("plugin", ["own_families", "other_families"])
+def test_launched_engines_serve_a_family_of_a_plugin(biased_llama: str, tmp_path: Path, plugin: str) -> None:
+    """On two devices each, and again after an update."""
+    (tmp_path / "own_families.py").write_text(CODE)
+    config = tiny_config(biased_llama, num_layers=1)
+    models = [random_params(config, seed) for seed in (0, 9)]
+    for seed, params in enumerate(models):
+        hf_weights.save(tmp_path / str(seed), params, config)
+    done = python(tmp_path, "-c", LAUNCH, *(str(tmp_path / name) for name in ("0", "1", "run")), plugin)
+    if plugin == "other_families":
         assert "ConfigError: the plugin 'other_families' cannot be imported: No module named" in done.stderr
         return
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(greedy_reference(Subject(None, config, params), (1, 2, 3), 4))  # type: ignore[arg-type]
+    subject = Subject(None, config, models[0])  # type: ignore[arg-type]
+    expected = [str(greedy_reference(subject, (1, 2, 3), 4, params)) for params in models]
+    assert done.stdout.splitlines() == expected and len(set(expected)) == 2

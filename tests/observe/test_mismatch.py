@@ -31,7 +31,7 @@ from tests.conformance.engines import request
 from tests.engines.subjects import Hold, close, collect, publish, subject_of
 from tests.tiny import random_params, tiny_config
 
-CONFIG = tiny_config()
+CONFIG = tiny_config(num_layers=1)
 PARAMS = random_params(CONFIG)
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slipstream.errors import CheckpointError
 from slipstream.rl.trainer import checkpoint
@@ -65,43 +64,22 @@ def test_latest_and_keep(tmp_path):
     assert_same(checkpoint.load(checkpoint.latest(tmp_path), *blank(made(10))), made(10))
 
 
-def test_checkpoints_load_with_another_sharding():
-    """In a subprocess with four devices: saved in quarters, loaded in halves and unsharded."""
-    script = """
-import sys, pathlib, jax, tempfile
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from tests.rl.test_checkpoint import made, assert_same, blank
-from slipstream.rl.trainer import checkpoint as state
-import numpy as np
-assert len(jax.devices()) == 4
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
-def shardings(spec):
-    return {"model": {"layers": [{"w": NamedSharding(mesh, spec)}, {"w": NamedSharding(mesh, P())}]},
-            "head": NamedSharding(mesh, spec)}
-saved = made(4, width=6, sharding=shardings(P("a", "b")))
-with tempfile.TemporaryDirectory() as root:
-    directory = state.save(pathlib.Path(root), saved, {})
-    for spec in (P("a", "b"), P("b"), P()):
+def test_checkpoints_load_with_another_sharding(tmp_path):
+    """Saved with one half of the rows per device; loaded so, with halves of the columns, and unsharded."""
+    mesh = Mesh(np.array(jax.devices()), ("a",))
+
+    def shardings(spec):
+        part, whole = NamedSharding(mesh, spec), NamedSharding(mesh, PartitionSpec())
+        return {"model": {"layers": [{"w": part}, {"w": whole}]}, "head": part}
+
+    saved = made(4, width=6, sharding=shardings(PartitionSpec("a")))
+    directory = checkpoint.save(tmp_path, saved, {})
+    for spec in (PartitionSpec("a"), PartitionSpec(None, "a"), PartitionSpec()):
         like = made(4, width=6, sharding=shardings(spec))
-        found = state.load(directory, *blank(like))
+        found = checkpoint.load(directory, *blank(like))
         assert_same(found, saved)
         w = found.params["model"]["layers"][0]["w"]
         assert w.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2), w.sharding
-"""
-    run_child(script, XLA_FLAGS="--xla_force_host_platform_device_count=4")
-
-
-def run_child(script, **environment):
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 # Kills itself in the n-th of the calls that write a checkpoint to disk.
@@ -131,7 +109,7 @@ def test_a_kill_during_save_leaves_a_complete_checkpoint(tmp_path):
         calls, found = 10_000 - int(left), []
         assert code == 0
         # The number of calls that Orbax makes varies: the last points may lie beyond the end.
-        for count in sorted({1, calls // 2, calls - 4, calls - 1}):
+        for count in sorted({1, calls // 2, calls - 2}):
             root = tmp_path / str(count)
             checkpoint.save(root, made(1), {})
             assert saving.run(root, count)[0] in ((-9,) if count <= calls // 2 else (-9, 0))

@@ -97,6 +97,8 @@ def test_rewards_rise_and_only_the_adapter_is_sent(run):
     assert [s.step for s in steps] == list(range(1, 11))
     assert np.mean([s.accuracy for s in steps[-3:]]) > np.mean([s.accuracy for s in steps[:3]]) + 0.05
     lora = CONFIG.lora.adapter
+    assert steps[0].metrics.reference_kl == pytest.approx(0, abs=1e-5), "the reference is where training starts"
+    assert steps[1].metrics.reference_kl > steps[0].metrics.reference_kl
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(random_adapter(sample_config(), lora, 0)))
     for s in steps:
         assert s.sync.num_bytes == size and s.sync.adapter == "policy"

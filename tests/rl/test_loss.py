@@ -213,7 +213,7 @@ def test_losses_of_micro_batches_add_up(name):
     whole = loss.objective(Forward(*map(jnp.asarray, found)), batch, CONFIGS[name])
     total = loss.totals(batch)
     parts = []
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+    for rows in (slice(0, 2), slice(2, 6)):
         part = Batch(*[None if x is None else x[rows] for x in batch])
         parts.append(loss.objective(Forward(*(jnp.asarray(x[rows]) for x in found)), part, CONFIGS[name], total))
     np.testing.assert_allclose(np.sum(parts, axis=0), whole, rtol=1e-5, atol=1e-6)

@@ -5,27 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import slipstream
-from slipstream.config import EmbeddedConfig
 from slipstream.model.checkpoints.sample_model import write_sample_config
-from slipstream.rl.config import AlgorithmConfig, TrainConfig
 from slipstream.rl.reporting.records import StepRecord
 from slipstream.rl.trainer.loop import training_loop
+from tests.rl.runs import SHORT
 
 
 def test_engines_sleep_while_the_trainer_trains_and_the_records_are_the_same(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_sample_config(model)
     records: dict[bool, list[StepRecord]] = {}
+    engine = SHORT.engine.replace(kv_cache_tokens=4096)  # much memory, compared with that of other tests
     for turns in (False, True):
-        config = TrainConfig(
-            steps=3,
-            warmup_steps=2,
-            eval_every=3,
-            eval_prompts=4,
-            take_turns=turns,
-            algorithm=AlgorithmConfig(prompts=4, group=2),
-            engine=EmbeddedConfig(max_num_seqs=8),
-        )
+        config = SHORT.replace(steps=3, warmup_steps=2, take_turns=turns, engine=engine)
         with slipstream.inprocess(model, engine=config.engine) as bridge:
             found = list(training_loop(config, bridge, model, tmp_path / f"run-{turns}"))
         records[turns] = [r for r in found if isinstance(r, StepRecord)]

@@ -1,8 +1,6 @@
 """The KL reference scored by engines, compared with the trainer's own scores."""
 
 import io
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -10,30 +8,21 @@ from rich.console import Console
 
 import slipstream
 from slipstream.cli import demo
-from slipstream.config import EmbeddedConfig, RemoteConfig
-from slipstream.errors import ConfigError
+from slipstream.config import RemoteConfig
+from slipstream.errors import ConfigError, EngineLost
 from slipstream.model.checkpoints.sample_model import sample_config, sample_params, write_sample_config
 from slipstream.rl.algorithm.batch import make_batch
 from slipstream.rl.algorithm.forward import logprob_fn
-from slipstream.rl.config import AlgorithmConfig, KlConfig, TaskConfig, TrainConfig
+from slipstream.rl.config import KlConfig
 from slipstream.rl.reporting.records import StepRecord, read_records
 from slipstream.rl.trainer.loop import training_loop
 from slipstream.rl.trainer.reference import Reference
 from slipstream.rl.trainer.session import open_reference
 from tests.rl.batches import completion
+from tests.rl.runs import SHORT
 
-CONFIG = TrainConfig(
-    steps=3,
-    warmup_steps=20,
-    eval_every=9,
-    eval_prompts=2,
-    save_every=0,
-    seed=3,
-    engines=0,
-    task=TaskConfig(digits=2),
-    algorithm=AlgorithmConfig(prompts=8, group=8, max_tokens=4, kl=KlConfig(weight=0.1)),
-    engine=EmbeddedConfig(max_num_seqs=64, max_model_len=16),
-)
+PPO = SHORT.algorithm.replace(kind="ppo", micro_batches=2, kl=KlConfig(weight=0.1))
+CONFIG = SHORT.replace(steps=3, warmup_steps=20, algorithm=PPO)
 BY_ENGINE = CONFIG.replace(algorithm=CONFIG.algorithm.replace(kl=KlConfig(weight=0.1, scored_by="engine")))
 
 
@@ -61,21 +50,25 @@ def test_engine_scores_match_the_trainers_logprobs(batch, model_dir):
     np.testing.assert_allclose(found.reference, expected, atol=1e-4)
 
 
-def test_a_restarted_engine_gets_the_same_policy(batch, model_dir, tmp_path):
-    run_dir = tmp_path / "fleet"
-    with slipstream.launch(model_dir, engine=CONFIG.engine, run_dir=run_dir, keep_alive=True) as bridge:
+def test_an_engine_that_is_lost_is_waited_for(batch, model_dir, monkeypatch):
+    """The bridge sends a restarted engine its weights (tests/deploy/test_rollouts.py)."""
+    with slipstream.inprocess(model_dir, engine=CONFIG.engine) as bridge:
         reference = Reference(bridge, sample_params(sample_config(), 5), patience=120.0)
         before = reference.add_logprobs(batch).reference
-        os.kill(bridge.status().engines[0].info.pid, signal.SIGKILL)
+        score, losses = bridge.score, [EngineLost("it died"), EngineLost("it is not back yet")]
+
+        def lost_at_first(sequences):
+            if losses:
+                raise losses.pop()
+            return score(sequences)
+
+        monkeypatch.setattr(bridge, "score", lost_at_first)
         np.testing.assert_array_equal(reference.add_logprobs(batch).reference, before)
-        assert bridge.version == 0
+        assert not losses and bridge.version == 0
 
 
-@pytest.mark.parametrize("kind", ["ppo"])
-def test_a_run_is_the_same_with_either_reference(kind, model_dir, tmp_path):
+def test_a_run_is_the_same_with_either_reference(model_dir, tmp_path):
     def steps(config, name):
-        algorithm = config.algorithm.replace(kind=kind)
-        config = config.replace(algorithm=algorithm)
         with (
             slipstream.inprocess(model_dir, engine=config.engine) as bridge,
             slipstream.inprocess(model_dir, engine=config.engine) as reference,
@@ -86,7 +79,10 @@ def test_a_run_is_the_same_with_either_reference(kind, model_dir, tmp_path):
 
     (by_trainer, untouched), (by_engine, served) = steps(CONFIG, "trainer"), steps(BY_ENGINE, "engine")
     assert (untouched, served) == (-1, 0)  # synced once, and only if used
-    assert by_engine[-1].metrics.reference_kl > 0
+    first, second, last = (step.metrics for step in by_engine)
+    assert first.ratio == pytest.approx(1, abs=1e-4) and first.gradient_norm > 0 and first.value_loss > 0
+    assert first.reference_kl == pytest.approx(0, abs=1e-5)  # the reference is where training starts
+    assert second.reference_kl > first.reference_kl and last.reference_kl > 0
     for ours, theirs in zip(by_engine, by_trainer, strict=True):
         assert ours.reward == pytest.approx(theirs.reward, abs=1e-4)
         for name in ("loss", "reference_kl", "gradient_norm"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import slipstream
 from slipstream.rl.reporting.records import Evaluation, StepRecord, WarmupRecord
+from tests.rl.runs import ENGINE
 
 
 def test_a_whole_run_in_one_call_and_its_continuation(tmp_path):
@@ -14,8 +15,8 @@ def test_a_whole_run_in_one_call_and_its_continuation(tmp_path):
         engines=0,
         eval_prompts=4,
         task={"digits": 2},
-        algorithm={"prompts": 8, "group": 8, "max_tokens": 4},
-        engine=slipstream.EmbeddedConfig(max_num_seqs=64, max_model_len=16),
+        algorithm={"prompts": 4, "group": 4, "max_tokens": 4},
+        engine=ENGINE,
     )
     records = []
     result = slipstream.train(config, on_record=records.append)

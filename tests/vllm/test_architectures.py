@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,27 +12,25 @@ import pytest
 from slipstream.config import VllmConfig
 from slipstream.errors import ConfigError
 from tests.vllm.draft_syncs import speculation
+from tests.vllm.preloaded import Preloaded
 from tests.vllm.real import PYTHON, needs_vllm
 
 pytestmark = needs_vllm
 
-ROOT = Path(__file__).parents[2]
 FAMILIES = ["phi3", "olmo2", "granite", "stablelm", "gpt_neox", "cohere"]
 
 
-def test_ten_syncs_of_six_architectures_generate_the_tokens_of_transformers(tmp_path: Path) -> None:
+def test_ten_syncs_of_six_architectures_generate_the_tokens_of_transformers(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
     """Also: a load that fails halfway leaves the old version, and trees that do not fit are refused. The last of the process's
     lines comes after the syncs of a draft (`draft_syncs.py`)."""
-    done = subprocess.run(
-        [PYTHON, "-m", "tests.vllm.architectures", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        timeout=1500,
+    out, log = tmp_path / "out", tmp_path / "log"
+    process = preloaded.popen(
+        [PYTHON, "-m", "tests.vllm.architectures", str(tmp_path)], stdout=out, stderr=log, env=os.environ
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    *found, refused = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert process.wait(1500) == 0, log.read_text()[-4000:]
+    *found, refused = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
     assert [answer["architecture"] for answer in found] == FAMILIES
     for family, answer in zip(FAMILIES, found):
         assert answer["tokens"] == answer["expected"], family  # of a checkpoint, of ten syncs, of a directory

@@ -3,11 +3,11 @@ write, at the same places."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from slipstream.observe import doctor
 from tests.tiny import tiny_config, write_config
+from tests.vllm.preloaded import Preloaded
 from tests.vllm.real import PYTHON, needs_vllm
 
 pytestmark = needs_vllm
@@ -36,7 +37,9 @@ def models(root: Path) -> list[Path]:
     return [write_config(root / family, tiny_config(family, **shape)) for family in FAMILIES]
 
 
-def ranks(tmp_path: Path, tp: int, dtype: str, directories: list[Path]) -> list[list[dict[str, Any]]]:
+def ranks(
+    preloaded: Preloaded, tmp_path: Path, tp: int, dtype: str, directories: list[Path]
+) -> list[list[dict[str, Any]]]:
     """The results of each rank, for each model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -46,28 +49,36 @@ def ranks(tmp_path: Path, tp: int, dtype: str, directories: list[Path]) -> list[
     for rank in range(tp):
         options = ["--rank", str(rank), "--tp", str(tp), "--port", str(port)]
         command = [*doctor.mapping_command(dtype, *directories), *options]
-        with (tmp_path / f"{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=log))
+        os.mkfifo(tmp_path / f"{rank}.out")
+        processes.append(
+            preloaded.popen(
+                command, env=environment, stdout=tmp_path / f"{rank}.out", stderr=tmp_path / f"{rank}.log"
+            )
+        )
     try:
         found = []
-        for rank, process in enumerate(processes):
-            assert process.stdout is not None
-            lines = (line for line in process.stdout if line.startswith("{"))  # most of the time vLLM is being imported
-            found.append([json.loads(line) for line in itertools.islice(lines, 1)])
-            assert not list(Path("/dev/shm").glob(f"mapping-check-{port}-*")), "a kill would leave this shared memory"
-            found[-1] += map(json.loads, lines)
-            assert process.wait(timeout=60) == 0, (tmp_path / f"{rank}.log").read_text()[-3000:]
+        with contextlib.ExitStack() as stack:
+            outputs = [stack.enter_context((tmp_path / f"{rank}.out").open()) for rank in range(tp)]
+            for rank, (process, output) in enumerate(zip(processes, outputs)):
+                lines = (line for line in output if line.startswith("{"))
+                found.append([json.loads(line) for line in itertools.islice(lines, 1)])
+                named = list(Path("/dev/shm").glob(f"mapping-check-{port}-*"))
+                assert not named, "a kill would leave this shared memory"
+                found[-1] += map(json.loads, lines)
+                assert process.wait(timeout=60) == 0, (tmp_path / f"{rank}.log").read_text()[-3000:]
         return found
     finally:
         for process in processes:
             process.kill()
 
 
-def test_vllms_loader_puts_everything_where_the_plan_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_loader_puts_everything_where_the_plan_writes_it(
+    preloaded: Preloaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At TP 2. `tests/gpu` covers TP 1, and what vLLM does to weights on a GPU."""
     monkeypatch.setenv("SLIPSTREAM_VLLM_PYTHON", PYTHON)
     directories = models(tmp_path)
-    for answers in ranks(tmp_path, 2, "float32", directories):
+    for answers in ranks(preloaded, tmp_path, 2, "float32", directories):
         assert len(answers) == len(FAMILIES)
         for family, answer in zip(FAMILIES, answers):
             assert answer["failed"] == {}, (family, answer["parameters"])

@@ -1,4 +1,4 @@
-"""A real `vllm serve` on CPU, started as a user would start it, with weights synced from a trainer."""
+"""A real `vllm serve` on CPU, with the options that a user would give it, and weights synced from a trainer."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ from tests.conformance.engines import (
 from tests.engines import sockets
 from tests.engines.sockets import SocketLibrary
 from tests.tiny import hf_model, random_params, tiny_config
+from tests.vllm.preloaded import Preloaded
 from tests.vllm.real import PYTHON, needs_vllm
 
 pytestmark = needs_vllm
@@ -82,13 +83,14 @@ def break_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, break_file: Path) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded, break_file: Path) -> Iterator[str]:
     """A server with the weights of a checkpoint, for the whole module."""
     directory, patches = tmp_path_factory.mktemp("served"), tmp_path_factory.mktemp("patches")
     config = tiny_config("llama", hidden_size=128, head_dim=32)
     hf_weights.save(directory, random_params(config), config)
     shutil.copy(sockets.__file__, patches)
-    shutil.copy(Path(__file__).with_name("worker_sockets.py"), patches)
+    for name in ("worker_sockets.py", "after_import.py"):
+        shutil.copy(Path(__file__).with_name(name), patches)
     (patches / "sitecustomize.py").write_text("import worker_sockets\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -96,12 +98,11 @@ def url(tmp_path_factory: pytest.TempPathFactory, break_file: Path) -> Iterator[
     log = patches / "server.log"
     source = Path(vllm_nccl.__file__).parents[4]
     with open(log, "wb") as file:
-        process = subprocess.Popen(
+        process = preloaded.popen(
             [*command, "--model", str(directory), *OPTIONS],
             stdout=file,
             stderr=file,
             env=os.environ | VARIABLES | {"PYTHONPATH": f"{patches}:{source}", "BREAK": str(break_file)},
-            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + START_SECONDS

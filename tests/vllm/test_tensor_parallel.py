@@ -29,6 +29,7 @@ from tests.conformance.engines import *  # noqa: F403
 from tests.conformance.engines import Subject, greedy_reference, other_params
 from tests.engines.attached import attached
 from tests.tiny import hf_greedy, hf_model, random_params, tiny_config
+from tests.vllm.preloaded import Preloaded
 from tests.vllm.real import PYTHON, needs_vllm
 
 pytestmark = needs_vllm
@@ -51,7 +52,7 @@ def breaking(self, models):
 
 WorkerAdapters._use = breaking
 """
-"""Runs in every Python process of the engine: while the file exists, the second rank's next load of adapters fails."""
+"""While the file exists, the second rank's next load of adapters fails."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,9 @@ def break_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory, run_dir: Path, break_file: Path) -> Iterator[Subject]:
+def subject(
+    tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded, run_dir: Path, break_file: Path
+) -> Iterator[Subject]:
     params, directory = random_params(CONFIG), tmp_path_factory.mktemp("model")
     hf_weights.save(directory, params, CONFIG)
     (break_file.parent / "sitecustomize.py").write_text(BREAKS)
@@ -79,7 +82,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory, run_dir: Path, break_file:
         "adapters.rank=6",
         "vllm.block_size=32",
     ]
-    with attached(PYTHON, directory, run_dir, *options, **variables) as engine:
+    with attached(PYTHON, directory, run_dir, *options, preloaded=preloaded, **variables) as engine:
         bounded = ("presence_penalty", "frequency_penalty")
         subject = Subject(engine, CONFIG, params, tolerance=1e-4, bounded=bounded)
         yield subject

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from slipstream.types import Completion, SamplingParams, VersionSpan
 from tests.conformance.engines import Subject, collected, greedy_reference, other_params, request, started, update_of
 from tests.engines.attached import attached
 from tests.tiny import hf_model, random_params, tiny_config, write_tokenizer
+from tests.vllm.preloaded import Preloaded
 from tests.vllm.real import PYTHON, needs_vllm
 
 pytestmark = needs_vllm
@@ -52,20 +54,23 @@ def config_of(**over: Any) -> ModelConfig:
 
 BREAKS = """
 import os
-from slipstream.engines.vllm.worker_extension import WorkerExtension
+from after_import import after_import
 
-load = WorkerExtension._slipstream_weights
+def patch(module):
+    load = module.WorkerExtension._slipstream_weights
 
-def weights(self, tensors, dtype):
-    for index, pair in enumerate(load(self, tensors, dtype)):
-        if index == 5 and os.path.exists(os.environ["BREAK"]):
-            os.unlink(os.environ["BREAK"])
-            raise MemoryError("no room for the sixth tensor")
-        yield pair
+    def weights(self, tensors, dtype):
+        for index, pair in enumerate(load(self, tensors, dtype)):
+            if index == 5 and os.path.exists(os.environ["BREAK"]):
+                os.unlink(os.environ["BREAK"])
+                raise MemoryError("no room for the sixth tensor")
+            yield pair
 
-WorkerExtension._slipstream_weights = weights
+    module.WorkerExtension._slipstream_weights = weights
+
+after_import("slipstream.engines.vllm.worker_extension", patch)
 """
-"""Runs in every Python process of the engine: while the file exists, a worker's next load fails halfway."""
+"""While the file exists, a worker's next load fails halfway."""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +91,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory, run_dir: Path, break_file:
     hf_weights.save(directory, params, config)
     write_tokenizer(directory)
     (break_file.parent / "sitecustomize.py").write_text(BREAKS)
+    shutil.copy(Path(__file__).with_name("after_import.py"), break_file.parent)
     path = os.pathsep.join([str(break_file.parent), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": path, "BREAK": str(break_file)}
     # Long prompts are computed in parts.
@@ -311,28 +317,29 @@ def test_seeds_determine_many_samples_of_a_prompt(bridge: Any) -> None:
 # --- failures ---
 
 
-def test_an_engine_that_is_killed_while_it_starts_leaves_no_process(tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_while_it_starts_leaves_no_process(tmp_path: Path, preloaded: Preloaded) -> None:
     model = tmp_path / "model"
     hf_weights.save(model, random_params(config_of()), config_of())
     (tmp_path / "gateway.json").write_text(json.dumps({"address": "127.0.0.1:1"}))
     (tmp_path / "token").write_text("x" * 32)
     command = [PYTHON, "-m", "slipstream.cli", "engine", "kind=vllm", "--run-dir", str(tmp_path), "--model", str(model)]
-    with open(tmp_path / "log", "wb") as log:
-        process = psutil.Popen([*command, "--owner", str(os.getpid())], stdout=log, stderr=log)
+    log = tmp_path / "log"
+    process = preloaded.popen([*command, "--owner", str(preloaded.pid)], stdout=log, stderr=log, env=os.environ)
     family: list[psutil.Process] = []
-    while not any(is_core(p) for p in family):
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.05)
-        family = process.children(recursive=True)
+    while sum(is_vllm(p) for p in family) < 2:  # the core and a worker, which loads the model
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.02)
+        family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=1200)  # they notice it once they have imported vLLM
+    _, alive = psutil.wait_procs(family, timeout=1200)
     assert not alive, alive
 
 
-def is_core(process: psutil.Process) -> bool:
+def is_vllm(process: psutil.Process) -> bool:
+    """Not Python's resource tracker."""
     try:
-        return "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())
+        return "resource_tracker" not in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 import sockets  # tests/engines/sockets.py, copied too
+from after_import import after_import  # tests/vllm/after_import.py, too
 
 
 class Group:
@@ -53,26 +53,4 @@ def patch(module) -> None:
     module.worker_init_process_group = join
 
 
-class Finder:
-    """Patches `nccl_engine` after it is imported. Importing it here would load all of vLLM into every process."""
-
-    NAME = "vllm.distributed.weight_transfer.nccl_engine"
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.NAME:
-            return None
-        import importlib.util
-
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            patch(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
+after_import("vllm.distributed.weight_transfer.nccl_engine", patch)

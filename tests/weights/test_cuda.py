@@ -395,15 +395,18 @@ def test_garbage_on_the_socket_is_an_error_and_never_a_hang(noise: bytes, with_h
 
 
 TRAINER = """
-import sys, time
+import asyncio, sys, time
 import numpy as np
+from slipstream.tensors.strided import Strided
+from slipstream.weights.sources.transforms import View
 from slipstream.weights.transports.cuda import mapped_memory as cuda
+from slipstream.weights.transports.device import DevicePiece, DeviceSlice
 from tests.weights.memfd import FakeArray, Memfd
-from tests.weights.test_cuda import heard, piece
 driver = Memfd()
 sender = cuda.CudaSender(sys.argv[1].encode(), "engine", driver)
-sender.send(1, {0: piece(FakeArray(driver.allocate(4096), 0, np.full(4, 3, np.float32)))})
-heard(sender)
+array = FakeArray(driver.allocate(4096), 0, np.full(4, 3, np.float32))
+sender.send(1, {0: DevicePiece(array, DeviceSlice(View(), ()), Strided.row_major((4,)))})
+asyncio.run(sender.confirmed())
 print("sent", flush=True)
 time.sleep(60)
 """
@@ -499,16 +502,28 @@ def assert_bits(live: Any, expected: Any) -> None:
         assert torch.equal(live[name][~nan].view(kind), wanted[~nan].view(kind)), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "mistral"]
+    ("family", "tp", "dtype"),
+    [
+        ("llama", 1, "float32"),
+        ("llama", 2, "bfloat16"),
+        ("mistral", 2, "float32"),
+        ("qwen2", 2, "float32"),
+        ("qwen3", 2, "bfloat16"),
+        ("gemma2", 2, "float32"),
+        ("gemma3_text", 2, "bfloat16"),
+        ("mixtral", 1, "bfloat16"),
+        ("mixtral", 2, "float32"),
+        ("qwen3_moe", 2, "float32"),
+        ("qwen3_moe", 2, "bfloat16"),
+    ],
 )
 def test_an_update_reaches_the_fused_parameters_of_every_rank(
     family: str, tp: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped_memory, "CudaDriver", Memfd)
-    config = tiny_config(family)
+    layers = {} if family == "llama" else {"num_layers": 1, "layer_types": ()}
+    config = tiny_config(family, **layers)
     kind = getattr(torch, dtype)
     info = written_parameters(config, tp, ())[0]
     params = random_params(config)

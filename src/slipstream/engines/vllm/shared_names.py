@@ -5,6 +5,7 @@ vLLM itself relies on Python's resource tracker, a process that is killed along 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from multiprocessing import util
@@ -20,7 +21,8 @@ def remove_names() -> None:
     for buffer in [found for found in gc.get_objects() if type(found) is ShmRingBuffer]:
         if buffer.is_creator:
             buffer.is_creator = False  # otherwise it would remove the name when it is deleted
-            buffer.shared_memory.unlink()
+            with contextlib.suppress(FileNotFoundError):  # a forked worker also holds those of the core, which are gone
+                buffer.shared_memory.unlink()
     for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
         if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
             finalizer()
