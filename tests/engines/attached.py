@@ -124,8 +124,8 @@ class AttachedEngine:
 def attached(
     python: str, model: Path, run_dir: Path, *options: str, preloaded: Any = None, **variables: str
 ) -> Iterator[AttachedEngine]:
-    """Starts an engine process with `python`, and ends it. `variables` are of its environment. With a `Preloaded` process (tests/vllm),
-    it forks the engine."""
+    """Starts an engine process with `python`, and ends it. `variables` are of its environment. With `preloaded`, the process
+    of tests/vllm/preloaded.py forks the engine."""
     token, service, stack = secrets.token_hex(16), Service(lease_seconds=30.0), contextlib.AsyncExitStack()
 
     async def serve() -> str:

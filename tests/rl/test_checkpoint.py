@@ -109,7 +109,7 @@ def test_a_kill_during_save_leaves_a_complete_checkpoint(tmp_path):
         calls, found = 10_000 - int(left), []
         assert code == 0
         # The number of calls that Orbax makes varies: the last points may lie beyond the end.
-        for count in sorted({1, calls // 2, calls - 2}):
+        for count in sorted({1, calls // 2, calls - 4, calls - 1}):
             root = tmp_path / str(count)
             checkpoint.save(root, made(1), {})
             assert saving.run(root, count)[0] in ((-9,) if count <= calls // 2 else (-9, 0))

@@ -1,8 +1,8 @@
-"""A process that imports vLLM once and forks for every command, so that the commands of many tests need not import it, which takes
-each process some fifteen seconds. Where vLLM would spawn processes of its own, those of a fork are forks, too.
+"""A process that imports vLLM once and forks for every command. An import takes fifteen seconds, and most tests would need
+several: where vLLM would spawn processes of its own, those of a fork are forks, too.
 
-    server = Preloaded(log)
-    process = server.popen([PYTHON, "-m", "module", ...], stdout=file, stderr=file, env=...)       # as subprocess.Popen
+    server = Preloaded(python, log)
+    process = server.popen([python, "-m", "module", ...], stdout=file, stderr=file, env=...)       # as subprocess.Popen
 
 `test_weights.py` starts its engine without it, as users do."""
 
@@ -42,7 +42,7 @@ class Preloaded:
             self._server = subprocess.Popen(
                 [python, "-m", "tests.vllm.preloaded"],
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -106,6 +106,8 @@ class Process:
 
 
 def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # imports may print
     from vllm.model_executor.models import registry
     from vllm.utils import system_utils
 
@@ -121,9 +123,10 @@ def serve() -> None:
             pid, status = os.waitpid(question["pid"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         elif (answer := os.fork()) == 0:
+            answers.close()
             become(**question)
             return
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def become(module: str, arguments: list[str], env: dict[str, str], logs: list[str]) -> None:

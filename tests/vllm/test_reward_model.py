@@ -45,9 +45,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def bridge(config: TrainConfig) -> Iterator[Bridge]:
-    with open_reward_model(config, Path(config.run_dir) / "reward") as opened:
-        assert opened is not None
-        yield opened
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else its only worker has a process, which imports vLLM, too
+        with open_reward_model(config, Path(config.run_dir) / "reward") as opened:
+            assert opened is not None
+            yield opened
 
 
 def test_scores_equal_those_of_transformers(bridge: Bridge, config: TrainConfig) -> None:
