@@ -144,7 +144,7 @@ def test_a_request_gets_the_same_bits_in_any_batch(name: str, make: Make, alone:
 
     # The same batches for every engine, so that the reference is computed once. Rich programs are not repeated on two
     # devices: they take long to compile and are not specific to them.
-    @settings(max_examples=12, derandomize=True)
+    @settings(max_examples=8, derandomize=True)
     @given(batches(rich=tp == 1))
     def check(batch: list[Request]) -> None:
         assert_as_alone(subject, batch, reference)

@@ -173,11 +173,11 @@ def test_a_full_disk_delays_rollouts_and_syncs_and_loses_nothing(gateway: tuple[
         return [Request(id, (1, 2), SamplingParams(n=2, seed=7)) for id in ids]
 
     async def main() -> None:
-        fleet = GatewayFleet(address, token, timeout=10.0, max_message_bytes=1 << 20)
+        fleet = GatewayFleet(address, token, timeout=60.0, max_message_bytes=1 << 20)
         async with attached(engine, address, token):
             await fleet.refresh()
             await fleet.submit(bound, requests("a", "b"))
-            first = await fleet.take(bound, 0, 2, 10.0)
+            first = await fleet.take(bound, 0, 2, 60.0)
             await fleet.submit(bound, requests("c", "d", "e"))
             engine.gate.clear()
             with full_disk(process):
@@ -189,15 +189,15 @@ def test_a_full_disk_delays_rollouts_and_syncs_and_loses_nothing(gateway: tuple[
                 with pytest.raises((JournalUnavailable, DeadlineExceeded)):
                     await fleet.take(bound, 2, 2, 0.5, version=1)
             assert await fleet.submit(bound, requests("f")) == 1
-            second = await fleet.take(bound, 2, 2, 10.0, version=1)
+            second = await fleet.take(bound, 2, 2, 60.0, version=1)
             await update(fleet, 2, ["e"])
-            third = await fleet.take(bound, 4, 2, 10.0, version=2)
+            third = await fleet.take(bound, 4, 2, 60.0, version=2)
             groups = [*first, *second, *third]
             assert [group.position for group in groups] == [1, 2, 3, 4, 5, 6]
             assert sorted(group.id for group in groups) == ["a", "b", "c", "d", "e", "f"]
         await fleet.close()
 
-    event_loop.run(asyncio.wait_for(main(), 60))
+    event_loop.run(asyncio.wait_for(main(), 300))
     process.terminate()
     process.wait()
     journal = Journal(run_dir / FILES[0])

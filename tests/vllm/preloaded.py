@@ -75,7 +75,8 @@ class Process:
     """A child of the server."""
 
     def __init__(self, server: Preloaded, pid: int) -> None:
-        self._server, self.pid, self.returncode = server, pid, None
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,10 +44,25 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return short_run(folder, write_reward_model(folder / "model"), model_label=1, model_engine=engine)
 
 
+FORKS = """
+import multiprocessing
+from after_import import after_import
+
+def patch(module):
+    module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+after_import("vllm.utils.system_utils", patch)
+"""
+"""Runs in every Python process of the fleet. Else vLLM would spawn its processes, and each would import vLLM."""
+
+
 @pytest.fixture(scope="module")
-def bridge(config: TrainConfig) -> Iterator[Bridge]:
+def bridge(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bridge]:
+    patches = tmp_path_factory.mktemp("patches")
+    (patches / "sitecustomize.py").write_text(FORKS)
+    shutil.copy(Path(__file__).with_name("after_import.py"), patches)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else its only worker has a process, which imports vLLM, too
+        patch.setenv("PYTHONPATH", str(patches), prepend=os.pathsep)
         with open_reward_model(config, Path(config.run_dir) / "reward") as opened:
             assert opened is not None
             yield opened
