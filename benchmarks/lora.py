@@ -3,9 +3,10 @@ r"""LoRA adapters on one engine in another process: how long the update of one t
     python benchmarks/lora.py [--engine embedded] [--layers 30] [--slots 64] [--rank 8] [--repeats 15] \
         [--json benchmarks/results/lora.json]
 
-Where JAX has a GPU, trainer and engines share it. The model has the 135M shape (SmolLM2) in float32. Adapters change all four projections of attention. The references, in the
-same rounds: a sync of all weights, and an engine without adapters, whose tokens per second are compared with those of an engine
-with adapters: for the base model, for one adapter, and for as many adapters as there are rows. Medians are printed."""
+Where JAX has a GPU, trainer and engines share it. The model has the 135M shape (SmolLM2) in float32. Adapters change all four
+projections of attention. The references, in the same rounds: a sync of all weights, and an engine without adapters, whose
+tokens per second are compared with those of an engine with adapters: for the base model, for one adapter, and for as many
+adapters as there are rows. Medians are printed."""
 
 from __future__ import annotations
 
@@ -74,6 +75,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (root / "config.json").write_text(json.dumps(to_hf(config)))
         shared: dict[str, Any] = dict(dtype="float32", max_num_seqs=ROWS, max_model_len=64, kv_cache_tokens=64 * ROWS)
+        engine: EmbeddedConfig | VllmConfig
         if arguments.engine == "embedded":
             engine = EmbeddedConfig(**shared)
         else:
@@ -82,7 +84,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         with_adapters, without = (
             stack.enter_context(
                 slipstream.launch(
-                    root, engine=engine.replace(adapters=adapters), run_dir=root / name, share_gpus=True, start_timeout=400
+                    root,
+                    engine=engine.replace(adapters=adapters),
+                    run_dir=root / name,
+                    share_gpus=True,
+                    start_timeout=400,
                 )
             )
             for name, adapters in (("with", room), ("without", None))

@@ -24,6 +24,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("SLIPSTREAM_TEST_
         _flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# One thread is enough for torch's tiny models; more of them spin, in each of several workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _cache = tempfile.TemporaryDirectory(prefix="slipstream-tests-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -64,7 +64,9 @@ def test_the_sample_model_generates_and_chats(tmp_path):
     assert prompt == "<bos><|user|>\nhi<eos>\n<|assistant|>\n"
     ids = Tokenizer.from_file(str(tmp_path / "model/tokenizer.json")).encode(prompt, add_special_tokens=False).ids
     assert SPECIAL.index(UNKNOWN) not in ids and ids[0] == SPECIAL.index(BOS) and ids.count(SPECIAL.index(EOS)) == 1
-    with slipstream.inprocess(tmp_path / "model", engine=slipstream.EmbeddedConfig(max_num_seqs=2, max_model_len=32)) as bridge:
+    with slipstream.inprocess(
+        tmp_path / "model", engine=slipstream.EmbeddedConfig(max_num_seqs=2, max_model_len=32)
+    ) as bridge:
         assert bridge.version == 0
         (completion,) = bridge.generate([ids], slipstream.SamplingParams(max_tokens=4, ignore_eos=True))
         assert len(completion.token_ids) == 4

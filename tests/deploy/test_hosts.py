@@ -173,8 +173,8 @@ def refusals(network, up, cases):
     asked = []
     for address, token, ca in cases:
         variables = {"SLIPSTREAM_TOKEN": token, "SLIPSTREAM_CA": ca}
-        for command in (["status"], ["engine", "--model", str(network.directory / "none")]):
-            asked.append([[*command, "--gateway", address], variables])
+        commands = (["status"], ["engine", "--model", str(network.directory / "none")])
+        asked += [[[*command, "--gateway", address], variables] for command in commands]
     command = network.machines["node4"].command(sys.executable, "-c", COMMANDS)
     done = subprocess.run(
         command, input=json.dumps(asked), capture_output=True, text=True, timeout=240, env=environment(), check=False

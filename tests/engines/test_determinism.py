@@ -27,7 +27,8 @@ from tests.tiny import random_params, variant
 CHUNKS = {"max_num_batched_tokens": 16}
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
-    "small pool, chunks of 16, more rows": {"num_pages": 18, "max_num_seqs": 8} | CHUNKS,  # two long requests do not fit
+    "small pool, chunks of 16, more rows": {"num_pages": 18, "max_num_seqs": 8}
+    | CHUNKS,  # two long requests do not fit
     "prompt lookup, small pool": {"speculation": "prompt_lookup", "num_pages": 18},
     "tp=2": {"tensor_parallel_size": 2} | CHUNKS,  # of one size, so that one program prefills
 }
@@ -87,7 +88,8 @@ def alone(make: Make) -> dict[int, Alone]:
     """Reference per `tp`: sharding a matrix product changes its last bits."""
     chunks: dict[int, dict[str, Any]] = {1: {}, 2: CHUNKS}
     return {
-        tp: Alone(make(tensor_parallel_size=tp, enable_prefix_caching=False, **options)) for tp, options in chunks.items()
+        tp: Alone(make(tensor_parallel_size=tp, enable_prefix_caching=False, **options))
+        for tp, options in chunks.items()
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -189,43 +188,35 @@ with slipstream.launch(model, engine=config, run_dir=run_dir) as bridge:
 """
 
 
-def python(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where packages are found in `path` as well."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_a_package_that_is_installed_adds_its_family_to_any_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plugin", ["marks", "other_families"])
+def test_launched_engines_serve_a_family_of_an_installed_package(
+    biased_llama: str, tmp_path: Path, plugin: str
+) -> None:
+    """By its entry point, on two devices each, and again after an update. A plugin that is named is imported as well."""
     (tmp_path / "own_families.py").write_text(CODE)
     (tmp_path / "own-1.0.dist-info").mkdir()
     (tmp_path / "own-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
     entries = f"[{families.ENTRY_POINTS}]\nbiased_llama = own_families\n"
     (tmp_path / "own-1.0.dist-info" / "entry_points.txt").write_text(entries)
-    config = to_hf(tiny_config()) | {"model_type": "biased_llama"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    code = "import sys; from slipstream.model.checkpoints.hf_config import read_config; print(read_config(sys.argv[1]).family)"
-    done = python(tmp_path, "-c", code, str(tmp_path))
-    assert done.stdout.strip() == "biased_llama", done.stderr
-
-
-@pytest.mark.parametrize("plugin", ["own_families", "other_families"])
-def test_launched_engines_serve_a_family_of_a_plugin(biased_llama: str, tmp_path: Path, plugin: str) -> None:
-    """On two devices each, and again after an update."""
-    (tmp_path / "own_families.py").write_text(CODE)
+    seen = tmp_path / "seen"
+    (tmp_path / "marks.py").write_text(f"import os\nopen({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n')\n")
     config = tiny_config(biased_llama, num_layers=1)
     models = [random_params(config, seed) for seed in (0, 9)]
     for seed, params in enumerate(models):
         hf_weights.save(tmp_path / str(seed), params, config)
-    done = python(tmp_path, "-c", LAUNCH, *(str(tmp_path / name) for name in ("0", "1", "run")), plugin)
+    arguments = [str(tmp_path / name) for name in ("0", "1", "run")]
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *arguments, plugin],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     if plugin == "other_families":
         assert "ConfigError: the plugin 'other_families' cannot be imported: No module named" in done.stderr
         return
     assert done.returncode == 0, done.stderr[-2000:]
+    assert len(set(seen.read_text().split())) == 2, "the trainer and the engine"
     subject = Subject(None, config, models[0])  # type: ignore[arg-type]
     expected = [str(greedy_reference(subject, (1, 2, 3), 4, params)) for params in models]
     assert done.stdout.splitlines() == expected and len(set(expected)) == 2

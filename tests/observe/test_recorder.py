@@ -149,7 +149,9 @@ def test_differences_of_logprobs_are_counted_by_their_causes(tmp_path):
     np.testing.assert_allclose(step["mismatch_mean"], distance.mean(), rtol=1e-4)
     quantiles = [step[f"mismatch_{name}"] for name in ("p50", "p99", "max")]
     np.testing.assert_allclose(quantiles, np.quantile(distance, [0.5, 0.99, 1]), rtol=1e-4)
-    np.testing.assert_allclose(step["mismatch_signed"], (trainer - trained.logprobs)[trained.mask > 0].mean(), rtol=1e-4)
+    np.testing.assert_allclose(
+        step["mismatch_signed"], (trainer - trained.logprobs)[trained.mask > 0].mean(), rtol=1e-4
+    )
     assert step["mismatch_tokens"] == len(distance)
     counted = {
         kind: {

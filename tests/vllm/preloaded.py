@@ -116,7 +116,7 @@ def serve() -> None:
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # before other modules import it
     for module in MODULES:
         importlib.import_module(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.freeze()
     for line in iter(sys.stdin.readline, ""):
         question = json.loads(line)

@@ -51,9 +51,7 @@ def ranks(
         command = [*doctor.mapping_command(dtype, *directories), *options]
         os.mkfifo(tmp_path / f"{rank}.out")
         processes.append(
-            preloaded.popen(
-                command, env=environment, stdout=tmp_path / f"{rank}.out", stderr=tmp_path / f"{rank}.log"
-            )
+            preloaded.popen(command, env=environment, stdout=tmp_path / f"{rank}.out", stderr=tmp_path / f"{rank}.log")
         )
     try:
         found = []

@@ -168,11 +168,11 @@ def test_an_update_that_one_rank_fails_to_load_is_undone_on_all(bridge: Bridge, 
 @pytest.mark.parametrize("in_flight", ["keep", "requeue"])
 def test_an_update_while_samples_are_generated(bridge: Bridge, subject: Subject, in_flight: Any) -> None:
     """Those of other adapters go on as if nothing had happened, but for the number of the version."""
-    sampling, names = SamplingParams(max_tokens=20, seed=3, ignore_eos=True), ("", "a", "b")
-    alone, (old, new) = generate(bridge, *names, sampling=sampling), (bridge.version, bridge.version + 1)
+    sampling, names, prompt = SamplingParams(max_tokens=50, seed=3, ignore_eos=True), ("", "a", "b"), PROMPT[:8]
+    alone = bridge.generate([prompt] * 3, sampling, adapter=names)
 
     async def run() -> Completions:
-        running = asyncio.create_task(bridge.agenerate([PROMPT] * 3, sampling, adapter=names))
+        running = asyncio.create_task(bridge.agenerate([prompt] * 3, sampling, adapter=names))
         await asyncio.sleep(0)  # sends them
         await started()
         await subject.engine.pause()
@@ -183,19 +183,26 @@ def test_an_update_while_samples_are_generated(bridge: Bridge, subject: Subject,
 
     async def started() -> None:
         """Return once a short request, sent after the others, has finished."""
-        await bridge.agenerate([PROMPT], SamplingParams(max_tokens=3), adapter="c")
+        await bridge.agenerate([prompt], SamplingParams(max_tokens=3), adapter="c")
 
-    found = asyncio.run(run())
-    again = generate(bridge, *names, sampling=sampling)
+    for _ in range(20):  # until the pause comes before the last tokens
+        old, new = bridge.version, bridge.version + 1
+        found = asyncio.run(run())
+        if all(
+            completion.spans[0].version == old < completion.spans[-1].version for completion in (found[0], found[2])
+        ):
+            break
+        bridge.sync(tree(LORAS[0]), adapter=LORAS[0])
+    again = bridge.generate([prompt] * 3, sampling, adapter=names)
     for index in (0, 2):
         assert bits(found[index]) == bits(alone[index]) == bits(again[index])
         assert [span.version for span in found[index].spans] == [old, new]
     if in_flight == "keep":
         first, second = found[1].spans
-        assert (first.version, second.version) == (old, new) and 0 < second.start < 20
+        assert (first.version, second.version) == (old, new) and 0 < second.start < 50
         assert found[1].token_ids[: second.start] == alone[1].token_ids[: second.start]
     else:
-        assert found[1].spans == again[1].spans == (VersionSpan(new, 0, 20),) and bits(found[1]) == bits(again[1])
+        assert found[1].spans == again[1].spans == (VersionSpan(new, 0, 50),) and bits(found[1]) == bits(again[1])
     assert bits(again[1]) != bits(alone[1])
     bridge.sync(tree(LORAS[0]), adapter=LORAS[0])
 

@@ -47,8 +47,8 @@ HARDWARE: Mapping[str, Hardware] = {
     ),
 }
 """Fitted to benchmarks/results: decoding of 64 and 512 sequences and of groups (decode_gpu.json), syncs of 1.2B and 8B to vLLM
-(weight_sync_gpu.json), syncs of 1.2B to the embedded engine (weight_sync_embedded_gpu.json) and what 8B took more, training of 0.1B
-and 0.7B (plan_accuracy_gpu.json)."""
+(weight_sync_gpu.json), syncs of 1.2B to the embedded engine (weight_sync_embedded_gpu.json) and what 8B took more, training
+of 0.1B and 0.7B (plan_accuracy_gpu.json)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,9 @@ class ComputeThread:
         stopped_at, self._held_at = self._held_at or boundary, None
         pause = time.perf_counter() - stopped_at
         swap.done.set_result(CommitReport(pause, boundary - swap.requested_at, 0.0, rate, redrawn))
-        del before  # frees the old weights, unless they are referenced elsewhere; until here, so that nothing waits for it
+        del (
+            before
+        )  # frees the old weights, unless they are referenced elsewhere; until here, so that nothing waits for it
 
     @property
     def _has_draws(self) -> bool:

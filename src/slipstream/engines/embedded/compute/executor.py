@@ -76,8 +76,8 @@ class Executor:
         self._has_groups = False
         """Rows that start with the same pages have been seen. From then on one kind of program decodes all batches."""
         self._watch = ThreadPoolExecutor(1, thread_name_prefix="slipstream-clock")
-        """Waits for prefills to end. On a GPU the thread that dispatches cannot: XLA returns from a loop's dispatch, and so from
-        that of a decode program, only with its last step."""
+        """Waits for prefills to end. On a GPU the thread that dispatches cannot: XLA returns from a loop's dispatch, and so
+        from that of a decode program, only with its last step."""
 
     def close(self) -> None:
         self._watch.shutdown(wait=False)

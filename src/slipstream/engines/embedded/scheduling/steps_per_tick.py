@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from slipstream.engines.embedded.scheduling.shapes import bucket
 
 LONGEST_TICK_SECONDS, MAX_TICK_SECONDS, MIN_TICK_SECONDS = 0.15, 0.03, 0.004
-"""New requests, commits and cancellations wait for a tick to end. Above the second, ticks are as long as `MAX_OVERHEAD` needs."""
+"""New requests, commits and cancellations wait for a tick to end. Above the second, a tick is as long as `MAX_OVERHEAD`
+needs."""
 MAX_OVERHEAD = 1 / 50
 """Share of the time that the host may take where nobody waits for ticks to end."""
 LONG_WAIT, SHORT_WAIT = 1 / 16, 1 / 64
