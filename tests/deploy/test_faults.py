@@ -46,7 +46,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_dir(model, tmp_path_factory):
-    """Of a fleet with one engine; trainers connect to it."""
+    """The run directory of a fleet with one engine, to which trainers connect."""
     with slipstream.launch(model[0], engine=OPTIONS, run_dir=tmp_path_factory.mktemp("run")) as bridge:
         yield bridge.run_dir
 

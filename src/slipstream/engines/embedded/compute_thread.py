@@ -239,7 +239,8 @@ class ComputeThread:
     def _swap(self, swap: _Swap) -> None:
         if not swap.done.set_running_or_notify_cancel():
             return
-        boundary, redrawn, before = time.perf_counter(), 0, self.policy
+        boundary, redrawn = time.perf_counter(), 0
+        _old = self.policy  # frees its weights on return, when nothing waits for that any longer
         rate = self._draw_rate.tokens_per_second if self._has_draws else 0.0
         try:
             if swap.in_flight in ("recompute", "requeue"):
@@ -253,9 +254,6 @@ class ComputeThread:
         stopped_at, self._held_at = self._held_at or boundary, None
         pause = time.perf_counter() - stopped_at
         swap.done.set_result(CommitReport(pause, boundary - swap.requested_at, 0.0, rate, redrawn))
-        del (
-            before
-        )  # frees the old weights, unless they are referenced elsewhere; until here, so that nothing waits for it
 
     @property
     def _has_draws(self) -> bool:

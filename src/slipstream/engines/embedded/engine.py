@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -239,7 +240,7 @@ class EmbeddedEngine(EngineFrontend):
         check_adapters(self.describe(), offer, self.adapters)
         return self._adapter_inboxes.choose(offer)
 
-    @property
+    @functools.cached_property
     def _device_transports(self) -> tuple[str, ...]:
         """Transports from the GPU of another process."""
         has_driver = self._placement.platform == "gpu" and importlib.util.find_spec("cuda") is not None

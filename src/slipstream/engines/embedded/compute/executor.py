@@ -157,18 +157,18 @@ class Executor:
                 draft_cache = draft.copy(draft_cache, tick.copies)
         if tick.prefill:
             batch, size = self._prefill_batch(tick.prefill, PREFILL)
-            started = time.perf_counter()
+            started = self._started(size)
             prefilled, cache = programs.prefill(params, cache, batch, stacks)
             ended = self._watch.submit(_ended_at, prefilled) if tick.decode else None
-            dispatched.prefill = ProgramRun(prefilled, size, started, ended)
+            dispatched.prefill = ProgramRun(prefilled, size, started or time.perf_counter(), ended)
             if draft and draft_cache:
                 _, draft_cache = draft.prefill(policy.draft or {}, draft_cache, batch)
         if tick.scoring:
             wants_top = any(chunk.sample.request.sampling.top_logprobs for chunk in tick.scoring)
             batch, size = self._prefill_batch(tick.scoring, SCORE[wants_top])
-            started = time.perf_counter()
+            started = self._started(size)
             scores, cache = programs.score(params, cache, batch, programs.max_top if wants_top else 0, stacks)
-            dispatched.scoring = ProgramRun(scores, size, started)
+            dispatched.scoring = ProgramRun(scores, size, started or time.perf_counter())
         if tick.decode:
             rich = any(is_rich(sample.request.sampling) for sample in tick.decode)
             num_speculative = 0 if rich else self.shapes.num_speculative
@@ -178,7 +178,7 @@ class Executor:
             program = VERIFY if num_speculative else decode[rich]
             size = programs.choice.choose(program, self.shapes.rows, len(tick.decode), tick.upcoming)
             rows, settings = self._decode_batch(tick, size.taken), self._settings(tick.decode, size.taken, rich)
-            started = time.perf_counter()
+            started = self._started(size)
             if num_speculative:
                 draft_tokens: Any
                 if draft and draft_cache:
@@ -199,9 +199,13 @@ class Executor:
                 result, cache = programs.decode(
                     params, cache, rows, settings, tick.steps, history, tick.early_exit_rows, stacks
                 )
-            dispatched.decode = ProgramRun(result, size, started)
+            dispatched.decode = ProgramRun(result, size, started or time.perf_counter())
         self._cache, self._draft_cache = cache, draft_cache
         return dispatched
+
+    def _started(self, size: ProgramSize) -> float | None:
+        """The time, from which a program's own counts; None if the call compiles it, which is not the device's work."""
+        return time.perf_counter() if (size.name, size.taken) in self._programs.choice.compiled else None
 
     def take_routes(self, samples: Sequence[Sample]) -> None:
         """Give finished samples the experts of their tokens, if they are recorded. Call while they have their pages."""
@@ -299,7 +303,7 @@ class ProgramRun(NamedTuple):
     result: Any
     size: ProgramSize
     started: float
-    """When it was dispatched. Its time counts from then on, or from the end of the program before it."""
+    """When it was dispatched, or had been compiled. Its time counts from then on, or from the end of the program before it."""
     ended: Future[float] | None = None
     """When the device was done, if another program follows; otherwise that is when its result has been fetched."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from slipstream.engines.embedded.scheduling.shapes import bucket
 
-LONGEST_TICK_SECONDS, MAX_TICK_SECONDS, MIN_TICK_SECONDS = 0.15, 0.03, 0.004
+MAX_TICK_SECONDS, USUAL_TICK_SECONDS, MIN_TICK_SECONDS = 0.15, 0.03, 0.004
 """New requests, commits and cancellations wait for a tick to end. Above the second, a tick is as long as `MAX_OVERHEAD`
 needs."""
 MAX_OVERHEAD = 1 / 50
@@ -46,7 +46,7 @@ class StepsPerTick:
 
     @property
     def tick_seconds(self) -> float:
-        longest = min(max(self.host_seconds / MAX_OVERHEAD, MAX_TICK_SECONDS), LONGEST_TICK_SECONDS)
+        longest = min(max(self.host_seconds / MAX_OVERHEAD, USUAL_TICK_SECONDS), MAX_TICK_SECONDS)
         return min(self.limit, longest)
 
     def steps(self, rows: int, most: int) -> int:
@@ -84,7 +84,7 @@ class StepsPerTick:
         self.commit_wait = 0.7 * self.commit_wait + 0.3 * waited / max(interval, 1e-6)
         shortest = MIN_TICK_SECONDS
         if idle < MIN_IDLE * interval:
-            shortest = min(max(self.host_seconds / MAX_BUSY_OVERHEAD, shortest), MAX_TICK_SECONDS)
+            shortest = min(max(self.host_seconds / MAX_BUSY_OVERHEAD, shortest), USUAL_TICK_SECONDS)
         if self.commit_wait > LONG_WAIT and self.tick_seconds > shortest:
             self.limit = self.tick_seconds / 2
             self.commit_wait /= 2  # what it will be with ticks half as long
