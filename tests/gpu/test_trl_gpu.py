@@ -1,5 +1,4 @@
-"""TRL's GRPOTrainer, unmodified, with weights over NCCL into vLLM engines behind the gateway. It has not passed on a GPU so far: the only run
-ended before its first step, with the time on the machine.
+"""TRL's GRPOTrainer, unmodified, with weights over NCCL into vLLM engines behind the gateway. It was not yet seen to pass.
 
 Needs trl and vLLM in one environment, named by SLIPSTREAM_VLLM_PYTHON: TRL's client imports vLLM."""
 
